@@ -29,6 +29,7 @@ import httpx
 from sqlalchemy import insert, text
 
 from benchmarks import running_jobs
+from benchmarks.running_jobs import SPEC, tenant_of
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.database.repository import _columns
@@ -43,8 +44,8 @@ from tests.components import make_components
 from tests.postgres import postgres_server
 from tests.servers import serving
 
-SPEC = {"name": "measured", "model": {"name_or_path": "org/teacher"}}
-TENANTS = 10
+EVENTS = 100
+FOLLOWED_S = 10.0
 
 
 def main() -> None:
@@ -101,8 +102,7 @@ def fill(database: Database, count: int) -> None:
     spec = JobSpec.model_validate(SPEC)
     jobs, events = [], []
     for number in range(count):
-        tenant = "default" if number % TENANTS == 0 else f"tenant-{number % TENANTS}"
-        job = Job(new_id("job"), tenant, "ann", spec, 1000 + number)
+        job = Job(new_id("job"), tenant_of(number), "ann", spec, 1000 + number)
         told = [status_event(job, now=job.created_at)]
         if number % 100:
             for status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
@@ -140,10 +140,6 @@ def compare(clients: dict[str, httpx.Client], requests: int) -> dict[str, dict[s
             "ratio": round(p95["full"] / p95["empty"], 2),
         }
     return figures
-
-
-EVENTS = 100
-FOLLOWED_S = 10.0
 
 
 async def follow(url: str, parts: Components, followers: int) -> dict[str, float]:

@@ -19,70 +19,60 @@ from pathlib import Path
 
 from swiftkv_platform.sources.corpus import standard_library_modules
 
-_SAMPLING_INTERVAL_S = 0.02
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory and speed of data preparation.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[16, 64])
-    sizes = parser.parse_args().megabytes
     print(f"{'text MB':>8} {'tokens':>12} {'on disk MB':>11} {'peak MB':>8} {'MB/s':>6} {'rows full':>10}")
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as directory:
-        for size in sizes:
-            corpus = _write_corpus(Path(directory) / f"{size}.jsonl", size << 20)
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                result = pool.apply(_prepare, (corpus, Path(directory) / str(size)))
-            print(
-                f"{corpus.stat().st_size / 1e6:8.0f} {result['tokens']:12} {result['disk'] / 1e6:11.0f} "
-                f"{result['peak'] / 1e6:8.0f} {corpus.stat().st_size / 1e6 / result['seconds']:6.1f} "
-                f"{result['efficiency']:10.1%}"
-            )
+    for size in parser.parse_args().megabytes:
+        with (
+            tempfile.TemporaryDirectory(prefix="bench-data-") as directory,
+            multiprocessing.get_context("spawn").Pool(1) as pool,
+        ):
+            print(pool.apply(prepare, (Path(directory), size << 20)))
 
 
-def _write_corpus(path: Path, num_bytes: int) -> Path:
-    with path.open("w", encoding="utf-8") as file:
-        for number, module in enumerate(cycle(standard_library_modules())):
-            file.write(json.dumps({"text": f"# {number}\n{module.text}"}) + "\n")
-            if file.tell() >= num_bytes:
-                return path
-    raise AssertionError("the cycle has no end")
-
-
-def _prepare(corpus: Path, rows: Path) -> dict[str, float]:
+def prepare(directory: Path, num_bytes: int) -> str:
+    """Make rows of `num_bytes` of text; returns the line of the table."""
     from transformers import AutoTokenizer
 
     from swiftkv_platform import sources
     from swiftkv_platform.data.preparation import prepare_data
     from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
+    corpus, rows = directory / "corpus.jsonl", directory / "rows"
     rows.mkdir()
+    with corpus.open("w", encoding="utf-8") as file:
+        for number, module in enumerate(cycle(standard_library_modules())):
+            file.write(json.dumps({"text": f"# {number}\n{module.text}"}) + "\n")
+            if file.tell() >= num_bytes:
+                break
     tokenizer = AutoTokenizer.from_pretrained(Path(sources.__path__[0]) / "teacher")
     tokenizer(["warm up"])
     spec = DataSpec(sources=(DataSourceSpec(name_or_path=str(corpus)),), max_length=2048)
-    before, peak, done = _anonymous_bytes(), 0, threading.Event()
+    before, peak, done = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
-        while not done.wait(_SAMPLING_INTERVAL_S):
-            peak = max(peak, _anonymous_bytes())
+        while not done.wait(0.02):
+            peak = max(peak, anonymous_bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     begun = time.perf_counter()
-    data = prepare_data(spec, tokenizer, rows, seed=0)
+    statistics = prepare_data(spec, tokenizer, rows, seed=0).statistics
     seconds = time.perf_counter() - begun
     done.set()
     watcher.join()
-    return {
-        "tokens": data.statistics.train.tokens + data.statistics.held_out.tokens,
-        "disk": sum(file.stat().st_size for file in rows.iterdir()),
-        "peak": peak - before,
-        "seconds": seconds,
-        "efficiency": data.statistics.train.packing_efficiency,
-    }
+    megabytes = corpus.stat().st_size / 1e6
+    on_disk = sum(file.stat().st_size for file in rows.iterdir()) / 1e6
+    return (
+        f"{megabytes:8.0f} {statistics.train.tokens + statistics.held_out.tokens:12} {on_disk:11.0f} "
+        f"{(peak - before) / 1e6:8.0f} {megabytes / seconds:6.1f} {statistics.train.packing_efficiency:10.1%}"
+    )
 
 
-def _anonymous_bytes() -> int:
+def anonymous_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon:"))
 

@@ -1,30 +1,35 @@
-"""Students of one teacher at several depths and group sizes, at equal tokens over the same answers of the teacher.
+"""Students of one teacher at several depths and group sizes, at equal tokens over the same rows.
 
     python -m benchmarks.depths DIRECTORY [--spec benchmarks/configs/smollm2-depths.yaml]
-                                [--points 22:1 15:1 15:2 15:1:refitted 11:1] [--steps 150] [--output depths.json]
-                                [--needle-lengths 512 1024] [--needle-samples 20] [--early-exit]
+                                [--points 22:1 15:1 15:2 15:1:refitted 11:1] [--steps 150] [--seeds 0]
+                                [--needle-lengths 512 1024] [--needle-samples 20] [--early-exit] [--output depths.json]
+    python -m benchmarks.depths DIRECTORY --spec benchmarks/configs/python-5m-depths.yaml --needle-lengths \\
+                                --points 6:1 6:2:teacher-output 6:2 6:4 --steps 250 --seeds 0 1 2
 
-The spec names the teacher, the data and the loss; a point `l:g` or `l:g:START` takes the place of its `swiftkv`
-section. Where layers share a KV cache layer, and with a refitted start, they have output projections of their own;
-`--early-exit` trains an exit head beside. Runs are the trainer's own in this process, with guard and best state as in a
-job; with `--steps 0` starts alone are measured.
+The spec names the teacher, the data and the loss; a point `l:g[:START][:teacher-output]` replaces its `swiftkv`
+section. Students whose layers share a KV cache layer, and those with a refitted start, have output projections of their
+own, unless `teacher-output` is said; `--early-exit` trains an exit head beside. Runs are the trainer's own in this
+process, with rate search, guard and best state as in a job; `--steps 0` measures starts alone. A seed draws the order
+of the rows, and those of the calibration.
 
-A point has KL, agreement and perplexity ratio on the held-out answers, before and after training, by position in the
-answer and by prompt length; numbers that teacher and student find in prompts of each length; with an exit head its
-agreement by confidence (the paper's figure D.1), and greedy answers with and without early exit at 0.95 (tables D.2,
-E.1). DIRECTORY keeps the answers, and every point that is done: what was cut off goes on there.
+A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, by position in the
+answer and by prompt length; the share of numbers found in prompts of each length by student and teacher; and with an
+exit head its agreement by confidence (the paper's figure D.1). DIRECTORY keeps the teacher's answers and every point
+that is done, so a run that was cut off goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reports import benchmark_parser, conditions, write_report
+from benchmarks.common import benchmark_parser, conditions, write_report
 from benchmarks.training_runs import TrainedRun, TrainingRuns, one_worker
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.evaluation.depths import Needles
@@ -37,35 +42,32 @@ from swiftkv_platform.storage.addresses import open_store
 
 SPEC = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
 POINTS = ("22:1", "15:1", "15:2", "15:1:refitted", "11:1")
-QUESTIONS = (
-    "What are the three primary colors?",
-    "Explain in two sentences why the sky is blue.",
-    "Give me three tips for learning to swim.",
-)
-ANSWER_TOKENS = 96
+TEACHER_OUTPUT = "teacher-output"
 Row = dict[str, Any]
 
 
-def point_spec(spec: JobSpec, point: str, args: argparse.Namespace) -> JobSpec:
-    """The spec of one point, `l:g` or `l:g:START`."""
-    layers, group_size, *start = point.split(":")
+def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
+    """The spec of one point."""
+    layers, group_size, *options = point.split(":")
+    [start] = [option for option in options if option != TEACHER_OUTPUT] or ["calibrated"]
+    own = TEACHER_OUTPUT not in options and (int(group_size) > 1 or start == "refitted")
     swiftkv = {
         "num_key_value_layers": int(layers),
         "key_value_group_size": int(group_size),
-        "own_output_projection": int(group_size) > 1 or start == ["refitted"],
+        "own_output_projection": own,
         "early_exit": args.early_exit,
-        "initialization": start[0] if start else "calibrated",
+        "initialization": start,
         "calibration_tokens": args.calibration_tokens or spec.swiftkv.calibration_tokens,
     }
     document = spec.model_dump(mode="json", exclude_unset=True)
-    training = document["training"] | {"max_steps": max(args.steps, 1)}
+    training = document["training"] | {"max_steps": max(args.steps, 1), "seed": seed}
     return JobSpec.model_validate(document | {"swiftkv": swiftkv, "training": training})
 
 
-def name_of(point: str, args: argparse.Namespace) -> str:
+def name_of(point: str, args: argparse.Namespace, seed: int) -> str:
     """Name of what is kept of a point, which says everything that decides its figures beside the spec."""
     tokens = f"-{args.calibration_tokens}" if args.calibration_tokens else ""
-    return f"{point.replace(':', '-')}{'-exit' if args.early_exit else ''}{tokens}-{args.steps}-steps"
+    return f"{point.replace(':', '-')}{'-exit' if args.early_exit else ''}{tokens}-{args.steps}-steps-{seed}"
 
 
 def figures(totals: Totals) -> Row:
@@ -84,29 +86,7 @@ def needles_found(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *
     return {one.length: one.share_found(model) for one in needles}
 
 
-def exit_answers(runs: TrainingRuns, run: TrainedRun, tokenizer: Any) -> list[Row]:
-    """Greedy answers of the student that exits early and of the one that does not."""
-    student = runs.load(run.spec, run.end)
-    rows = []
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        settings = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "return_dict_in_generate": True}
-        full = student.generate(**prompt, **settings)
-        early = student.generate(**prompt, **settings, early_exit={"mode": "threshold", "threshold": 0.95})
-        begin = prompt["input_ids"].shape[1]
-        row = {
-            "question": question,
-            "full": tokenizer.decode(full.sequences[0, begin:], skip_special_tokens=True),
-            "early": tokenizer.decode(early.sequences[0, begin:], skip_special_tokens=True),
-            "num_tokens": early.sequences.shape[1] - begin,
-            "num_exited": int(early.num_exited_tokens.sum()),
-        }
-        rows.append(row)
-    return rows
-
-
-def measure(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], tokenizer: Any) -> Row:
+def measure(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> Row:
     """All figures of a point."""
     start, end = runs.totals(run.spec, run.start), runs.totals(run.spec, run.end)
     exits = exit_bins(end.exit_head)
@@ -119,7 +99,15 @@ def measure(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], tokeniz
         "end": figures(end),
         "needles": needles_found(runs, run, needles, swiftkv=True),
         "exit_head": None if exits is None else [one.model_dump() for one in exits],
-        "exit_answers": None if exits is None else exit_answers(runs, run, tokenizer),
+    }
+
+
+def spread(rows: Sequence[Row]) -> Row:
+    """KL of a point over its seeds."""
+    values = {when: [row[when]["kl"] for row in rows] for when in ("start", "end")}
+    return {
+        when: {"mean": statistics.mean(some), "lowest": min(some), "highest": max(some)}
+        for when, some in values.items()
     }
 
 
@@ -129,27 +117,31 @@ def main() -> int:
     args.directory.mkdir(parents=True, exist_ok=True)
     store_uri = str(args.directory.resolve())
     request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
-    rows: dict[str, Row] = {}
+    rows: dict[str, list[Row]] = {}
     teacher = args.directory / "teacher-needles.json"
     with tempfile.TemporaryDirectory(dir=args.directory) as name, one_worker(Path(name)):
-        write(request, store_uri, worker=0)
+        if any(source.complete is not None for source in spec.data.sources):
+            write(request, store_uri, worker=0)
         runs = TrainingRuns(spec, Path(name) / "runs", AttemptAnswers(open_store(store_uri), request))
         tokenizer = load_tokenizer(spec, runs.path)
         needles = [Needles.create(tokenizer, length, args.needle_samples) for length in args.needle_lengths]
-        for point in args.points:
-            done = args.directory / f"{name_of(point, args)}.json"
+        for seed, point in ((seed, point) for seed in args.seeds for point in args.points):
+            done = args.directory / f"{name_of(point, args, seed)}.json"
             if not done.is_file():
                 with tempfile.TemporaryDirectory(dir=name) as trained:
-                    settled = point_spec(spec, point, args)
+                    settled = point_spec(spec, point, args, seed)
                     run = runs.train(settled, Path(trained)) if args.steps else runs.untrained(settled)
-                    write_report(measure(runs, run, needles, tokenizer), done)
+                    write_report(measure(runs, run, needles), done)
                     if needles and not teacher.is_file():
                         write_report(needles_found(runs, run, needles, swiftkv=False), teacher)
-            rows[point] = json.loads(done.read_text(encoding="utf-8"))
-            print_row(point, rows[point])
+            rows.setdefault(point, []).append(json.loads(done.read_text(encoding="utf-8")))
+            print_row(point, rows[point][-1])
     found = json.loads(teacher.read_text(encoding="utf-8")) if needles else {}
     print(f"needles that the teacher finds: {found}", flush=True)
-    write_report({"conditions": conditions(args), "points": rows, "teacher_needles": found}, args.output)
+    over_seeds = {point: spread(some) for point, some in rows.items()}
+    print(json.dumps(over_seeds), flush=True)
+    report = {"points": rows, "over_seeds": over_seeds, "teacher_needles": found}
+    write_report(conditions(args) | report, args.output)
     return 0
 
 
@@ -157,8 +149,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("directory", type=Path, help="where answers and finished points are kept")
     parser.add_argument("--spec", type=Path, default=SPEC, help="job spec of the teacher, the data and the loss")
-    parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START]")
+    parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output]")
     parser.add_argument("--steps", type=int, default=150, help="of training; 0: measure starts alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--calibration-tokens", type=int, help="of the start; default: as the spec says")
     parser.add_argument("--needle-lengths", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--needle-samples", type=int, default=20)

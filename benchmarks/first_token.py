@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 import swiftkv_platform.model  # registers the classes with transformers  # noqa: F401
-from benchmarks.engine import System, compare, engine_system, vllm_system
-from benchmarks.reports import benchmark_parser, conditions, write_report
+from benchmarks.common import benchmark_parser, conditions, write_report
+from benchmarks.engine import compare, engine_system
+from benchmarks.serving.systems import System, vllm_system
 from benchmarks.vllm_client import VLLMWorker, add_vllm_python, engine_arguments
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
             timed = compare(systems, (1, length), 1, args.rounds, vocab_size)
             rows[length] = {name: figures["median_ttft_ms"] for name, figures in timed.items()}
             print_row(length, rows[length])
-    write_report({**conditions(argparse.Namespace(rounds=args.rounds)), "median_ttft_ms": rows}, args.output)
+    write_report(conditions(args) | {"median_ttft_ms": rows}, args.output)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,15 +53,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def own_systems(artifact: Path) -> dict[str, System]:
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_cache_bytes": KV_CACHE_BYTES,
+        "enable_prefix_caching": False,
+    }
     return {
-        f"engine, {mode}": engine_system(
-            LLMEngine.from_pretrained(
-                artifact,
-                EngineConfig(
-                    swiftkv=swiftkv, dtype="bfloat16", kv_cache_bytes=KV_CACHE_BYTES, enable_prefix_caching=False
-                ),
-            )
-        )
+        f"engine, {mode}": engine_system(LLMEngine.from_pretrained(artifact, EngineConfig(swiftkv=swiftkv, **options)))
         for mode, swiftkv in MODES.items()
     }
 

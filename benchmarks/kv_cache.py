@@ -1,13 +1,12 @@
-"""The cache of `generate()` in bfloat16 and in 8 bits, of the built-in teacher and a student: bytes a token and KL
-(the paper's table 7).
+"""The cache of `generate()` in bfloat16 and in 8 bits: bytes a token and KL, of a student and its teacher (the paper's
+table 7).
 
-    python -m benchmarks.kv_cache [STUDENT] [--output kv_cache.json]
-                                  [--num-key-value-layers 6 --key-value-group-size 2]
+    python -m benchmarks.kv_cache [STUDENT] [--rows 8] [--output kv_cache.json]
 
-STUDENT is the directory of a student of the built-in teacher that carries its teacher, as a job's artifact does; left
-out, it is an untrained one. `kl` is the mean over positions of KL(unquantised cache || quantised cache), in nats, and
-`kl_to_teacher` that of KL(teacher, unquantised || this mode and cache), of modules of the standard library that the
-teacher was not trained on; float32 arithmetic, so that nothing but the cache is rounded.
+STUDENT is the directory of a student that carries its teacher, as a job's artifact does; the default is an untrained
+one of the built-in teacher, l = 6, g = 2. `kl` is the mean over positions of KL(unquantised cache || quantised cache),
+in nats, and `kl_to_teacher` that of KL(teacher, unquantised || this mode and cache), of held-out modules of the
+standard library; float32 arithmetic, so that nothing but the cache is rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swiftkv_platform.sources
-from benchmarks.reports import benchmark_parser, write_report
+from benchmarks.common import benchmark_parser, write_report
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.sources.corpus import standard_library_modules
@@ -29,9 +28,8 @@ TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 ROW_LENGTH = 512
 
 
-def held_out_rows(num_rows: int) -> torch.Tensor:
+def held_out_rows(tokenizer: Any, num_rows: int) -> torch.Tensor:
     """[num_rows, ROW_LENGTH] tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     token_ids: list[int] = []
     for module in standard_library_modules():
         if module.held_out:
@@ -47,59 +45,37 @@ def kl(exact: torch.Tensor, actual: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def log_probabilities(model: Any, rows: torch.Tensor, *, swiftkv: bool) -> torch.Tensor:
-    """Log-probabilities [rows, tokens, vocab] of a mode without a cache."""
-    logits: torch.Tensor = model.swiftkv(swiftkv)(rows, use_cache=False).logits
-    return logits.log_softmax(-1)
-
-
-@torch.no_grad()
-def measure(
-    model: Any, rows: torch.Tensor, teacher: torch.Tensor, kv_cache_dtype: str, *, swiftkv: bool
-) -> dict[str, object]:
-    """A mode with a cache.
-
-    Args:
-        teacher: the teacher's log-probabilities.
-    """
-    exact = log_probabilities(model, rows, swiftkv=swiftkv) if swiftkv else teacher
-    model.swiftkv(swiftkv)
-    cache = make_cache(model.config, swiftkv=swiftkv, kv_cache_dtype=kv_cache_dtype)
-    actual = model(rows, past_key_values=cache).logits.log_softmax(-1)
-    num_bytes = cache_bytes(cache) / rows.numel()
-    return {
-        "mode": "student" if swiftkv else "teacher",
-        "kv_cache_dtype": "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype,
-        "num_kv_cache_layers": len(cache.layers),
-        # Computed in float32; a bfloat16 model would store half of that.
-        "kv_bytes_per_token": num_bytes / 2 if kv_cache_dtype == "auto" else num_bytes,
-        "kl": kl(exact, actual),
-        "kl_to_teacher": kl(teacher, actual),
-        "top1_agreement": float((exact.argmax(-1) == actual.argmax(-1)).float().mean()),
-    }
-
-
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("student", type=Path, nargs="?", help="directory; default: an untrained student")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--num-key-value-layers", type=int, default=6)
-    parser.add_argument("--key-value-group-size", type=int, default=2)
     args = parser.parse_args()
     if args.student is None:
-        shape = {"num_key_value_layers": args.num_key_value_layers, "key_value_group_size": args.key_value_group_size}
-        model = convert(TEACHER, **shape).float()
+        model: Any = convert(TEACHER, num_key_value_layers=6, key_value_group_size=2).float()
     else:
         model = AutoModelForCausalLM.from_pretrained(args.student, dtype=torch.float32)
-    rows = held_out_rows(args.rows)
-    teacher = log_probabilities(model, rows, swiftkv=False)
-    results = [
-        measure(model, rows, teacher, kv_cache_dtype, swiftkv=swiftkv)
-        for swiftkv in (False, True)
-        for kv_cache_dtype in ("auto", "fp8", "int8")
-    ]
-    for result in results:
-        print(json.dumps(result))
+    rows = held_out_rows(AutoTokenizer.from_pretrained(args.student or TEACHER), args.rows)
+    teacher = model.swiftkv(False)(rows, use_cache=False).logits.log_softmax(-1)
+    results = []
+    for swiftkv in (False, True):
+        exact = model.swiftkv(swiftkv)(rows, use_cache=False).logits.log_softmax(-1) if swiftkv else teacher
+        for kv_cache_dtype in ("auto", "fp8", "int8"):
+            model.swiftkv(swiftkv)
+            cache = make_cache(model.config, swiftkv=swiftkv, kv_cache_dtype=kv_cache_dtype)
+            actual = model(rows, past_key_values=cache).logits.log_softmax(-1)
+            num_bytes = cache_bytes(cache) / rows.numel()
+            row = {
+                "mode": "student" if swiftkv else "teacher",
+                "kv_cache_dtype": "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype,
+                "num_kv_cache_layers": len(cache.layers),
+                # Computed in float32; a bfloat16 model would store half of that.
+                "kv_bytes_per_token": num_bytes / 2 if kv_cache_dtype == "auto" else num_bytes,
+                "kl": kl(exact, actual),
+                "kl_to_teacher": kl(teacher, actual),
+                "top1_agreement": float((exact.argmax(-1) == actual.argmax(-1)).float().mean()),
+            }
+            print(json.dumps(row), flush=True)
+            results.append(row)
     write_report(results, args.output)
 
 

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python -m benchmarks.packed_training [--rows 4] [--row-length 512] [--output packed_training.json]
 
 The shape is SmolLM2-135M's with random weights; samples are as long as those of chats, 133 tokens on average. The step
-before: rows with a mask of packed samples, logits of 16 positions at a time, a dozen passes over them. Both take turns
-over the same fork, rows and optimizer, so that both see the same noise of the machine; figures are medians, of wall and
-of processor time. Losses and gradients of both are compared first.
+by a mask also takes logits of 16 positions at a time, in a dozen passes. Both take turns over the same fork, rows and
+optimizer, so that both see the same noise of the machine; figures are medians, of wall and of processor time. Losses
+and gradients of both are compared first.
 
 `--counted-share` is the share of positions, at each sample's end, that the loss counts (`data.train_on: assistant`);
 tokens/s are of all tokens.
@@ -25,26 +25,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models import add_shape, random_llama
-from benchmarks.reports import benchmark_parser, conditions, write_report
+from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.losses import _FusedHeadLoss
 from swiftkv_platform.distillation.optimizer import build_optimizer
-from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
-ROWS_BEFORE, LOGITS_BEFORE = 16, 1 << 19
-"""Fewest rows of a chunk of logits, and its elements, in the step before."""
+FEWEST_ROWS, LOGITS = 16, 1 << 19
+"""Fewest rows of a chunk of logits, and its elements, in the step by a mask."""
 Step = Callable[[], Tensor]
 
 
-def loss_before(
+def loss_in_passes(
     student: Tensor, teacher: Tensor, student_head: Tensor, teacher_head: Tensor, *, temperature: float
 ) -> Tensor:
     """Summed tau^2 KL, by logarithms of all probabilities and with a product for each side."""
@@ -58,27 +54,11 @@ def loss_before(
         loss = temperature**2 * (p * log_p.sub_(log_q)).sum()
         return loss, log_q.exp_().sub_(p).mul_(temperature)
 
-    chunk_size = max(ROWS_BEFORE, LOGITS_BEFORE // student_head.shape[0])
+    chunk_size = max(FEWEST_ROWS, LOGITS // student_head.shape[0])
     with torch.autocast("cpu", enabled=False):
         hidden = student.to(student_head.dtype)
         loss: Tensor = _FusedHeadLoss.apply(hidden, student_head, chunk_loss, chunk_size, 1.0)  # type: ignore[no-untyped-call]
     return loss
-
-
-def add_chats(parser: argparse.ArgumentParser, *, dtype: str, counted_share: float) -> None:
-    """Add what `chat_rows` and `smollm2_fork` read, with these defaults."""
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype)
-    parser.add_argument("--row-length", type=int, default=512)
-    parser.add_argument("--mean-length", type=int, default=133)
-    parser.add_argument("--counted-share", type=float, default=counted_share)
-    add_shape(parser, layers=30, hidden_size=576, intermediate_size=1536, heads=9, kv_heads=3, vocab_size=49152)
-    parser.add_argument("--num-key-value-layers", type=int, default=15)
-
-
-def smollm2_fork(args: argparse.Namespace) -> Fork:
-    """A fork of the shape that the arguments say, SmolLM2-135M's by default, with random weights."""
-    student = convert(random_llama(args, args.row_length), num_key_value_layers=args.num_key_value_layers)
-    return Fork(student, DistillationSpec(), dtype=getattr(torch, args.dtype))
 
 
 def chat_rows(args: argparse.Namespace) -> PackedRows:
@@ -105,11 +85,11 @@ def sums(fork: Fork, batch: dict[str, Tensor], lengths: tuple[int, ...] | None) 
 
 
 def by_mask(fork: Fork, batch: dict[str, Tensor]) -> Tensor:
-    """Forward pass of the step before."""
+    """Forward pass with a mask of the packed samples."""
     config = fork.student.config
     packed, config._attn_implementation = config._attn_implementation, "sdpa"
     try:
-        with mock.patch.object(fork_module, "logits_loss", loss_before):
+        with mock.patch.object(fork_module, "logits_loss", loss_in_passes):
             return sums(fork, batch, None)
     finally:
         config._attn_implementation = packed
@@ -124,15 +104,8 @@ def difference(fork: Fork, steps: dict[str, Step]) -> tuple[float, float]:
         loss.backward()
         losses.append(float(loss.detach()))
         gradients.append(torch.cat([p.grad.flatten() for p in fork.parameters() if p.grad is not None]))
-    before, after = gradients
-    return abs(losses[1] / losses[0] - 1), float((after - before).norm() / before.norm())
-
-
-def count_flops(step: Step) -> int:
-    """Attention counts as matrix products, of the whole square of what an operator is given."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        step().backward()
-    return int(counter.get_total_flops())
+    masked, packed = gradients
+    return abs(losses[1] / losses[0] - 1), float((packed - masked).norm() / masked.norm())
 
 
 def measure(fork: Fork, steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
@@ -155,15 +128,24 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=4)
-    add_chats(parser, dtype="float32", counted_share=1.0)
-    parser.add_argument(
-        "--flops", action="store_true", help="count operations too, which takes the memory of the masks"
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--row-length", type=int, default=512)
+    parser.add_argument("--mean-length", type=int, default=133)
+    parser.add_argument("--counted-share", type=float, default=1.0)
+    add_shape(
+        parser,
+        layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        heads=9,
+        kv_heads=3,
+        vocab_size=49152,
+        num_key_value_layers=15,
+        key_value_group_size=1,
     )
     args = parser.parse_args()
-
-    rows = chat_rows(args)
-    dtype = getattr(torch, args.dtype)
-    fork = smollm2_fork(args)
+    rows, dtype = chat_rows(args), getattr(torch, args.dtype)
+    fork = Fork(random_student(random_llama(args, args.row_length), args), DistillationSpec(), dtype=dtype)
     arrays, lengths = rows.end_to_end(range(args.rows))
     steps: dict[str, Step] = {
         "by mask": partial(by_mask, fork, to_tensors(rows.batch(range(args.rows)))),
@@ -171,41 +153,19 @@ def main() -> None:
     }
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         loss, gradient = difference(fork, steps)
-        flops = {name: count_flops(step) for name, step in steps.items()} if args.flops else {}
         seconds = measure(fork, steps, args.rounds)
-    report(args, lengths, seconds, flops, {"loss": loss, "gradient": gradient})
-
-
-def report(
-    args: argparse.Namespace,
-    lengths: tuple[int, ...],
-    seconds: dict[str, list[tuple[float, float]]],
-    flops: dict[str, int],
-    differences: dict[str, float],
-) -> None:
     tokens = sum(lengths)
-    print(f"{len(lengths)} samples, {tokens} tokens; relative difference of losses and gradients: {differences}")
-    print(f"{'attention':12} {'tokens/s':>9} {'to before':>9} {'CPU seconds':>12} {'to before':>9} {'GFLOP':>8}")
-    medians = {
-        name: [statistics.median(kind) for kind in zip(*values, strict=True)] for name, values in seconds.items()
-    }
+    print(f"{len(lengths)} samples, {tokens} tokens; relative difference of losses {loss}, of gradients {gradient}")
+    print(f"{'attention':12} {'tokens/s':>9} {'to mask':>9} {'CPU seconds':>12} {'to mask':>9}")
+    medians = {name: list(map(statistics.median, zip(*values, strict=True))) for name, values in seconds.items()}
+    wall_by_mask, cpu_by_mask = medians["by mask"]
     results: list[dict[str, Any]] = []
-    wall_before, cpu_before = medians["by mask"]
     for name, (wall, cpu) in medians.items():
-        figures = {
-            "attention": name,
-            "tokens_per_second": tokens / wall,
-            "speedup": wall_before / wall,
-            "cpu_seconds": cpu,
-            "cpu_speedup": cpu_before / cpu,
-            "flops": flops.get(name),
-        }
-        results.append(figures)
-        print(
-            f"{name:12} {tokens / wall:9.0f} {wall_before / wall:8.2f}x {cpu:12.2f} {cpu_before / cpu:8.2f}x "
-            f"{flops.get(name, 0) / 1e9:8.1f}",
-            flush=True,
-        )
+        speedup, cpu_speedup = wall_by_mask / wall, cpu_by_mask / cpu
+        print(f"{name:12} {tokens / wall:9.0f} {speedup:8.2f}x {cpu:12.2f} {cpu_speedup:8.2f}x", flush=True)
+        figures = {"tokens_per_second": tokens / wall, "speedup": speedup}
+        results.append({"attention": name, **figures, "cpu_seconds": cpu, "cpu_speedup": cpu_speedup})
+    differences = {"loss": loss, "gradient": gradient}
     write_report({**conditions(args), "differences": differences, "results": results}, args.output)
 
 

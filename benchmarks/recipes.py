@@ -28,7 +28,6 @@ BEGIN, END = "<!-- tables: python -m benchmarks.recipes --write -->", "<!-- end 
 NUM_TOKENS = 160_000_000
 """Tokens of an epoch of the published models' recipes (paper, appendix B.1); one has 10% more (appendix D)."""
 PHASES = ("prepare", "calibrate", "train", "evaluate", "publish")
-COLLECTIVES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter"}
 
 Found = dict[str, dict[str, Any]]
 
@@ -69,8 +68,9 @@ def run_dry(names: Sequence[str] | None, path: Path) -> None:
     for name in [name for name in able if name not in found] if names is None else names:
         result = dry_run(able[name], teacher_config(able[name]))
         found[name] = result.model_dump(mode="json")
+        lines = ",\n".join(f"{json.dumps(one)}: {json.dumps(run)}" for one, run in sorted(found.items()))
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+        partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         os.replace(partial, path)  # noqa: PTH105
         print(f"{name}: {result.train.peak / 1e9:.1f} GB in training", flush=True)
 
@@ -82,7 +82,7 @@ def planned(name: str, spec: JobSpec) -> Estimate:
 
 
 def tables(found: Found) -> str:
-    """Memory, disk and time as planned, and collectives as found."""
+    """Memory, disk and time as planned, and memory as found."""
     plans = {name: planned(name, spec) for name, spec in recipes().items()}
     published = {name: plan for name, plan in plans.items() if not name.startswith("builtin-")}
     shown = {name: plan for name, plan in plans.items() if name in published or name in found}
@@ -94,10 +94,6 @@ def tables(found: Found) -> str:
         "GB and minutes of the job, planned:",
         markdown(("Recipe", "nodes", "a node's disk", "store", "downloads", "uploads", *PHASES), needs),
     ]
-    if found:
-        columns = ("Recipe", "micro batches", *COLLECTIVES.values(), "others")
-        rows = [collectives_row(name, run) for name, run in sorted(found.items())]
-        parts += ["Collectives of a worker in a step, found by a dry run: calls and GB.", markdown(columns, rows)]
     return "\n\n".join(parts)
 
 
@@ -140,19 +136,6 @@ def needs_row(name: str, plan: Estimate) -> tuple[str, ...]:
         _gb(sum(phase.uploaded_bytes for phase in plan.phases)),
         *(_minutes(phases.get(name)) for name in PHASES),
     )
-
-
-def collectives_row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
-    calls = {each["name"]: each for each in run["collectives"]}
-    others = [each for key, each in calls.items() if key not in COLLECTIVES]
-    cells = [_calls([calls[key]] if key in calls else []) for key in COLLECTIVES]
-    return f"`{name}`", f"{run['num_micro_batches']}", *cells, _calls(others)
-
-
-def _calls(collectives: Sequence[dict[str, Any]]) -> str:
-    if not collectives:
-        return ""
-    return f"{sum(each['calls'] for each in collectives):,}, {_gb(sum(each['num_bytes'] for each in collectives))}"
 
 
 def _minutes(phase: PhasePlan | None) -> str:

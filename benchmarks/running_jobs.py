@@ -119,13 +119,17 @@ class FullTenants:
         return self._policy
 
 
+def tenant_of(number: int) -> str:
+    """Tenant of the job of that number."""
+    return "default" if number % TENANTS == 0 else f"tenant-{number % TENANTS}"
+
+
 def fill(database: Database, running: int, waiting: int) -> list[Job]:
     """Store jobs; returns those that run."""
     spec, now = JobSpec.model_validate(SPEC), int(time.time())
     jobs = []
     for number in range(running + waiting):
-        tenant = "default" if number % TENANTS == 0 else f"tenant-{number % TENANTS}"
-        job = Job(new_id("job"), tenant, "ann", spec, now)
+        job = Job(new_id("job"), tenant_of(number), "ann", spec, now)
         if number < running:
             attempt = Attempt(submission_id=job.attempt_id.submission_id, submitted_at=now)
             job = replace(job, status=JobStatus.RUNNING, started_at=now, attempt=attempt)

@@ -30,10 +30,8 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.models import add_shape, random_llama
-from benchmarks.reports import benchmark_parser, write_report
+from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.model import convert
 
 WAYS: dict[str, dict[str, Any]] = {
     "streamed": {},
@@ -59,12 +57,8 @@ class Answer:
 def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory() as directory:
-        student = convert(
-            random_llama(args, args.context_length + args.output_length).to(torch.bfloat16),
-            num_key_value_layers=args.layers // 2,
-            key_value_group_size=2,
-        )
-        student.save_pretrained(directory)
+        dense: Any = random_llama(args, args.context_length + args.output_length)
+        random_student(dense.to(torch.bfloat16), args).save_pretrained(directory)
         config = {
             "max_num_seqs": args.streams,
             "max_num_waiting": args.max_num_waiting,
@@ -123,9 +117,7 @@ class _Deployment:
 
 
 async def measure(args: argparse.Namespace, engine: LLMEngine, url: str) -> dict[str, Any]:
-    report: dict[str, Any] = {
-        "arguments": {key: value for key, value in vars(args).items() if key != "output"},
-    }
+    report = conditions(args)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits, trust_env=False) as client:
         report["cost"] = cost = await compare(args, engine, client)

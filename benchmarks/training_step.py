@@ -24,13 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.models import add_shape, random_llama
-from benchmarks.reports import benchmark_parser, conditions, write_report
+from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork, compile_layers
 from swiftkv_platform.distillation.optimizer import build_optimizer
-from swiftkv_platform.model import convert
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
@@ -82,7 +80,7 @@ class Variant:
     ) -> None:
         dtype = getattr(torch, args.dtype)
         spec = DistillationSpec(temperature=TEMPERATURE)
-        student = build_student(args)
+        student = random_student(random_llama(args, args.row_length), args)
         self.fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=checkpointed)
         if compiled:
             compile_layers(self.fork)
@@ -96,10 +94,6 @@ class Variant:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
-
-
-def build_student(args: argparse.Namespace) -> Any:
-    return convert(random_llama(args, args.row_length), num_key_value_layers=args.num_key_value_layers)
 
 
 def build_batch(args: argparse.Namespace) -> Batch:
@@ -146,8 +140,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--row-length", type=int, default=512)
     # 3.5 x hidden and a fourth of the heads, as in Llama-3.1-8B.
-    add_shape(parser, layers=12, hidden_size=512, intermediate_size=1792, heads=8, kv_heads=2, vocab_size=4096)
-    parser.add_argument("--num-key-value-layers", type=int, default=6)
+    add_shape(
+        parser,
+        layers=12,
+        hidden_size=512,
+        intermediate_size=1792,
+        heads=8,
+        kv_heads=2,
+        vocab_size=4096,
+        num_key_value_layers=6,
+        key_value_group_size=1,
+    )
     args = parser.parse_args()
 
     batch = build_batch(args)

@@ -78,7 +78,6 @@ class VLLMWorker:
         arguments: Mapping[str, Any],
         *,
         num_threads: int,
-        script: Path = SCRIPT,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         """Start it and wait until it has loaded the model.
@@ -87,7 +86,6 @@ class VLLMWorker:
             python: an interpreter that has vLLM.
             arguments: of vLLM's engine.
             num_threads: of OpenMP.
-            script: what it runs.
             answer_seconds: how long one answer may take.
 
         Raises:
@@ -100,7 +98,7 @@ class VLLMWorker:
         try:
             with self._stderr.open("wb") as stderr:
                 self._process = subprocess.Popen(
-                    [str(python), str(script)],
+                    [str(python), str(SCRIPT)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,

@@ -22,10 +22,8 @@ import ray
 from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Manifest
-from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION, refusal
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest, refusal
+from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
 from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.jobs.attempt.tailing import following

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 
 _DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)

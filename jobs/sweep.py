@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import ray
 
 from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, StopRequest
 from swiftkv_platform.contract.events import (
     AttemptEvent,
     CourseEvent,
@@ -21,10 +21,9 @@ from swiftkv_platform.contract.events import (
     MetricsEvent,
     PlacementEvent,
     ProgressEvent,
+    ReasonCode,
     TrackingEvent,
 )
-from swiftkv_platform.contract.reasons import ReasonCode
-from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
@@ -35,7 +34,7 @@ from swiftkv_platform.jobs.failures import explain, root_cause
 from swiftkv_platform.jobs.tasks import evaluate_trial, publish_trial
 from swiftkv_platform.jobs.values import STOPPED, StoppedError
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.reports.sweep import sweep_page
+from swiftkv_platform.reports.pages import sweep_page
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.reasons import ReasonCode
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.specs import JobSpec
 

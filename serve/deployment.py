@@ -35,6 +35,7 @@ from swiftkv_platform.serve.swaps import Swaps
 from swiftkv_platform.serve.tracing import configured_tracing
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
+from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest
@@ -197,9 +198,8 @@ def load(served: Served) -> Loaded:
 def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
     """(directory of the model, digest of its manifest), for as long as it takes to load it."""
     if not served.verify:
-        from swiftkv_platform.engine.loading import local_directory
-
-        yield local_directory(served.artifact_uri.removeprefix(HUB_PREFIX)), None
+        name = served.artifact_uri.removeprefix(HUB_PREFIX)
+        yield local_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads them
         return
     settings = Settings()
     cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)

@@ -12,8 +12,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
-from swiftkv_platform.web.openai_errors import error_response
-from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_headers, problem_of, short_value
+from swiftkv_platform.web.problems import (
+    FieldProblem,
+    error_response,
+    make_problem,
+    problem_headers,
+    problem_of,
+    short_value,
+)
 
 MAX_ERRORS = 16
 """Fields of a body that are told apart; of others there is the number."""

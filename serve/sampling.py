@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, model_validator
 
 from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_PROMPTS
 
@@ -15,11 +15,8 @@ from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_PROMPTS
 def encodable(value: Any) -> Any:
     """The value, unless text in it has lone surrogates: JSON may escape them, no tokenizer takes them."""
     for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"is no text: a lone surrogate at character {error.start}") from error
+        if isinstance(text, str) and (place := lone_surrogate(text)) is not None:
+            raise ValueError(f"is no text: a lone surrogate at character {place}")
     return value
 
 

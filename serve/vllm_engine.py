@@ -244,7 +244,7 @@ def _check_device(config: EngineConfig) -> None:
     if config.device not in ("auto", current_platform.device_type):
         raise ModelError(
             f"engine.device is {config.device!r}, and the vLLM that is installed is built for "
-            f"{current_platform.device_type!r}; 'auto' would do, or backend native",
+            f"{current_platform.device_type!r}; use 'auto', or backend native",
             field="engine.device",
             value=config.device,
         )

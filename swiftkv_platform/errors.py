@@ -191,6 +191,16 @@ class QualityGateError(TrainingError):
     code = "quality_gate"
 
 
+def lone_surrogate(text: str) -> int | None:
+    """Place of the first lone surrogate, which JSON may escape and UTF-8 does not hold; None for good text."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean ...?)` with the nearest known name; empty where none is near."""
     near = get_close_matches(name, list(known), n=1)

@@ -29,8 +29,8 @@ class Settings(BaseSettings):
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
     storage_uri: str | None = None
-    """Object store: directory or `s3://bucket/prefix`; None is `{home}/store`. Endpoint, region and keys of S3 come
-    from `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
+    """Object store: directory, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`; None is
+    `{home}/store`. Endpoint, region and keys come from the variables of S3, Google and Azure."""
     ray_dashboard_url: str = "http://127.0.0.1:8265"
     """Address of Ray's job and serve APIs."""
     serve_dashboard_url: str | None = None

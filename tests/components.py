@@ -8,11 +8,10 @@ from typing import Any
 from fastapi.routing import _IncludedRouter
 
 from swiftkv_platform.api.dependencies import Components
-from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
 from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.ports import Clock
@@ -41,11 +40,7 @@ _IncludedRouter._build_effective_context = _build_once(_IncludedRouter._build_ef
 
 
 def make_components(
-    database: Database,
-    objects: ObjectStore,
-    *,
-    cluster: FakeCluster | None = None,
-    clock: Clock = time.time,
+    database: Database, objects: ObjectStore, *, cluster: FakeCluster | None = None, clock: Clock = time.time
 ) -> Components:
     return Components(
         database=database,

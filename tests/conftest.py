@@ -16,7 +16,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -44,9 +46,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     starts_a_service = any(service in name for service in _SERVICES for name in names)
     if starts_a_service or (isinstance(item, pytest.Function) and _starts_a_process(item)):
         item.add_marker("slow")
+    if SOAK and _grows(item.module):
+        item.add_marker("soak")
     for marker in item.iter_markers():
         if marker.name in ("slow", "integration", "soak"):
             item.user_properties.append((marker.name, marker.args[0] if marker.args else ""))
+
+
+@cache
+def _grows(module: ModuleType) -> bool:
+    """Whether sizes in the module depend on the variables of the soak."""
+    return any(name in inspect.getsource(module) for name in ("SWIFTKV_SOAK", "SWIFTKV_SCHEDULES"))
 
 
 def _starts_a_process(item: pytest.Function) -> bool:

@@ -37,6 +37,7 @@ def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int | None, 
             "training": {"max_steps": max_steps, "batch_size": 4, "micro_batch_size": 2},
             "optimizer": {"learning_rate": 3e-3},
             "checkpoint": {"every_steps": 3},
+            "resources": {"num_workers": 2},
             "tracking": {"wandb": {"mode": "disabled"}},
             **sections,
         }

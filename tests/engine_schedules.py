@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.engine.drafting import DraftCosts
+from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import layer_shapes
+from swiftkv_platform.model import load_dense
 from tests import reference
 
 TIE = 1e-4
 """Two logits, or a confidence and its threshold, that lie this close may go either way."""
 SHARED_PREFIXES = 3
+FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
+"""Draft costs with which everything that may be drafted is."""
+
+
+@contextmanager
+def free_drafts() -> Iterator[None]:
+    """Engines that are made meanwhile draft whatever they may."""
+    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+        yield
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,12 @@ class Subject:
     loaded: LoadedModel
     plain: Any
     """Never touched by an engine."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Subject:
+        student = AutoConfig.from_pretrained(directory).model_type.endswith("_swiftkv")
+        plain = AutoModelForCausalLM.from_pretrained(directory) if student else load_dense(directory)
+        return cls(load_model(directory, EngineConfig()), plain.eval())
 
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -39,6 +62,14 @@ class Subject:
         """Logits of the exit head, [num_tokens, vocab_size]."""
         decoder = self.plain.model
         return self.plain.exit_logits(decoder.lower(decoder.begin(torch.tensor([token_ids]))))[0]
+
+
+@torch.no_grad()
+def scattered_exits(student: Any) -> Any:
+    """Move a student from its start; its exit head is sure of some tokens, right or wrong."""
+    for name, parameter in student.swiftkv_parameters().items():
+        parameter.add_(torch.randn_like(parameter) * (0.4 if name.startswith("exit_head") else 0.05))
+    return student
 
 
 @dataclass(frozen=True)
@@ -121,6 +152,19 @@ def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOut
     return finished
 
 
+def happened(outputs: list[RequestOutput]) -> Counter[str]:
+    """Events of a schedule, counted."""
+    seen: Counter[str] = Counter()
+    for output in outputs:
+        seen["cached"] += output.num_cached_tokens
+        seen["exited"] += output.num_exited_tokens
+        seen["full"] += len(output.token_ids) - output.num_exited_tokens
+        seen["accepted"] += output.num_accepted_tokens
+        seen["rejected"] += output.num_draft_tokens - output.num_accepted_tokens
+        seen["prompt logprobs"] += output.prompt_logprobs is not None
+    return seen
+
+
 def check_outputs(subject: Subject, arrivals: list[Arrival], finished: dict[str, list[RequestOutput]]) -> None:
     """Every answer that was not taken back is complete and the reference's."""
     for number, arrival in enumerate(arrivals):
@@ -163,7 +207,6 @@ def _check_prompt_logprobs(subject: Subject, output: RequestOutput) -> None:
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     for at, found in enumerate(output.prompt_logprobs[1:], start=1):
-        assert found is not None
         for token, value in found.items():
             assert abs(value - float(expected[at - 1, token])) < 1e-3
         assert prompt[at] in found

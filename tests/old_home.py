@@ -7,14 +7,14 @@ import tarfile
 from functools import cache
 from pathlib import Path
 
-ARCHIVE = Path(__file__).parent / "fixtures" / "home-0.1.0.tar.xz"
+ARCHIVES = Path(__file__).parent / "fixtures"
 
 
 @cache
 def old_attempts() -> dict[str, dict[str, bytes]]:
     """Return the objects of each job's first attempt, by the job's name and the key below the attempt's prefix."""
     attempts: dict[str, dict[str, bytes]] = {}
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(ARCHIVES / "home-0.1.0.tar.xz") as archive:
         for member in archive:
             prefix, found, key = member.name.partition("/attempts/1/")
             file = archive.extractfile(member) if found else None

@@ -13,6 +13,7 @@ from sqlalchemy import text
 
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import Base
+from swiftkv_platform.errors import InvalidInputError
 from tests.requirements import required_module
 
 POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
@@ -38,12 +39,18 @@ def postgres_server() -> Iterator[str]:
 
 def emptied(url: str) -> str:
     """The same server with nothing but our empty tables."""
-    database = Database(url)
-    with database.writing() as session:
-        Base.metadata.drop_all(session.connection())
-        session.execute(text("DROP TABLE IF EXISTS alembic_version"))
-    database.upgrade()
-    database.close()
+    with closing(Database(url)) as database:
+        try:
+            database.check_schema()
+        except InvalidInputError:
+            with database.writing() as session:
+                Base.metadata.drop_all(session.connection())
+                session.execute(text("DROP TABLE IF EXISTS alembic_version"))
+            database.upgrade()
+        else:
+            with database.writing() as session:
+                names = ", ".join(table.name for table in Base.metadata.sorted_tables)
+                session.execute(text(f"TRUNCATE {names} RESTART IDENTITY"))
     return url
 
 

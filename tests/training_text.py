@@ -11,21 +11,24 @@ from typing import Any
 import datasets
 import pytest
 
+from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.specs import DataSpec
-from tests.fakes.tokenizers import byte_tokenizer
+from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TALK = [
-    {"role": "user", "content": "ask"},
-    {"role": "assistant", "content": "say"},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "no"},
-]
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    """Messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+TALK = turns("ask", "say", "more", "no")
 NUMBERED = [{"text": f"document {i}"} for i in range(100)]
 
 Write = Callable[..., str]
@@ -39,30 +42,53 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes rows as JSON Lines, or a string as it is, and returns the path."""
+    """Writes rows as the file's name says, or a string as it is, and returns the path."""
 
     def write_file(content: str | bytes | list[dict[str, Any]], name: str = "rows.jsonl") -> str:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, list):
-            content = "".join(json.dumps(row) + "\n" for row in content)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if isinstance(content, list) and name.endswith(".parquet"):
+            datasets.Dataset.from_list(content).to_parquet(path)
+        else:
+            if isinstance(content, list):
+                content = "".join(json.dumps(row) + "\n" for row in content)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return str(path)
 
     return write_file
 
 
-def spec(*sources: str | dict[str, Any], **settings: Any) -> DataSpec:
-    entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
-    return DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
-
-
 def prepare(
-    *sources: str | dict[str, Any], seed: int = 0, template: str | None = None, **settings: Any
+    *sources: str | dict[str, Any],
+    seed: int = 0,
+    template: str | None = None,
+    tokenizer: Any = None,
+    remote: Any = None,
+    directory: Path | None = None,
+    **settings: Any,
 ) -> PreparedData:
-    tokenizer = byte_tokenizer(chat_template=template)
-    return prepare_data(spec(*sources, **settings), tokenizer, new_directory(), seed=seed)
+    entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
+    spec = DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
+    directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
+    return prepare_data(spec, tokenizer or byte_tokenizer(chat_template=template), directory, seed=seed, remote=remote)
 
 
-def new_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="rows-"))
+def texts(rows: PackedRows) -> list[str]:
+    """Each sample as text, `^` for BOS, `$` for EOS, in no particular order."""
+    return sorted(_text(tokens) for tokens, _ in _samples(rows))
+
+
+def targets(rows: PackedRows) -> list[str]:
+    """The tokens that each sample is trained to predict, as text."""
+    return sorted(_text(tokens[1:][counts[:-1]]) for tokens, counts in _samples(rows))
+
+
+def _samples(rows: PackedRows) -> list[tuple[Any, Any]]:
+    samples = rows.samples
+    spans = (slice(samples.starts[member], samples.starts[member + 1]) for member in rows.members)
+    return [(samples.tokens[span], samples.counts[span]) for span in spans]
+
+
+def _text(tokens: Any) -> str:
+    tokenizer = byte_tokenizer()
+    return "".join({BOS: "^", EOS: "$"}.get(i) or tokenizer.decode([i]) for i in tokens.tolist())

@@ -33,9 +33,9 @@ from benchmarks.gpu.models import Model, prepare
 from benchmarks.serving import workloads
 from benchmarks.serving.__main__ import write
 from benchmarks.serving.metrics import Figures, figures
+from benchmarks.serving.output import by_row
 from benchmarks.serving.parts import summary
 from benchmarks.serving.systems import System
-from benchmarks.serving.tables import by_row
 from benchmarks.serving.workloads import Request
 from benchmarks.vllm_client import add_vllm_python
 

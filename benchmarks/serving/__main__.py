@@ -3,16 +3,15 @@
     python -m benchmarks.serving [PART ...] [--trace FILE] [--output-dir DIR] [--short]
 
 Parts: `saturation` (the trace, all at once), `sustained` (its highest arrival rate within a limit on TTFT), `lengths`
-and `rates` (the paper's figures 3 and 4 in small), `memory` (its table 5). Each writes DIR/PART.json, those of the
-paper DIR/PART.svg too. `--trace` takes an Azure LLM inference trace (CSV) or a Mooncake one (JSON Lines); without it
-requests are drawn with the lengths of Azure's. With `--vllm-python`, vLLM takes its turns in `saturation`.
+(the paper's figure 3 in small), `memory` (its table 5). Each writes DIR/PART.json, those of the paper DIR/PART.svg too.
+`--trace` takes an Azure LLM inference trace (CSV); without it requests are drawn with the lengths of Azure's. With
+`--vllm-python`, vLLM takes its turns in `saturation`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,11 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import add_shape
+from benchmarks.common import add_shape, conditions
+from benchmarks.serving.output import PLOTS, TABLES
 from benchmarks.serving.parts import PARTS, Report
-from benchmarks.serving.plots import PLOTS
 from benchmarks.serving.systems import Systems
-from benchmarks.serving.tables import TABLES
 from benchmarks.serving.workloads import SHAPES
 from benchmarks.vllm_client import add_vllm_python
 
@@ -33,9 +31,6 @@ SHORT: dict[str, Any] = {
     "num_requests": 8,
     "num_search_requests": 8,
     "num_trials": 2,
-    "rates": [1.0, 3.0],
-    "rate_seconds": 4.0,
-    "min_rate_requests": 4,
     "lengths": [512, 2048],
     "length_total_tokens": 2048,
     "memory_mib": [32],
@@ -56,24 +51,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"-- {name}", flush=True)
             report: Report = {}
             for report in PARTS[name](systems, args):
-                write(name, head(args) | report, args.output_dir)
+                write(name, conditions(args) | report, args.output_dir)
             print(TABLES[name](report), flush=True)
-
-
-def head(args: argparse.Namespace) -> Report:
-    """Return the machine and the arguments that the figures were measured with."""
-    return {
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        },
-        "arguments": {
-            key: value.name if isinstance(value, Path) else value
-            for key, value in vars(args).items()
-            if key not in ("output_dir", "models")
-        },
-    }
 
 
 def write(name: str, report: Report, directory: Path | None) -> None:
@@ -119,11 +98,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens of one point")
     paper.add_argument("--length-output-tokens", type=int, default=32)
-    paper.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.5])
-    paper.add_argument("--rate-seconds", type=float, default=10.0, help="of arrivals at each rate")
-    paper.add_argument("--min-rate-requests", type=int, default=8, help="at a low rate, which then takes longer")
-    paper.add_argument("--rate-input-tokens", type=int, default=512)
-    paper.add_argument("--rate-output-tokens", type=int, default=16)
     paper.add_argument("--memory-mib", type=int, nargs="+", default=[192, 32])
     paper.add_argument("--num-memory-requests", type=int, default=12)
     paper.add_argument("--memory-input-tokens", type=int, default=256)
@@ -133,8 +107,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     engine.add_argument("--max-num-seqs", type=int, default=64)
     engine.add_argument("--max-num-batched-tokens", type=int, default=1024)
     add_shape(parser)
-    parser.add_argument("--num-key-value-layers", type=int, default=8)
-    parser.add_argument("--key-value-group-size", type=int, default=2)
     if parser.parse_args(argv).short:
         parser.set_defaults(**SHORT)
     args = parser.parse_args(argv)

@@ -1,11 +1,11 @@
-"""Times of tokens to the field's figures, named as the field's serving benchmarks name them. Imports no torch."""
+"""Figures of the times of tokens, named as other serving benchmarks name them, and the search for a rate. No torch."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Figures = dict[str, float]
 
@@ -82,3 +82,37 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> Figures:
 def median_ratio(rounds: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], name: str) -> float:
     """Median over rounds of a figure against another system's in the same round, which saw the same noise."""
     return statistics.median(one[name] / other[name] for one, other in zip(rounds, base, strict=True))
+
+
+@dataclass
+class RateSearch:
+    """Bisects between `low` and `high`, in requests a second. It takes for granted that a rate below a sustained one
+    is sustained too. `low` itself is tried where nothing above it was sustained."""
+
+    low: float
+    high: float
+    num_trials: int
+    """Rates to try; the last one of these halves the bracket for the last time."""
+    trials: dict[float, bool] = field(default_factory=dict)
+    """Rates tried, and whether each was sustained."""
+
+    @property
+    def next_rate(self) -> float | None:
+        """Return the rate to try now; None once the search is over."""
+        if len(self.trials) < self.num_trials:
+            sustained, failed = self._bracket()
+            return (sustained + failed) / 2
+        return self.low if self.sustained is None and self.low not in self.trials else None
+
+    def record(self, rate: float, *, sustained: bool) -> None:
+        """Record whether a rate was sustained."""
+        self.trials[rate] = sustained
+
+    @property
+    def sustained(self) -> float | None:
+        """The highest rate that was sustained; None: not even `low`."""
+        return max((rate for rate, sustained in self.trials.items() if sustained), default=None)
+
+    def _bracket(self) -> tuple[float, float]:
+        failed = min((rate for rate, sustained in self.trials.items() if not sustained), default=self.high)
+        return self.sustained or self.low, failed

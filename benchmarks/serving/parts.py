@@ -13,16 +13,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.serving import workloads
-from benchmarks.serving.metrics import Figures, figures, median_ratio, medians, percentile
-from benchmarks.serving.search import RateSearch
-from benchmarks.serving.systems import (
-    System,
-    Systems,
-    engine_system,
-    generate_batch_system,
-    generate_system,
-    vllm_system,
-)
+from benchmarks.serving.metrics import Figures, RateSearch, figures, median_ratio, medians, percentile
+from benchmarks.serving.systems import System, Systems, engine_system, generate_system, vllm_system
 from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import LLMEngine
 
@@ -39,13 +31,7 @@ def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     engines = _engines(systems, ["dense", "swiftkv_g1", student(args)])
     peers: dict[str, System] = {}
     if args.huggingface_rounds:
-        dense = systems.huggingface
-        peers["hf_generate"] = generate_system(dense, args.huggingface_batch_size)
-        peers["hf_generate_batch"] = generate_batch_system(
-            dense,
-            kv_cache_bytes=args.kv_cache_mib << 20,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-        )
+        peers["hf_generate"] = generate_system(systems.huggingface, args.huggingface_batch_size)
     made: Report = {}
     runs: dict[str, list[Figures]] = {}
     loads = []
@@ -96,25 +82,6 @@ def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
             "loads": loads,
             **_sustained_summary(runs),
             "rounds": runs,
-        }
-
-
-def rates(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
-    """TTFT and TPOT over arrival rates, prompts and answers of one length (paper, figure 4)."""
-    engines = _engines(systems, ["dense", student(args)])
-    runs: list[dict[str, list[Figures]]] = [{} for _ in args.rates]
-    counts = [max(args.min_rate_requests, round(rate * args.rate_seconds)) for rate in args.rates]
-    for number in range(args.rounds):
-        for rate, num_requests, some in zip(args.rates, counts, runs, strict=True):
-            requests = workloads.uniform(num_requests, args.rate_input_tokens, args.rate_output_tokens, seed=number)
-            _take_turns(systems, engines, workloads.at_rate(requests, rate), number, some, "median_ttft_ms")
-        yield {
-            "num_input_tokens": args.rate_input_tokens,
-            "num_output_tokens": args.rate_output_tokens,
-            "rows": [
-                {"request_rate": rate, "num_requests": num_requests, **summary(some)}
-                for rate, num_requests, some in zip(args.rates, counts, runs, strict=True)
-            ],
         }
 
 
@@ -174,7 +141,6 @@ def memory(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
 PARTS: dict[str, Part] = {
     "saturation": saturation,
     "sustained": sustained,
-    "rates": rates,
     "lengths": lengths,
     "memory": memory,
 }
@@ -223,7 +189,6 @@ def _take_turns(
     requests: Sequence[Request],
     number: int,
     runs: dict[str, list[Figures]],
-    shown: str = THROUGHPUT,
 ) -> None:
     """One round."""
     prompts = systems.prompts(requests, seed=number)
@@ -232,7 +197,7 @@ def _take_turns(
     for name in names[first:] + names[:first]:
         found = figures(engines[name](requests, prompts))
         runs.setdefault(name, []).append(found)
-        _say(name, found, "completed", "duration", *dict.fromkeys((THROUGHPUT, shown)))
+        _say(name, found, "completed", "duration", THROUGHPUT)
 
 
 def _kv_cache(engines: dict[str, LLMEngine], num_rounds: int) -> Report:

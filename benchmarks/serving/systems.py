@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.models import random_llama
+from benchmarks.common import random_llama
 from benchmarks.serving.metrics import RequestTimes
 from benchmarks.serving.workloads import Request
 from benchmarks.vllm_client import VLLMWorker, engine_arguments
@@ -193,45 +192,6 @@ def generate_system(model: Any, batch_size: int) -> System:
                 for request, _ in some
             ]
         return times
-
-    return play
-
-
-def generate_batch_system(
-    model: Any, *, kv_cache_bytes: int, max_num_batched_tokens: int, block_size: int = 16
-) -> System:
-    """Hugging Face's continuous batching, what `generate_batch` runs on, for requests that are all there at once."""
-    config = model.config
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    batching = ContinuousBatchingConfig(
-        page_size=block_size,
-        num_blocks=kv_cache_bytes // (token_bytes * block_size),
-        max_batch_tokens=max_num_batched_tokens,
-        allow_block_sharing=False,
-    )
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-
-    def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
-        found: dict[str, RequestTimes] = {}
-        with model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=batching
-        ) as manager:
-            start = time.perf_counter()
-            waiting = {
-                manager.add_request(prompt, max_new_tokens=request.num_output_tokens, record_timestamps=True): request
-                for request, prompt in zip(requests, prompts, strict=True)
-            }
-            while len(found) < len(waiting):
-                result = manager.get_result(timeout=600)
-                if result is None or result.error:
-                    raise RuntimeError(f"continuous batching failed: {result and result.error}")
-                if result.is_finished():
-                    request = waiting[result.request_id]
-                    at = tuple(moment - start for moment in result.timestamps)
-                    assert len(at) == request.num_output_tokens, f"{len(at)} tokens for {request}"
-                    found[result.request_id] = RequestTimes(0.0, request.num_input_tokens, at)
-        model.set_attn_implementation("sdpa")  # which continuous batching changes
-        return [found[request_id] for request_id in waiting]
 
     return play
 

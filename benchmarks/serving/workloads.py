@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from swiftkv_platform.errors import DataError, InvalidInputError
 
@@ -43,29 +41,34 @@ class Request:
 
 
 def read_trace(path: Path) -> list[Request]:
-    """A trace's requests, by arrival.
+    """An Azure LLM inference trace's requests, by arrival.
 
     Args:
-        path: `.csv` with columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure LLM inference traces), or `.jsonl`
-            with timestamp in milliseconds, input_length, output_length (Mooncake).
+        path: CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens.
 
     Raises:
-        DataError: another suffix, a line without these fields or with an impossible value, no request at all.
+        DataError: a line without these fields or with an impossible value, no request at all.
     """
-    readers: dict[str, Callable[[Path], Iterator[Request]]] = {".csv": _read_azure, ".jsonl": _read_mooncake}
-    if path.suffix not in readers:
-        raise DataError(f"trace {str(path)!r} is neither .csv nor .jsonl", field="trace", value=str(path))
-    requests = sorted(readers[path.suffix](path), key=lambda request: request.arrival)
+    requests = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                # Seconds may have seven decimals, one more than the standard library reads.
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(f"{path}, line {number}: {error}", field="trace", value=row) from error
+            if min(lengths) < 1:
+                raise DataError(f"{path}, line {number}: a length is at least 1", field="trace", value=row)
+            requests.append(Request(at, *lengths))
     if not requests:
         raise DataError(f"trace {str(path)!r} has no request; give one with one at least", field="trace")
-    first = requests[0].arrival
-    return [replace(request, arrival=request.arrival - first) for request in requests]
+    requests.sort(key=lambda request: request.arrival)
+    return [replace(request, arrival=request.arrival - requests[0].arrival) for request in requests]
 
 
 def drawn(shape: str, num_requests: int, seed: int) -> list[Request]:
     """A load with the lengths of one of `SHAPES`, drawn independently, and Poisson arrivals at one a second."""
-    if shape not in SHAPES:
-        raise InvalidInputError(f"shape is {shape!r}; {', '.join(SHAPES)} are accepted", field="synthetic", value=shape)
     generator = random.Random(seed)
     inputs, outputs = SHAPES[shape]
     return [
@@ -137,48 +140,3 @@ def _quantile(values: Sequence[int], share: float) -> float:
         if share <= high:
             return first + (last - first) * (share - low) / (high - low)
     raise AssertionError("a share is at most 1")
-
-
-def _read_azure(path: Path) -> Iterator[Request]:
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            yield Request(
-                arrival=_field(path, number, row, "TIMESTAMP", _seconds),
-                num_input_tokens=_field(path, number, row, "ContextTokens", _count),
-                num_output_tokens=_field(path, number, row, "GeneratedTokens", _count),
-            )
-
-
-def _read_mooncake(path: Path) -> Iterator[Request]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            row = _field(path, number, {"": line}, "", json.loads)
-            yield Request(
-                arrival=_field(path, number, row, "timestamp", float) / 1000,
-                num_input_tokens=_field(path, number, row, "input_length", _count),
-                num_output_tokens=_field(path, number, row, "output_length", _count),
-            )
-
-
-def _field(path: Path, line: int, row: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> Any:
-    try:
-        return read(row[name])
-    except (KeyError, TypeError, ValueError) as error:
-        value = row.get(name) if isinstance(row, Mapping) else row
-        raise DataError(
-            f"{path}, line {line}: {name or 'the line'} is {value!r}, which is not what a trace has there ({error!r})",
-            field=name or "trace",
-            value=value,
-        ) from error
-
-
-def _seconds(text: str) -> float:
-    """Parse a time whose seconds may have seven decimals, one more than the standard library reads."""
-    return datetime.fromisoformat(text[:26]).timestamp()
-
-
-def _count(value: Any) -> int:
-    count = int(value)
-    if count < 1:
-        raise ValueError("a number of tokens is at least 1")
-    return count

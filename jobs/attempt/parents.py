@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftkv_platform.contract.parents import Parent
+from swiftkv_platform.contract.attempts import Parent
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.storage.artifacts import StoredDirectory, fetch_directory
 from swiftkv_platform.storage.object_store import ObjectStore

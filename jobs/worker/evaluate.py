@@ -37,8 +37,8 @@ from swiftkv_platform.model.directories import ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.phases import MODEL_SHARE
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
-from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.reports.model_card import model_card
+from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.cards import licence_of
 from swiftkv_platform.specs import JobSpec

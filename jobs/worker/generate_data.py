@@ -19,6 +19,7 @@ from swiftkv_platform.jobs.attempt.parts import PhaseProgress, newest_bytes
 from swiftkv_platform.jobs.worker.memory import free_bytes
 from swiftkv_platform.jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
 from swiftkv_platform.planning.phases import refuse, teacher_bytes
+from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -92,11 +93,8 @@ def _check_room(spec: JobSpec, path: str) -> None:
 
 
 def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
-    from huggingface_hub import snapshot_download
-
     from swiftkv_platform.engine import EngineConfig, LLMEngine
 
-    if not Path(path).is_dir():
-        path = snapshot_download(path, revision=spec.model.revision)
+    path = str(local_directory(path, spec.model.revision, field="model.name_or_path"))
     _check_room(spec, path)
     return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))

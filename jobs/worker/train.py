@@ -19,9 +19,7 @@ import ray.train.torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.contract.parents import Parent
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import Manifest, Parent, StopRequest
 from swiftkv_platform.distillation.checkpoint import (
     Checkpointer,
     Progress,

@@ -22,8 +22,7 @@ _HEAD = """\
 
 `null` is the same as leaving a field out. A field that is in neither table is refused with 400, and the message names
 the nearest one that is. A deployment's `ignored_fields` (`swiftkv deploy --ignored-fields NAME`) lists refused or
-unknown fields to accept without effect instead, for programs that send them; `*` stands for all unknown ones.
-`/generate` refuses what it does not know.
+unknown fields to accept without effect; `*` stands for all unknown ones. `/generate` refuses unknown fields.
 """
 _TITLES = {"completions": "`/v1/completions`", "chat/completions": "`/v1/chat/completions`"}
 

@@ -27,8 +27,7 @@ from swiftkv_platform.serve.rendering import rendered
 from swiftkv_platform.serve.sampling import prompts_of
 from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
 from swiftkv_platform.serve.tools.calling import tool_calling
-from swiftkv_platform.web.openai_errors import openai_error
-from swiftkv_platform.web.problems import problem_of
+from swiftkv_platform.web.problems import openai_error, problem_of
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput

@@ -11,6 +11,7 @@ from dataclasses import replace
 from uuid import uuid4
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -24,11 +25,10 @@ from swiftkv_platform.api.dependencies import (
     source_rules,
     webhook_rules,
 )
-from swiftkv_platform.api.following import Followers
+from swiftkv_platform.api.following import Followers, Watches
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
-from swiftkv_platform.api.instruments import ControlPlaneHistograms
+from swiftkv_platform.api.instruments import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.api.job_logs import LogFollowers
-from swiftkv_platform.api.key_uses import KeyUses
 from swiftkv_platform.api.routes import (
     audit,
     dashboard,
@@ -43,27 +43,23 @@ from swiftkv_platform.api.routes import (
     quota,
     recipes,
 )
-from swiftkv_platform.api.sessions import Sessions
-from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
-from swiftkv_platform.api.upload_places import UploadPlaces
-from swiftkv_platform.api.watches import Watches
+from swiftkv_platform.api.routes.files import UploadPlaces
+from swiftkv_platform.api.sessions import KeyUses, Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
-from swiftkv_platform.database.audit import SqlAudit
-from swiftkv_platform.database.key_uses import SqlKeyUses
+from swiftkv_platform.database.access import SqlAudit, SqlKeyUses, SqlSessions
 from swiftkv_platform.database.retention import SqlRetention
-from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.deploying import DeploymentReconciler
 from swiftkv_platform.orchestration.files import files_of
-from swiftkv_platform.orchestration.instruments import Instruments
 from swiftkv_platform.orchestration.leadership import Leadership, Lease
+from swiftkv_platform.orchestration.limits import AttemptLimits
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
 from swiftkv_platform.orchestration.parents import Parents
+from swiftkv_platform.orchestration.reading import Instruments
 from swiftkv_platform.orchestration.reconciler import Reconciler
-from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.sweeper import Sweeper
 from swiftkv_platform.orchestration.tenants import Policies, Tenants
 from swiftkv_platform.orchestration.uploading import FileSweeper
@@ -133,10 +129,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.upload_places = UploadPlaces()
         operator_files = _operator_files(credentials, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
-        app.state.metrics = health.metrics_registry(
-            parts, loops, lambda: reconciler.jobs_put_off, operator_files, histograms
-        )
-        app.state.metrics.register(SweeperMetrics(sweeper, orphans))
+        app.state.metrics = CollectorRegistry()
+        histograms.register(app.state.metrics)
+        app.state.metrics.register(ControlPlaneMetrics(parts, loops, reconciler, operator_files, sweeper, orphans))
         for loop in loops:
             loop.start()
         try:

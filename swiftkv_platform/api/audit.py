@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
-from swiftkv_platform.database.audit import SqlAudit, add, made_in
+from swiftkv_platform.database.access import SqlAudit, add, made_in
 from swiftkv_platform.database.session import ALONGSIDE
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger

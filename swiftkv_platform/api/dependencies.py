@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
 from swiftkv_platform.api.audit import record_of
+from swiftkv_platform.api.following import Watches
 from swiftkv_platform.api.sessions import Session, Sessions
-from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
-from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
 from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.files import FileRepository
-from swiftkv_platform.orchestration.job_limits import JobLimits
 from swiftkv_platform.orchestration.parents import Parents
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
-from swiftkv_platform.orchestration.registry import Registry, RegistryService
+from swiftkv_platform.orchestration.registry import Registry
 from swiftkv_platform.orchestration.retention import Kind, Retention
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
-from swiftkv_platform.orchestration.uploading import FileLimits
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
 from swiftkv_platform.security.principals import Authenticator, Scope
 from swiftkv_platform.settings import Settings
@@ -49,6 +47,10 @@ SESSION_COOKIE = "swiftkv_session"
 """Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
 _LOCAL_CALLER = Caller(tenant="default", name="local")
 """Caller of every request while no API key is configured."""
+_WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+"""Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each. Ray shows these
+variables, so they hold no secrets."""
+Order = Literal["asc", "desc"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def build_components(settings: Settings) -> Components:
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
         entrypoint=Entrypoint(
-            (sys.executable, "-m", "swiftkv_platform.jobs.distill"), objects.uri, worker_environment()
+            (sys.executable, "-m", "swiftkv_platform.jobs.distill"), objects.uri, _WORKER_ENVIRONMENT
         ),
         outbox=SqlOutbox(database),
         files=SqlFiles(database),
@@ -118,29 +120,17 @@ def prices(settings: Settings) -> Prices:
 
 def retention(settings: Settings) -> Retention:
     """Times for which things are kept."""
+    days = ("deliveries", "idempotency_keys", "promotions", "audit", "models", "jobs")
     return Retention(
         ended_jobs={kind: getattr(settings, f"retention_{kind}_days") for kind in Kind},
         metric_points=settings.retention_metric_points,
-        deliveries=settings.retention_deliveries_days,
-        idempotency_keys=settings.retention_idempotency_keys_days,
-        promotions=settings.retention_promotions_days,
-        audit=settings.retention_audit_days,
         rollbacks=settings.retention_rollbacks,
-        models=settings.retention_models_days,
-        jobs=settings.retention_jobs_days,
+        **{name: getattr(settings, f"retention_{name}_days") for name in days},
     )
 
 
 def retained_rows(request: Request) -> SqlRetention:
-    return SqlRetention(get_components(request).database)
-
-
-def job_limits(settings: Settings) -> JobLimits:
-    return JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s)
-
-
-def file_limits(settings: Settings) -> FileLimits:
-    return FileLimits(settings.max_file_bytes, settings.max_file_rows)
+    return SqlRetention(request.app.state.components.database)
 
 
 def source_rules(settings: Settings) -> SourceRules:
@@ -158,44 +148,13 @@ def webhook_rules(settings: Settings) -> WebhookRules:
     return WebhookRules(settings.webhook_origins, SecretFiles(settings.secrets_dir))
 
 
-def worker_environment() -> dict[str, str]:
-    """Environment variables that attempts run with; Ray shows them, so they hold no secrets."""
-    # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
-    return {"OMP_NUM_THREADS": "1"}
-
-
 def read_object(store: str, key: str) -> bytes:
     """An object of any store, for checking a spec's sources."""
     return open_store(store, patient=False).get_bytes(key)
 
 
-def get_components(request: Request) -> Components:
-    components: Components = request.app.state.components
-    return components
-
-
-def get_settings(request: Request) -> Settings:
-    settings: Settings = request.app.state.settings
-    return settings
-
-
-def get_watches(request: Request) -> Watches:
-    watches: Watches = request.app.state.watches
-    return watches
-
-
-def get_spans(request: Request) -> Spans:
-    spans: Spans = request.app.state.spans
-    return spans
-
-
-def registry_service(request: Request) -> RegistryService:
-    parts = get_components(request)
-    return RegistryService(parts.registry, clock=parts.clock)
-
-
 def parents_service(request: Request) -> Parents:
-    parts = get_components(request)
+    parts: Components = request.app.state.components
     return Parents(parts.jobs, parts.registry, parts.attempts)
 
 
@@ -242,31 +201,35 @@ def current_session(request: Request) -> Session | None:
     return session
 
 
-def newest_first(
-    after: Annotated[str | None, Query(description="`last_id` of the page before")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
-) -> Page:
-    return Page(after, limit, order)
+def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page]:
+    """The part of a list that a query asks for, of `default` items without a word."""
+
+    def page(
+        after: str | None = Query(None, description="`last_id` of the page before"),
+        limit: int = Query(default, ge=1, le=most),
+        order: Order = first,
+    ) -> Page:
+        return Page(after, limit, order)
+
+    return page
 
 
-def oldest_first(
-    after: Annotated[str | None, Query(description="`last_id` of the page before")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    order: Annotated[Literal["asc", "desc"], Query()] = "asc",
-) -> Page:
-    return Page(after, limit, order)
+def _part(name: str) -> Any:
+    def find(request: Request) -> Any:
+        return getattr(request.app.state, name)
+
+    return Depends(find)
 
 
-Parts = Annotated[Components, Depends(get_components)]
+Parts = Annotated[Components, _part("components")]
 Deletions = Annotated[SqlRetention, Depends(retained_rows)]
 TheParents = Annotated[Parents, Depends(parents_service)]
-JobSpans = Annotated[Spans, Depends(get_spans)]
-TheWatches = Annotated[Watches, Depends(get_watches)]
-TheSettings = Annotated[Settings, Depends(get_settings)]
+JobSpans = Annotated[Spans, _part("spans")]
+TheWatches = Annotated[Watches, _part("watches")]
+TheSettings = Annotated[Settings, _part("settings")]
 Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]
 Writer = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
 Asker = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
 Deployer = Annotated[Caller, Security(get_caller, scopes=[Scope.DEPLOY])]
-NewestFirst = Annotated[Page, Depends(newest_first)]
-OldestFirst = Annotated[Page, Depends(oldest_first)]
+NewestFirst = Annotated[Page, Depends(paged(20, "desc"))]
+OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]

@@ -16,9 +16,9 @@ from swiftkv_platform.api.refused_fields import most_telling, place_of, unknown_
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.web.hostile_json import Place, dotted
-from swiftkv_platform.web.openai_errors import error_response
 from swiftkv_platform.web.problems import (
     FieldProblem,
+    error_response,
     make_problem,
     problem_headers,
     problem_of,

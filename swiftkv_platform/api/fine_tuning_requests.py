@@ -152,7 +152,7 @@ def _put(document: dict[str, Any], path: _Path, name: str, value: Any, place: st
     if present != value:
         there = f"{place}.{'.'.join(path)}"
         raise InvalidInputError(
-            f"{name} is {value!r} and {there} is {present!r}; one of them, or the same in both, would do",
+            f"{name} is {value!r} and {there} is {present!r}; give one of them, or the same in both",
             field=there,
             value=present,
         )

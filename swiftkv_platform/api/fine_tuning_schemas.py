@@ -134,14 +134,7 @@ class FineTuningEventAnswer(Answer):
 
     @classmethod
     def of(cls, event: Event) -> Self:
-        return cls(
-            id=event.id,
-            created_at=event.created_at,
-            level=event.level,
-            message=event.message,
-            type="metrics" if event.type == "metrics" else "message",
-            data=dict(event.data),
-        )
+        return cls.model_validate({**vars(event), "type": "metrics" if event.type == "metrics" else "message"})
 
 
 class CheckpointMetrics(Answer):

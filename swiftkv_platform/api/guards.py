@@ -16,8 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftkv_platform.web.openai_errors import error_response
-from swiftkv_platform.web.problems import make_problem
+from swiftkv_platform.web.middleware import Middleware
+from swiftkv_platform.web.problems import error_response, make_problem
 
 _JSON = "application/json"
 _FORM = "multipart/form-data"
@@ -25,7 +25,7 @@ _OWN_PAGES = ("same-origin", "none")
 """Values of `Sec-Fetch-Site` of a page of this server, and of a user's own doing."""
 
 
-class OriginGuard:
+class OriginGuard(Middleware):
     """Refuses requests that were not meant for this server, or come from elsewhere in a browser.
 
     Args:
@@ -33,13 +33,12 @@ class OriginGuard:
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...], forms: Collection[str] = ()) -> None:
-        self._app = app
+        super().__init__(app)
         self._forms = frozenset(forms)
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._refusal(scope) or self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), scope["path"]
@@ -74,17 +73,10 @@ _HEADERS = {
 _NOTHING_RUNS = "default-src 'none'; frame-ancestors 'none'"
 
 
-class SecurityHeaders:
+class SecurityHeaders(Middleware):
     """Gives every answer the headers that keep browsers from guessing, framing, remembering and telling."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)

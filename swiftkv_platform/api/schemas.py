@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.orchestration.costs import Prices
-from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, MetricPoint, Reason
+from swiftkv_platform.orchestration.estimates import Estimate
+from swiftkv_platform.orchestration.job import EventType, Job, JobStatus, MetricPoint
 from swiftkv_platform.orchestration.ports import Page, Slice
-from swiftkv_platform.planning.phase_plans import Assumptions, PhasePlan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 
@@ -21,7 +21,7 @@ Item = TypeVar("Item", bound=BaseModel)
 
 
 class Answer(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, from_attributes=True)
 
 
 class ListAnswer(Answer, Generic[Item]):
@@ -39,11 +39,7 @@ class ListAnswer(Answer, Generic[Item]):
 def list_answer(
     found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str], order: Literal["asc", "desc"] = "asc"
 ) -> ListAnswer[Item]:
-    """The answer of a list.
-
-    Args:
-        order: of the list, where it may leave rows out: first and last are found among their ids too.
-    """
+    """The answer of a list; its first and last id may be those of rows that are left out, by `order`."""
     data = [make(item) for item in found.items]
     ids = [cursor(item) for item in data]
     if found.left_out:
@@ -112,36 +108,18 @@ class JobAnswer(Answer):
 
     @classmethod
     def of(cls, job: Job, prices: Prices, now: float) -> Self:
-        progress = job.progress
-        return cls(
-            id=job.id,
-            name=job.spec.name,
-            status=job.status,
-            status_reason=_status_reason(job.status_reason),
-            created_at=job.created_at,
-            started_at=job.started_at,
-            finished_at=job.finished_at,
-            estimated_finish=job.estimated_finish,
-            progress=JobProgress(
-                step=progress.step,
-                total_steps=progress.total_steps,
-                tokens=progress.tokens,
-                percent=progress.percent,
-                seconds_remaining=progress.seconds_remaining,
-            ),
-            attempt=job.attempt.number,
-            spec=job.spec,
-            distilled_model=job.distilled_model,
-            result=None if job.result is None else dict(job.result),
-            tracking=None if job.tracking is None else dict(job.tracking),
-            artifact_uri=job.artifact_uri,
-            cost=prices.cost_of(job, now),
-            estimated_cost=prices.final_cost_of(job, now),
-            submission_id=job.attempt.submission_id,
-            error=_job_error(job.error),
-            metadata=job.spec.metadata,
-            tenant=job.tenant,
-            created_by=job.created_by,
+        error = None if job.error is None else {**vars(job.error), "param": job.error.field}
+        return cls.model_validate(
+            {
+                **vars(job),
+                "name": job.spec.name,
+                "attempt": job.attempt.number,
+                "submission_id": job.attempt.submission_id,
+                "cost": prices.cost_of(job, now),
+                "estimated_cost": prices.final_cost_of(job, now),
+                "error": error,
+                "metadata": job.spec.metadata,
+            }
         )
 
 
@@ -152,63 +130,14 @@ class ResumeRequest(FiniteModel):
     """Replaces `limits.cost_cap`."""
 
 
-def _status_reason(reason: Reason | None) -> StatusReason | None:
-    return None if reason is None else StatusReason(code=reason.code, message=reason.message, field=reason.field)
+class EstimateAnswer(Estimate):
+    """Estimate of the job's cost and of its student, of a sweep its first trial's; null but for the sources where the
+    teacher's configuration is on the hub.
+    """
 
-
-def _job_error(reason: Reason | None) -> JobError | None:
-    return None if reason is None else JobError(code=reason.code, message=reason.message, param=reason.field)
-
-
-class SourceEstimateAnswer(Answer):
-    """A data source at first sight; null where it is not on the control plane's machine."""
-
-    name_or_path: str
-    num_files: int | None
-    num_bytes: int | None
-    formats: list[str]
-    """Row formats that the first rows of its files have."""
-
-
-class EstimateAnswer(Answer):
-    """Estimate of the job's cost and of its student; null where the teacher's configuration is on the hub."""
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
     object: Literal["distillation.estimate"] = "distillation.estimate"
-    num_hidden_layers: int | None
-    num_key_value_layers: int | None
-    num_kv_cache_layers: int | None
-    prefill_flops_ratio: float | None
-    """Prompts of `data.max_length` tokens, SwiftKV relative to the teacher, as executed."""
-    kv_bytes_per_token: float | None
-    """Bytes of the student's cache per token, in bfloat16."""
-    kv_bytes_ratio: float | None
-    """KV bytes per token relative to the teacher's."""
-    parameters: int | None
-    trained_parameters: int | None
-    flops_per_token: float | None
-    """FLOPs of training per token, forward and backward."""
-    memory_per_worker: int | None
-    """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
-    process_memory: int | None
-    """Bytes that a worker's process holds beside its model; null with GPUs, whose memory it does not take."""
-    max_tokens: int | None
-    """Tokens trained with `training.max_steps` full batches; null where epochs decide."""
-    total_flops: float | None
-    """FLOPs of those tokens."""
-    flops_per_step: float | None
-    """FLOPs of a step over all workers."""
-    seconds: float | None
-    """Seconds from start to model, by a job like it; null without `training.max_steps`, and before one was measured."""
-    speed_source: str | None
-    """Source of the speed: the id of the job that was measured, or `configured`."""
-    cost: float | None
-    """Cost of those seconds, at the operator's prices."""
-    sources: list[SourceEstimateAnswer]
-    phases: list[PhasePlan]
-    """Memory, disk, bytes moved and time of each phase; of a sweep, its first trial's. Empty where the teacher's
-    configuration is on the hub."""
-    assumptions: Assumptions | None
-    """Nodes and rates that `phases` assume."""
 
 
 class EventAnswer(Answer):
@@ -221,17 +150,6 @@ class EventAnswer(Answer):
     type: EventType
     message: str
     data: dict[str, Any]
-
-    @classmethod
-    def of(cls, event: Event) -> Self:
-        return cls(
-            id=event.id,
-            created_at=event.created_at,
-            level=event.level,
-            type=event.type,
-            message=event.message,
-            data=dict(event.data),
-        )
 
 
 class MetricPointAnswer(Answer):
@@ -265,14 +183,7 @@ class CheckpointAnswer(Answer):
 
     @classmethod
     def of(cls, checkpoint: StoredCheckpoint) -> Self:
-        return cls(
-            id=f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}",
-            attempt=checkpoint.attempt,
-            step=checkpoint.step,
-            key=checkpoint.key,
-            size=checkpoint.size,
-            sha256=checkpoint.sha256,
-        )
+        return cls.model_validate({**vars(checkpoint), "id": f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"})
 
 
 class ArtifactFileAnswer(Answer):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from dataclasses import dataclass
 
-from swiftkv_platform.database.sessions import SqlSessions, StoredSession
-from swiftkv_platform.errors import UnauthenticatedError
+from swiftkv_platform.database.access import SqlKeyUses, SqlSessions, StoredSession
+from swiftkv_platform.errors import DatabaseUnavailableError, UnauthenticatedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Clock
+from swiftkv_platform.security.keys import ApiKey
 from swiftkv_platform.security.principals import Authenticator, Principal
 
 _ID_BYTES = 32
@@ -97,3 +99,36 @@ def _seal(session_id: str, text: bytes) -> bytes:
     """
     pad = hashlib.shake_256(_SEAL + session_id.encode()).digest(len(text))
     return bytes(left ^ right for left, right in zip(text, pad, strict=True))
+
+
+_INTERVAL_S = 60.0
+
+
+class KeyUses:
+    """Uses that this control plane has seen; all control planes of a database together write one a minute and key."""
+
+    def __init__(self, store: SqlKeyUses, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._noted: dict[str, float] = {}
+        """Unix seconds by key id; as many as there are keys in the file."""
+        self._lock = threading.Lock()
+
+    def note(self, principal: Principal) -> None:
+        """Store that a key was used now, unless that was done within the last minute.
+
+        No request fails for it: a use that cannot be stored is logged, and stored a minute later.
+        """
+        if not isinstance(principal, ApiKey):
+            return
+        now = self._clock()
+        with self._lock:
+            if now - self._noted.get(principal.id, -_INTERVAL_S) < _INTERVAL_S:
+                return
+            self._noted[principal.id] = now
+        try:
+            self._store.note(principal.id, now, at_least_s=_INTERVAL_S)
+        except DatabaseUnavailableError as error:
+            get_logger().warning(
+                "use of a key not stored", key=principal.name, key_id=principal.id, reason=error.message
+            )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from swiftkv_platform.cli.context import Json
-from swiftkv_platform.cli.output import err, out, print_json, print_table
+from swiftkv_platform.cli.output import err, needs_extra, out, print_json, print_table
 from swiftkv_platform.cli.sources import model_config, model_path
 from swiftkv_platform.errors import InvalidInputError
 
@@ -47,18 +47,13 @@ def analyze(
 ) -> None:
     """SimScore of each layer's input over real text (paper, equation 1), and which l to cut at."""
     if plot is not None:
-        from swiftkv_platform.cli.plots import plot_analysis, require_matplotlib
-
-        require_matplotlib()
+        with needs_extra("a picture", "plot"):  # before the work, not after it
+            import matplotlib  # noqa: F401
     config = model_config(model)
     path = model_path(model)
-    try:
+    with needs_extra("Analysing here"):
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
         from swiftkv_platform.evaluation.analysis import analyze as run
-    except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"Analysing here needs {error.name}; pip install 'swiftkv-platform[train]' would do"
-        ) from error
     options = AnalysisOptions(
         max_tokens=max_tokens,
         max_length=max_length,
@@ -72,7 +67,7 @@ def analyze(
     with err().status("Loading") as spinner:
         analysis = run(model, config, path, text, options, dtype=dtype, progress=spinner.update)
     if plot is not None:
-        plot_analysis(analysis, plot)
+        _plot(analysis, plot)
     if json:
         print_json(analysis)
     else:
@@ -84,13 +79,10 @@ def _print(analysis: Analysis) -> None:
     columns = ["l", "SimScore", "prefill FLOPs"]
     columns += ["KL (nats)", "perplexity", "top-1 agreement"] if measured else []
     columns += ["needles found"] if analysis.needle_length else []
-    rows = []
+    rows: list[list[object]] = []
     for depth in measured or analysis.depths:
-        row = [
-            depth.num_key_value_layers,
-            "" if depth.sim_score is None else f"{depth.sim_score:.3f}",
-            f"{depth.prefill_flops_ratio:.1%}",
-        ]
+        sim_score = "" if depth.sim_score is None else f"{depth.sim_score:.3f}"
+        row = [depth.num_key_value_layers, sim_score, f"{depth.prefill_flops_ratio:.1%}"]
         if measured:
             row += [f"{depth.kl:.3f}", f"{depth.perplexity:.2f}", f"{depth.top1_agreement:.1%}"]
         if depth.needles_found is not None:
@@ -110,3 +102,31 @@ def _print(analysis: Analysis) -> None:
     chosen = analysis.recommended_num_key_value_layers
     lines.append(f"Recommended l: {'none of these' if chosen is None else chosen} ({analysis.rule}).")
     out().print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _plot(analysis: Analysis, path: Path) -> None:
+    """SimScore by layer (paper, figure 2) and, where it was measured, the KL of each depth; PNG or SVG by suffix."""
+    # The figure alone, without pyplot: no display, no global state.
+    from matplotlib.figure import Figure
+
+    measured = [(depth.num_key_value_layers, depth.kl) for depth in analysis.depths if depth.kl is not None]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(range(len(analysis.sim_scores)), analysis.sim_scores, "o-", color="C0", label="SimScore")
+    axes.set_xlabel("l: layers below the cut (SimScore: input of layer l)")
+    axes.set_ylabel("SimScore", color="C0")
+    axes.set_xticks(range(0, analysis.num_hidden_layers, max(1, analysis.num_hidden_layers // 16)))
+    axes.set_ylim(top=1.0)
+    axes.grid(alpha=0.3)
+    if measured:
+        right = axes.twinx()
+        right.plot(*zip(*measured, strict=True), "s--", color="C1")
+        right.set_ylabel(f"KL of the calibrated start, nats (g = {analysis.key_value_group_size})", color="C1")
+        right.set_ylim(bottom=0)
+    if analysis.recommended_num_key_value_layers is not None:
+        axes.axvline(analysis.recommended_num_key_value_layers, color="0.5", linestyle=":")
+    axes.set_title(f"{analysis.model}, {analysis.num_tokens:,} tokens", fontsize="medium")
+    try:
+        figure.savefig(path, dpi=100)
+    except ValueError as error:
+        raise InvalidInputError(f"plot is {str(path)!r}: {error}", field="plot", value=str(path)) from error

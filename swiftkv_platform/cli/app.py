@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
-from swiftkv_platform.cli import (
-    analyze,
-    audit,
-    convert,
-    distill,
-    evaluate,
-    local,
-    maintenance,
-    plan,
-    quota,
-    registry,
-    serving,
-)
-from swiftkv_platform.cli.deployments import deployments_app
-from swiftkv_platform.cli.doctor.command import doctor
+from swiftkv_platform.cli import access, analyze, convert, deployments, distill, local, plan
+from swiftkv_platform.cli.doctor import doctor
 from swiftkv_platform.cli.files import files_app
 from swiftkv_platform.cli.jobs import jobs_app
-from swiftkv_platform.cli.keys import keys_app
+from swiftkv_platform.cli.models import models_app
 from swiftkv_platform.cli.output import ReportingGroup
 
 app = typer.Typer(
@@ -31,26 +20,29 @@ app = typer.Typer(
     help="Distil and serve SwiftKV models: long prompts at half the prefill compute.",
 )
 
-app.command()(local.up)
-app.command()(local.down)
-app.command()(local.status)
-app.command()(local.demo)
-app.command()(doctor)
+_MACHINE: tuple[Callable[..., None], ...] = (local.up, local.down, local.status, local.demo, doctor)
+_WORK: tuple[Callable[..., None], ...] = (
+    distill.distill,
+    distill.evaluate,
+    analyze.analyze,
+    plan.plan,
+    convert.convert,
+    convert.export,
+    deployments.deploy,
+    deployments.generate,
+    access.quota,
+    access.audit,
+    local.prune,
+    local.backup,
+    local.restore,
+)
+for command in _MACHINE:
+    app.command()(command)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(files_app, name="files")
-app.add_typer(registry.models_app, name="models")
-app.add_typer(deployments_app, name="deployments")
-app.add_typer(keys_app, name="keys")
-app.command()(distill.distill)
-app.command()(evaluate.evaluate)
-app.command()(analyze.analyze)
-app.command()(plan.plan)
-app.command()(convert.convert)
-app.command()(convert.export)
-app.command()(serving.deploy)
-app.command()(serving.generate)
-app.command()(quota.quota)
-app.command()(audit.audit)
-app.command()(maintenance.sweep)
-app.command()(maintenance.backup)
-app.command()(maintenance.restore)
+app.add_typer(models_app, name="models")
+app.add_typer(deployments.deployments_app, name="deployments")
+app.add_typer(access.keys_app, name="keys")
+for command in _WORK:
+    app.command()(command)
+app.command(hidden=True)(local.sweep)

@@ -1,9 +1,14 @@
-"""Parameters that commands share: the addresses and the spec file. Prints nothing."""
+"""Parameters that commands share: addresses, the spec file, and ids, which the shell completes with what the control
+plane has. Prints nothing: where no answer comes in time, a shell has nothing to offer.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Annotated
 
 import typer
@@ -13,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from swiftkv_platform.api.refused_fields import most_telling, place_of, unknown_key
 from swiftkv_platform.cli.output import JSON_OPTION
 from swiftkv_platform.client import Client
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec, load_spec
@@ -80,3 +85,54 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> str:
         given = "" if isinstance(item["input"], dict) else f" (given: {item['input']!r})"
         lines.append(f"  {dotted(place) or 'spec'}: {message}{given}")
     return "\n".join(lines)
+
+
+TIMEOUT_S = 1.0
+"""Longest that a shell waits for ids."""
+_MOST = 100
+"""Newest ids that are asked for."""
+
+Offers = list[tuple[str, str]]
+"""Ids, each with words on it, which some shells show."""
+
+
+def _completion(ask: Callable[[Client], Offers]) -> Callable[[typer.Context, str], Offers]:
+    def complete(ctx: typer.Context, incomplete: str) -> Offers:
+        answer: SimpleQueue[Offers] = SimpleQueue()
+        url = ctx.params.get("url")
+        threading.Thread(target=lambda: answer.put(_answer(url, ask)), daemon=True).start()
+        try:
+            offers = answer.get(timeout=TIMEOUT_S)
+        except Empty:
+            return []
+        return [(identifier, words) for identifier, words in offers if identifier.startswith(incomplete)]
+
+    return complete
+
+
+def _answer(url: str | None, ask: Callable[[Client], Offers]) -> Offers:
+    try:
+        with connect(url, max_retries=0) as client:
+            return ask(client)
+    except SwiftKVError:  # the command itself will say what is wrong
+        return []
+
+
+complete_job = _completion(
+    lambda client: [(job.id, f"{job.name}, {job.status}") for job in client.jobs.list(limit=_MOST)]
+)
+complete_model = _completion(lambda client: [(model.id, model.name or "") for model in client.models.list(limit=_MOST)])
+complete_deployment = _completion(
+    lambda client: [(each.id, f"{each.model}, {each.status}") for each in client.deployments.list()]
+)
+complete_file = _completion(lambda client: [(each.id, each.filename) for each in client.files.list(limit=_MOST)])
+
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job (job_...).", autocompletion=complete_job)]
+ModelId = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).", autocompletion=complete_model)
+]
+FileId = Annotated[str, typer.Argument(metavar="FILE", help="Id of the file (file-...).", autocompletion=complete_file)]
+DeploymentId = Annotated[
+    str,
+    typer.Argument(metavar="DEPLOYMENT", help="Id of the deployment (dep_...).", autocompletion=complete_deployment),
+]

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftkv_platform.cli.context import Json
-from swiftkv_platform.cli.output import err, print_json, say
+from swiftkv_platform.cli.output import err, needs_extra, print_json, say, tell
 from swiftkv_platform.cli.sources import adapter_base, artifact_teacher, base_directory, model_path
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import equal_cache_group_size
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from swiftkv_platform.model.streaming import Progress as Report
 
 _MIB = 1 << 20
+_DESCRIBED = (
+    "model_type",
+    "num_hidden_layers",
+    "num_key_value_layers",
+    "key_value_group_size",
+    "num_key_value_heads_swiftkv",
+    "early_exit",
+    "own_output_projection",
+)
+"""Fields of a student's configuration that `convert` prints."""
 Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
 Copy = Annotated[
     bool, typer.Option("--copy", help="Copy weight files that stay as they are; by default they are hard links.")
@@ -66,7 +76,7 @@ def convert(
             field="prefill_reduction",
             value=prefill_reduction,
         )
-    with _needs_torch():
+    with needs_extra("This"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
     path = model_path(model)
@@ -123,7 +133,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a student for serving: without the projections that only its teacher runs, or as an adapter."""
-    with _needs_torch():
+    with needs_extra("This"):
         from swiftkv_platform.model import export as run
     target = output.expanduser()
     if adapter:
@@ -133,11 +143,9 @@ def export(
         files: Literal["link", "copy"] = "copy" if copy else "link"
         run(model, target, teacher=teacher, files=files, base_model=base_model, progress=report)
     size = _weight_bytes(target)
-    if json:
-        print_json({"output": str(target), "teacher": teacher, "weight_bytes": size})
-        return
     with_teacher = "with" if teacher else "without"
-    say(f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher")
+    line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
+    tell({"output": str(target), "teacher": teacher, "weight_bytes": size}, line, json=json)
 
 
 def _export_adapter(model: str, target: Path, base: str | None, revision: str | None, *, json: bool) -> None:
@@ -152,20 +160,18 @@ def _export_adapter(model: str, target: Path, base: str | None, revision: str | 
             model, target, base=directory or name, name_or_path=found, revision=revision, progress=report
         )
     size = _weight_bytes(target)
-    if json:
-        fields = {"output": str(target), "base": found, "revision": revision, "digest": written.base.digest}
-        counts = {name: len(getattr(written, name)) for name in ("added", "replaced", "dropped")}
-        print_json({**fields, **counts, "weight_bytes": size})
-        return
-    say(
+    fields = {"output": str(target), "base": found, "revision": revision, "digest": written.base.digest}
+    counts = {name: len(getattr(written, name)) for name in ("added", "replaced", "dropped")}
+    line = (
         f"{target}: {size / _MIB:,.1f} MiB of weights, {len(written.added)} tensors beside those of {found} and "
         f"{len(written.replaced)} in the place of them"
     )
+    tell({**fields, **counts, "weight_bytes": size}, line, json=json)
 
 
 @contextmanager
 def _base_directory(name: str | None, revision: str | None) -> Iterator[str | None]:
-    """A base model as what a loader takes, for as long as it is read; None stays None."""
+    """The directory or hub id of a base model while it is read; None stays None."""
     if name is None:
         yield None
         return
@@ -175,14 +181,6 @@ def _base_directory(name: str | None, revision: str | None) -> Iterator[str | No
 
 def _weight_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-
-
-@contextmanager
-def _needs_torch() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise InvalidInputError(f"This needs {error.name}; pip install 'swiftkv-platform[train]' would do") from error
 
 
 @contextmanager
@@ -209,16 +207,10 @@ def _describe(converted: Converted) -> dict[str, Any]:
         )
     return {
         "output": str(converted.path),
-        "model_type": config.model_type,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_layers": config.num_key_value_layers,
-        "key_value_group_size": config.key_value_group_size,
-        "num_key_value_heads_swiftkv": config.num_key_value_heads_swiftkv,
+        **{name: getattr(config, name) for name in _DESCRIBED},
         "num_kv_cache_layers": layer_map.num_kv_cache_layers,
         "kv_bytes_ratio": sum(cached) / (config.num_hidden_layers * heads),
         "equal_cache_group_size": equal,
-        "early_exit": config.early_exit,
-        "own_output_projection": config.own_output_projection,
         "new_tensors": converted.num_new_tensors,
         "new_bytes": converted.new_bytes,
     }

@@ -1,17 +1,28 @@
-"""`swiftkv deployments`: models in service. `swiftkv deploy` puts them there."""
+"""`swiftkv deployments`, `deploy` and `generate`: models in service."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, Url, connect
-from swiftkv_platform.cli.ids import DeploymentId
-from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_schema, print_table, say
-from swiftkv_platform.client import ReplicaMetrics
-from swiftkv_platform.local.units import duration, plural
+from swiftkv_platform.cli.context import DeploymentId, Json, ModelId, ServeUrl, Url, complete_deployment, connect
+from swiftkv_platform.cli.output import (
+    err,
+    local_time,
+    print_json,
+    print_schema,
+    print_table,
+    tell,
+    tell_fields,
+    tell_table,
+)
+from swiftkv_platform.cli.spec_options import spec_options
+from swiftkv_platform.client import Generation, ReplicaMetrics
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.local.terminal import duration, plural
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")
@@ -22,12 +33,13 @@ def list_deployments(url: Url = None, json: Json = False) -> None:
     """List deployments, newest first."""
     with connect(url) as client:
         found = client.deployments.list()
-    if json:
-        print_json(found)
-        return
-    rows = [(item.id, item.model, item.status, _replicas(item.model_dump()), item.url, item.message) for item in found]
-    empty = "Nothing is served. `swiftkv deploy MODEL` serves one of `swiftkv models list`."
-    print_table(("deployment", "model", "status", "replicas", "url", "message"), rows, empty=empty)
+    tell_table(
+        found,
+        ("deployment", "model", "status", "replicas", "url", "message"),
+        lambda item: (item.id, item.model, item.status, _replicas(item.model_dump()), item.url, item.message),
+        empty="Nothing is served. `swiftkv deploy MODEL` serves one of `swiftkv models list`.",
+        json=json,
+    )
 
 
 @deployments_app.command()
@@ -35,10 +47,7 @@ def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> Non
     """Show a deployment."""
     with connect(url) as client:
         found = client.deployments.get(deployment_id)
-    if json:
-        print_json(found)
-    else:
-        print_fields(_sentences(found.model_dump(mode="json")))
+    tell_fields(found, _sentences(found.model_dump(mode="json")), json=json)
 
 
 @deployments_app.command()
@@ -59,10 +68,7 @@ def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> 
     """Stop serving; replicas finish what they have."""
     with connect(url) as client:
         client.deployments.delete(deployment_id)
-    if json:
-        print_json({"id": deployment_id, "status": "deleting"})
-    else:
-        say(f"{deployment_id} is being taken out of service.")
+    tell({"id": deployment_id, "status": "deleting"}, f"{deployment_id} is being taken out of service.", json=json)
 
 
 @deployments_app.command()
@@ -96,9 +102,7 @@ def _replicas(found: Mapping[str, Any]) -> str | None:
     least, most = found.get("min_replicas"), found.get("max_replicas")
     if least is None or most is None:
         return None
-    return (
-        f"{found.get('replicas', 0)} of {most}" if least == most else f"{found.get('replicas', 0)} of {least} to {most}"
-    )
+    return f"{found.get('replicas', 0)} of {most if least == most else f'{least} to {most}'}"
 
 
 def _cold_start(seconds: Mapping[str, float] | None) -> str | None:
@@ -135,3 +139,80 @@ def _row(replica: ReplicaMetrics) -> tuple[str, ...]:
         f"{values.get('num_requests_running', 0.0):g}",
         f"{values.get('num_requests_waiting', 0.0):g}",
     )
+
+
+def _deployment_option(text: str) -> Any:
+    return typer.Option(metavar="DEPLOYMENT", help=text, autocompletion=complete_deployment)
+
+
+@spec_options(DeploymentSpec, without=("model",))
+def deploy(
+    model: ModelId,
+    replace: Annotated[str | None, _deployment_option("Swap the model of this deployment (dep_...), live.")] = None,
+    wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
+    url: Url = None,
+    json: Json = False,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Serve a distilled model, or serve it where another one is served now; what is not given then stays."""
+    if replace is not None and "route_prefix" in given:
+        raise InvalidInputError(
+            f"a deployment keeps its route prefix; leave out --route-prefix, or deploy {model} beside {replace}",
+            field="route_prefix",
+            value=given["route_prefix"],
+        )
+    with connect(url) as client, err().status(f"Deploying {model}"):
+        if replace is None:
+            deployment = client.deployments.create(model, **given)
+        else:
+            deployment = client.deployments.update(replace, model=model, **given)
+        if wait:
+            deployment = client.deployments.wait_ready(deployment.id, timeout)
+    where = f" ({deployment.url})" if deployment.url else ""
+    tell(deployment, f"{deployment.id} serves {deployment.model}: {deployment.status}{where}", json=json)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    deployment: Annotated[str | None, _deployment_option("Ask this one (dep_...), through the control plane.")] = None,
+    serve_url: ServeUrl = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Continue a text with the deployed model; the answer is streamed."""
+    parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    parameters |= {name: value for name, value in {"seed": seed, "stop": stop}.items() if value is not None}
+    with connect(url, serve_url) as client:
+        if json and deployment is None:
+            print_json(client.generate(prompt, **parameters))
+            return
+        started, last = time.perf_counter(), Generation()
+        if deployment is None:
+            pieces = client.generate(prompt, stream=True, **parameters)
+        else:
+            pieces = client.deployments.generate(deployment, prompt, **parameters)
+        for last in pieces:
+            if json:
+                print_json(last)
+            else:
+                typer.echo(last.text, nl=False)
+        if json:
+            return
+        typer.echo()
+    _print_statistics(last, time.perf_counter() - started)
+
+
+def _print_statistics(last: Generation, seconds: float) -> None:
+    if last.usage is None:
+        return
+    parts = [f"{last.usage.prompt_tokens} + {last.usage.completion_tokens} tokens in {seconds:.2f} s"]
+    if last.timings is not None and last.timings.ttft_ms is not None:
+        parts.append(f"first token after {last.timings.ttft_ms:.0f} ms")
+    err().print(f"[dim]{', '.join(parts)}[/]", highlight=False)

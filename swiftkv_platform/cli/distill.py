@@ -1,19 +1,23 @@
-"""`swiftkv distill`: a job on a Ray of its own, without a control plane."""
+"""`swiftkv distill` and `swiftkv evaluate`: a job and its measurement here, without a control plane."""
 
 from __future__ import annotations
 
 import json as jsonlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swiftkv_platform.cli.context import Json, SpecFile, read_spec
-from swiftkv_platform.cli.output import err, print_json, say
-from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
+from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
+from swiftkv_platform.errors import SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
+from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.specs import JobSpec
+
+if TYPE_CHECKING:
+    from swiftkv_platform.evaluation.report import Report
 
 
 def distill(
@@ -24,30 +28,21 @@ def distill(
     json: Json = False,
 ) -> None:
     """Distil a model here and now, on a Ray of its own that ends with the command."""
-    spec = read_spec(file)
-    artifact = _run(spec, output.expanduser().resolve())
+    artifact = _run(read_spec(file), output.expanduser().resolve())
     evaluation = jsonlib.loads((artifact / "evaluation.json").read_text(encoding="utf-8"))
-    if json:
-        print_json({"output": str(artifact), **evaluation})
-        return
     distilled, teacher = evaluation["distilled"], evaluation["teacher"]
-    say(
+    line = (
         f"{artifact}: perplexity {distilled['perplexity']:.2f} (teacher {teacher['perplexity']:.2f}), "
         f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}"
     )
+    tell({"output": str(artifact), **evaluation}, line, json=json)
 
 
 def _run(spec: JobSpec, output: Path) -> Path:
-    try:
+    with needs_extra("Distilling here", instead=", or `swiftkv jobs submit` to a cluster that has it"):
         # Not before the command runs: torch and Ray take seconds to import.
         from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain
-    except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"Distilling here needs {error.name}; pip install 'swiftkv-platform[train]' would do, or "
-            "`swiftkv jobs submit` to a cluster that has it"
-        ) from error
-
     configure_logging()
     try:
         with JobDisplay(err()) as display:
@@ -60,3 +55,102 @@ def _run(spec: JobSpec, output: Path) -> Path:
             # Unforeseen: the traceback is what helps.
             raise
         raise TrainingError(f"{failure.code}: {failure.message}", field=failure.field) from error
+
+
+def evaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A student.")],
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="The model that the student was made of: name, directory or .gguf file. Default: the student's own "
+            "teacher mode, or the teacher of the job that made it."
+        ),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Task of lm-evaluation-harness: a name, a .yaml file, builtin:mmlu, builtin:gsm8k, "
+            "builtin:ifeval, builtin:tool-calls, or paper (table B.1). Repeatable. Default: those of the job that made "
+            "the model."
+        ),
+    ] = None,
+    task_data: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where the files of a built-in task, or of a .yaml, lie.")
+    ] = None,
+    task_limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task. Default: all.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text to measure on: file, directory or data set. Repeatable. Default: what the job held out."
+        ),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=64, help="Held-out tokens measured.")] = None,
+    needle_length: Annotated[
+        list[int] | None,
+        typer.Option(min=128, help="Tokens of prompts in which a number has to be found. Repeatable."),
+    ] = None,
+    needle_samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each such length.")] = None,
+    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure a student against its teacher. The exit code is 1 unless every limit of its job's spec is
+    kept; a limit that the samples cannot decide is not."""
+    with needs_extra("Evaluating"):
+        from swiftkv_platform.jobs.worker.evaluate_directory import evaluate_directory
+
+    given = {
+        "tasks": [{"name": name, "data_dir": task_data} for name in tasks or ()] or None,
+        "task_limit": task_limit,
+        "max_tokens": max_tokens,
+        "needle_lengths": needle_length or None,
+        "needle_samples": needle_samples,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    report, lineage = evaluate_directory(directory, data=data or (), teacher=teacher, evaluation=changes)
+    document = report.model_dump(mode="json")
+    if html is not None:
+        html.write_text(evaluation_page(document, lineage), encoding="utf-8")
+    if json:
+        print_json(document)
+    else:
+        _print(report)
+    if not all(gate.passed for gate in report.gates):
+        raise typer.Exit(1)
+
+
+def _print(report: Report) -> None:
+    distilled = report.distilled
+    print_table(
+        ("held-out text", "perplexity", "KL (nats)", "top-1 agreement"),
+        [
+            ("teacher", f"{report.teacher.perplexity:.3f}", "", ""),
+            ("student", f"{distilled.perplexity:.3f}", f"{distilled.kl:.4f}", f"{distilled.top1_agreement:.1%}"),
+        ],
+        empty="",
+    )
+    found = report.continuations
+    print_fields(
+        {
+            "positions": f"{report.num_positions:,}",
+            "greedy continuations": None if found is None else f"{found.matched:.1%} of the teacher's tokens matched",
+            "prefill FLOPs": f"{report.prefill_flops_ratio:.3f} of the teacher's",
+            "KV bytes": f"{report.kv_bytes_ratio:.3f} of the teacher's",
+        }
+    )
+    if report.tasks:
+        rows = [
+            (
+                each.task,
+                each.metric,
+                each.num_samples,
+                f"{each.teacher:.4f}",
+                f"{each.student:.4f}",
+                f"{each.drop:+.2f}",
+            )
+            for each in report.tasks
+        ]
+        print_table(("task", "metric", "samples", "teacher", "student", "points lost"), rows, empty="")
+    for gate in report.gates:  # the worst first
+        needed = "" if gate.samples_needed is None else f"; {gate.samples_needed:,} samples are needed"
+        of = f" ({gate.subject}, 95% {gate.interval[0]:.4g} to {gate.interval[1]:.4g})" if gate.interval else ""
+        say(f"{gate.field} {gate.limit:g}: {gate.value:.4g}{of}, {gate.outcome}{needed}")

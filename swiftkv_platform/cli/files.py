@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import Json, Url, connect
-from swiftkv_platform.cli.ids import FileId
-from swiftkv_platform.cli.output import err, local_time, print_fields, print_json, print_table, say
-from swiftkv_platform.client import File
+from swiftkv_platform.cli.context import FileId, Json, Url, connect
+from swiftkv_platform.cli.output import err, local_time, tell, tell_deleted, tell_fields, tell_table
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 
 files_app = typer.Typer(no_args_is_help=True, help="Uploaded rows, which jobs name as `file-...`.")
 
@@ -29,10 +27,8 @@ def upload(
     """Upload rows; every row is looked at first, and the file is kept whole or not at all."""
     with connect(url) as client, err().status(f"Uploading {path.name}"):
         file = client.files.upload(path, expires_after_s=None if expires_in is None else expires_in * _DAY_S)
-    if json:
-        print_json(file)
-    else:
-        say(f"{file.id} has {file.rows} rows, read as {file.format}. A job names it as data.sources[].name_or_path.")
+    line = f"{file.id} has {file.rows} rows, read as {file.format}. A job names it as data.sources[].name_or_path."
+    tell(file, line, json=json)
 
 
 @files_app.command("list")
@@ -44,14 +40,13 @@ def list_files(
     """List uploaded files, newest first."""
     with connect(url) as client:
         files = client.files.list(limit=limit)
-    if json:
-        print_json(files)
-        return
-    rows = [
-        (each.id, each.filename, each.rows, each.format, size(each.bytes), local_time(each.created_at))
-        for each in files
-    ]
-    print_table(("file", "name", "rows", "format", "size", "created"), rows, empty="No files.")
+    tell_table(
+        files,
+        ("file", "name", "rows", "format", "size", "created"),
+        lambda each: (each.id, each.filename, each.rows, each.format, size(each.bytes), local_time(each.created_at)),
+        empty="No files.",
+        json=json,
+    )
 
 
 @files_app.command()
@@ -59,10 +54,16 @@ def show(file_id: FileId, url: Url = None, json: Json = False) -> None:
     """Show an uploaded file."""
     with connect(url) as client:
         file = client.files.get(file_id)
-    if json:
-        print_json(file)
-    else:
-        print_fields(_sentences(file))
+    fields = {
+        "file": file.id,
+        "name": file.filename,
+        "rows": f"{file.rows}, read as {file.format}",
+        "size": size(file.bytes),
+        "sha256": file.sha256,
+        "created": local_time(file.created_at),
+        "expires": local_time(file.expires_at),
+    }
+    tell_fields(file, fields, json=json)
 
 
 @files_app.command()
@@ -74,16 +75,12 @@ def download(
 ) -> None:
     """Fetch the rows, and check them against their digest."""
     if output.exists():
-        raise InvalidInputError(
-            f"{output} is there already; the name of a new file would do", field="output", value=str(output)
-        )
+        message = f"{output} is there already; use the name of a new file"
+        raise InvalidInputError(message, field="output", value=str(output))
     with connect(url) as client:
         file = client.files.get(file_id)
         client.files.download(file_id, output, sha256=file.sha256)
-    if json:
-        print_json({"output": str(output), "sha256": file.sha256})
-    else:
-        say(f"{file.rows} rows are in {output}.")
+    tell({"output": str(output), "sha256": file.sha256}, f"{file.rows} rows are in {output}.", json=json)
 
 
 @files_app.command()
@@ -91,19 +88,4 @@ def delete(file_id: FileId, url: Url = None, json: Json = False) -> None:
     """Delete an uploaded file; refused while a job that has not ended uses it."""
     with connect(url) as client:
         client.files.delete(file_id)
-    if json:
-        print_json({"id": file_id, "deleted": True})
-    else:
-        say(f"{file_id} is deleted.")
-
-
-def _sentences(file: File) -> dict[str, str | None]:
-    return {
-        "file": file.id,
-        "name": file.filename,
-        "rows": f"{file.rows}, read as {file.format}",
-        "size": size(file.bytes),
-        "sha256": file.sha256,
-        "created": local_time(file.created_at),
-        "expires": local_time(file.expires_at),
-    }
+    tell_deleted(file_id, json=json)

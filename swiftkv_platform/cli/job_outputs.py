@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import Json, Url, connect
-from swiftkv_platform.cli.ids import JobId
-from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
+from swiftkv_platform.cli.context import JobId, Json, Url, connect
+from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_table
 from swiftkv_platform.client.models import TrackingFile
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 
 _SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
@@ -31,46 +30,52 @@ def events(
     """List what has happened to a job; `swiftkv jobs watch` follows it."""
     with connect(url) as client:
         found = list(client.jobs.events(job_id, follow=False, after=after))
-    if json:
-        print_json(found)
-    else:
-        rows = [(local_time(event.created_at), event.type, event.level, event.message) for event in found]
-        print_table(("time", "type", "level", "message"), rows, empty="Nothing yet.")
+    tell_table(
+        found,
+        ("time", "type", "level", "message"),
+        lambda event: (local_time(event.created_at), event.type, event.level, event.message),
+        empty="Nothing yet.",
+        json=json,
+    )
 
 
 def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the metrics of each step; with --json all of them."""
     with connect(url) as client:
         points = client.jobs.metrics(job_id)
-    if json:
-        print_json(points)
-        return
-    rows = [
-        tuple("" if (value := getattr(point, name)) is None else f"{value:g}" for name in _SHOWN) for point in points
-    ]
-    print_table(_SHOWN, rows, empty="No steps yet.")
+    tell_table(
+        points,
+        _SHOWN,
+        lambda point: ["" if (value := getattr(point, name)) is None else f"{value:g}" for name in _SHOWN],
+        empty="No steps yet.",
+        json=json,
+    )
 
 
 def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the complete checkpoints of all attempts."""
     with connect(url) as client:
         found = client.jobs.checkpoints(job_id)
-    if json:
-        print_json(found)
-    else:
-        rows = [(f"{job_id}:{item.step}", item.step, item.attempt, size(item.size), item.key) for item in found]
-        print_table(("checkpoint", "step", "attempt", "size", "key"), rows, empty="No complete checkpoint.")
+    tell_table(
+        found,
+        ("checkpoint", "step", "attempt", "size", "key"),
+        lambda item: (f"{job_id}:{item.step}", item.step, item.attempt, size(item.size), item.key),
+        empty="No complete checkpoint.",
+        json=json,
+    )
 
 
 def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """List the files of a job's model; `swiftkv jobs download` fetches them."""
     with connect(url) as client:
         found = client.jobs.artifacts(job_id)
-    if json:
-        print_json(found)
-    else:
-        rows = [(item.path, size(item.size), item.sha256) for item in found]
-        print_table(("file", "size", "sha256"), rows, empty="None: only a job that succeeded has them.")
+    tell_table(
+        found,
+        ("file", "size", "sha256"),
+        lambda item: (item.path, size(item.size), item.sha256),
+        empty="None: only a job that succeeded has them.",
+        json=json,
+    )
 
 
 def download(
@@ -84,9 +89,8 @@ def download(
 ) -> None:
     """Fetch a job's model, or some of its files, and check each against its digest."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InvalidInputError(
-            f"{output} is there already; a new or empty directory would do", field="output", value=str(output)
-        )
+        message = f"{output} is there already; use a new or empty directory"
+        raise InvalidInputError(message, field="output", value=str(output))
     with connect(url) as client:
         present = {item.path: item for item in client.jobs.artifacts(job_id)}
         unknown = next((path for path in file or () if path not in present), None)
@@ -100,10 +104,8 @@ def download(
         for path in file or present:
             with err().status(f"Fetching {path}"):
                 client.jobs.download(job_id, path, output / path, sha256=present[path].sha256)
-    if json:
-        print_json({"output": str(output), "files": list(file or present)})
-    else:
-        say(f"{len(file or present)} files are in {output}.")
+    fetched = list(file or present)
+    tell({"output": str(output), "files": fetched}, f"{len(fetched)} files are in {output}.", json=json)
 
 
 def wandb_sync(

@@ -11,26 +11,25 @@ import psutil
 import typer
 import yaml
 
-from swiftkv_platform.cli import job_outputs
-from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
-from swiftkv_platform.cli.estimates import describe_estimate
-from swiftkv_platform.cli.ids import JobId
+from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, connect, read_spec
+from swiftkv_platform.cli.estimates import describe_estimate, foresee, print_phases
+from swiftkv_platform.cli.job_outputs import artifacts, checkpoints, download, events, metrics, wandb_sync
 from swiftkv_platform.cli.output import (
     err,
     local_time,
     out,
-    print_deleted,
     print_fields,
     print_json,
     print_schema,
-    print_table,
     say,
+    tell,
+    tell_deleted,
+    tell_fields,
+    tell_table,
 )
-from swiftkv_platform.cli.phases import foresee, print_phases
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import follow
-from swiftkv_platform.local.units import count, duration
+from swiftkv_platform.local.terminal import count, duration, follow
 from swiftkv_platform.specs import JobSpec
 
 SpecChanges = Annotated[
@@ -39,12 +38,8 @@ SpecChanges = Annotated[
 ]
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
-jobs_app.command()(job_outputs.events)
-jobs_app.command()(job_outputs.metrics)
-jobs_app.command()(job_outputs.checkpoints)
-jobs_app.command()(job_outputs.artifacts)
-jobs_app.command()(job_outputs.download)
-jobs_app.command()(job_outputs.wandb_sync)
+for command in (events, metrics, checkpoints, artifacts, download, wandb_sync):
+    jobs_app.command()(command)
 
 
 @jobs_app.command()
@@ -63,10 +58,8 @@ def submit(
             if not json:
                 say(f"Submitted {job.id}")
             watch_job(client, job, json=json)
-        elif json:
-            print_json(job)
         else:
-            say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
+            tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
 
 
 @jobs_app.command()
@@ -81,10 +74,7 @@ def clone(
     changes = dict(map(spec_change, set_ or ()))
     with connect(url) as client:
         job = client.jobs.clone(job_id, changes, idempotency_key)
-    if json:
-        print_json(job)
-    else:
-        say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
+    tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
 
 
 @jobs_app.command()
@@ -137,11 +127,13 @@ def list_jobs(
     """List jobs, newest first."""
     with connect(url) as client:
         jobs = client.jobs.list(status=status, limit=limit)
-    if json:
-        print_json(jobs)
-        return
-    rows = [(job.id, job.name, job.status, _steps(job), job.attempt, local_time(job.created_at)) for job in jobs]
-    print_table(("job", "name", "status", "steps", "attempt", "created"), rows, empty="No jobs.")
+    tell_table(
+        jobs,
+        ("job", "name", "status", "steps", "attempt", "created"),
+        lambda job: (job.id, job.name, job.status, _steps(job), job.attempt, local_time(job.created_at)),
+        empty="No jobs.",
+        json=json,
+    )
 
 
 @jobs_app.command()
@@ -149,10 +141,8 @@ def recipes(url: Url = None, json: Json = False) -> None:
     """List the specs that ship with the platform, to begin from."""
     with connect(url) as client:
         found = client.jobs.recipes()
-    if json:
-        print_json(found)
-        return
-    print_table(("recipe", "purpose"), [(recipe.id, recipe.description) for recipe in found], empty="No recipes.")
+    columns = ("recipe", "purpose")
+    tell_table(found, columns, lambda recipe: (recipe.id, recipe.description), empty="No recipes.", json=json)
 
 
 @jobs_app.command()
@@ -217,7 +207,7 @@ def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Delete a job that has ended, with its model, checkpoints and logs; refused while something needs it."""
     with connect(url) as client:
         client.jobs.delete(job_id)
-    print_deleted(job_id, json=json)
+    tell_deleted(job_id, json=json)
 
 
 @jobs_app.command()
@@ -230,32 +220,28 @@ def spec_change(text: str) -> tuple[str, Any]:
     """A field's path and its value, which is YAML. Raises `InvalidInputError`."""
     path, equals, value = text.partition("=")
     if not (path and equals):
-        message = f"--set is {text!r}; KEY=VALUE, such as training.max_steps=100, would do"
+        message = f"--set is {text!r}; expected KEY=VALUE, such as training.max_steps=100"
         raise InvalidInputError(message, field="set", value=text)
     try:
         return path, yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise InvalidInputError(
-            f"--set {path} is {value!r}, which is no YAML: {error}", field=path, value=value
-        ) from error
+        message = f"--set {path} is {value!r}, which is no YAML: {error}"
+        raise InvalidInputError(message, field=path, value=value) from error
 
 
 def _print_status(job: Job, *, json: bool) -> None:
-    if json:
-        print_json(job)
-    else:
-        say(f"{job.id} is {job.status}.")
+    tell(job, f"{job.id} is {job.status}.", json=json)
 
 
 def watch_job(client: Client, job: Job, *, json: bool) -> None:
     """Follow to the end; raises `typer.Exit` with 1 unless the job succeeded. With JSON: its events, then the job."""
-    events = client.jobs.events(job.id)
+    stream = client.jobs.events(job.id)
     try:
         if json:
-            for event in events:
+            for event in stream:
                 print_json(event)
         else:
-            follow(events, out())
+            follow(stream, out())
     except KeyboardInterrupt:
         hint = f"{job.id} goes on. `swiftkv jobs watch {job.id}` follows, `swiftkv jobs cancel {job.id}` ends it."
         err().print(hint, highlight=False, soft_wrap=True)
@@ -273,29 +259,25 @@ def _memory_here(url: str | None) -> int | None:
 
 
 def _print_job(job: Job, *, json: bool) -> None:
-    if json:
-        print_json(job)
-        return
     reason = job.error or job.status_reason
-    print_fields(
-        {
-            "job": job.id,
-            "name": job.name,
-            "status": job.status,
-            "reason": f"{reason.code}: {reason.message}" if reason else None,
-            "attempt": job.attempt,
-            "steps": _progress(job),
-            "created": local_time(job.created_at),
-            "started": local_time(job.started_at),
-            "finished": _finished(job),
-            "expected end": local_time(job.estimated_finish),
-            "cost": _cost(job),
-            "quality": _quality(job.result),
-            "model": job.distilled_model,
-            "artifact": job.artifact_uri,
-            "tracking": _tracking(job.tracking),
-        }
-    )
+    fields = {
+        "job": job.id,
+        "name": job.name,
+        "status": job.status,
+        "reason": f"{reason.code}: {reason.message}" if reason else None,
+        "attempt": job.attempt,
+        "steps": _progress(job),
+        "created": local_time(job.created_at),
+        "started": local_time(job.started_at),
+        "finished": _finished(job),
+        "expected end": local_time(job.estimated_finish),
+        "cost": _cost(job),
+        "quality": _quality(job.result),
+        "model": job.distilled_model,
+        "artifact": job.artifact_uri,
+        "tracking": _tracking(job.tracking),
+    }
+    tell_fields(job, fields, json=json)
 
 
 def _progress(job: Job) -> str:

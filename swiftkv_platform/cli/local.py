@@ -1,17 +1,31 @@
-"""`swiftkv up`, `down`, `status` and `demo`: the platform on this machine."""
+"""`swiftkv up`, `down`, `status` and `demo`: the platform on this machine; `prune`, `backup` and `restore`: an
+operator's work on the database and the store that the settings name.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
-from swiftkv_platform.cli.output import err, out, print_json, print_table, say
+from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
+from swiftkv_platform.local.terminal import size
+from swiftkv_platform.orchestration.retention import Swept
+from swiftkv_platform.orchestration.sweeper import Sweeper
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.sweeping import StoredObjects
+
+if TYPE_CHECKING:
+    from swiftkv_platform.database.session import Database
 
 
 def up(
@@ -33,20 +47,14 @@ def up(
             console.print(escape(line), highlight=False, soft_wrap=True)
 
         state = stack.up(options, report)
-    if json:
-        print_json(state)
-    else:
-        say(f"Ready at {state.url} (home {stack.home})")
+    tell(state, f"Ready at {state.url} (home {stack.home})", json=json)
 
 
 def down(json: Json = False) -> None:
     """Stop what `swiftkv up` started, its children included, and nothing else on the machine."""
     with err().status("Stopping"):
         count = Stack(settings()).down()
-    if json:
-        print_json({"stopped_processes": count})
-    else:
-        say(f"Stopped {count} processes." if count else "Nothing was running.")
+    tell({"stopped_processes": count}, f"Stopped {count} processes." if count else "Nothing was running.", json=json)
 
 
 def status(json: Json = False) -> None:
@@ -99,3 +107,93 @@ def demo(
     report = run_llm_demo(options, console, short=short) if is_llm else run_demo(options, console)
     if json:
         print_json(report)
+
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", file_okay=False)]
+
+
+@contextmanager
+def _database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
+    """The database that the settings name, at this program's schema, which `new` makes in an SQLite file. Raises
+    `InvalidInputError` for another schema.
+    """
+    from swiftkv_platform.database.session import Database  # other commands do without SQL
+
+    with closing(Database(chosen.resolved_database_url)) as database:
+        if new and database.is_sqlite:
+            database.upgrade()
+        database.check_schema()
+        yield database
+
+
+def prune(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would go.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove what is kept no longer (SWIFTKV_RETENTION_*), as the control plane does every hour."""
+    from swiftkv_platform.api.dependencies import retention
+    from swiftkv_platform.database.retention import SqlRetention
+
+    chosen = settings()
+    removed: dict[str, Swept] = {}
+    with _database(chosen) as database, err().status("Pruning"):
+        objects = StoredObjects(open_store(chosen.resolved_storage_uri, patient=False))
+        sweeper = Sweeper(SqlRetention(database), objects, retention(chosen), time.time)
+        for swept in sweeper.round(dry_run=dry_run):
+            removed[swept.kind] = removed.get(swept.kind, Swept(swept.kind)) + swept
+    found = [each for each in removed.values() if each != Swept(each.kind)]
+    if json:
+        figures = {each.kind: {"rows": each.rows, "objects": each.objects, "bytes": each.bytes} for each in found}
+        print_json({"dry_run": dry_run, "removed": figures})
+        return
+    rows = [(each.kind, each.rows, each.objects, size(each.bytes)) for each in found]
+    columns = ("would go" if dry_run else "gone", "rows", "objects", "size")
+    print_table(columns, rows, empty="Nothing is older than it may be.")
+
+
+def sweep(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would go.")] = False,
+    json: Json = False,
+) -> None:
+    """Earlier name of `swiftkv prune`."""
+    err().print("`swiftkv sweep` is now called `swiftkv prune`; use that name.", highlight=False, soft_wrap=True)
+    prune(dry_run=dry_run, json=json)
+
+
+def backup(
+    directory: Directory,
+    objects: Annotated[
+        bool,
+        typer.Option(help="Copy the store's objects; else only list them, for a bucket that is copied otherwise."),
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Copy database and store to a new directory, while everything runs."""
+    from swiftkv_platform.local.backup import back_up
+
+    chosen = settings()
+    with _database(chosen) as database, err().status("Copying"):
+        made = back_up(database, open_store(chosen.resolved_storage_uri), directory, objects=objects)
+    rows = sum(table.lines for table in made.tables.values())
+    objects_are = (
+        f"{made.objects.lines} objects ({size(made.object_bytes)}) are {'copied' if made.has_objects else 'listed'}"
+    )
+    tell(made, f"{directory} holds {rows} rows; {objects_are}.", json=json)
+
+
+def restore(
+    directory: Directory,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Go on where listed objects are not in the store.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Put a backup back: objects into the store, rows into an empty database. Control planes must be stopped."""
+    from swiftkv_platform.local.backup import restore as put_back
+
+    chosen = settings()
+    with _database(chosen, new=True) as database, err().status("Restoring"):
+        store = open_store(chosen.resolved_storage_uri)
+        found = put_back(database, store, directory, allow_missing=allow_missing)
+    rows = sum(table.lines for table in found.tables.values())
+    tell(found, f"{rows} rows and {found.objects.lines} objects are restored.", json=json)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import typer
 from pydantic import BaseModel
@@ -15,12 +16,15 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from swiftkv_platform.client import APIError
-from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 _JSON = "swiftkv.json"
 _INTERRUPTED = 130
 _WIDEST = 10_000
 """Columns a table may take."""
+
+Item = TypeVar("Item", bound=BaseModel)
+Printable = BaseModel | Mapping[str, Any] | Iterable[BaseModel]
 
 
 def out() -> Console:
@@ -46,7 +50,7 @@ def _remember_json(ctx: typer.Context, value: bool) -> bool:
 JSON_OPTION: Any = typer.Option("--json", help="Print JSON.", callback=_remember_json)
 
 
-def print_json(value: BaseModel | Mapping[str, Any] | Iterable[BaseModel]) -> None:
+def print_json(value: Printable) -> None:
     """One JSON document, on one line so that line-based tools can read a sequence of them."""
     if isinstance(value, BaseModel):
         document: Any = value.model_dump(mode="json")
@@ -89,17 +93,55 @@ def print_fields(fields: Mapping[str, object]) -> None:
         out().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
 
 
-def print_deleted(identifier: str, *, json: bool) -> None:
-    """Say that something has been deleted."""
+def tell(found: Printable, line: str, *, json: bool) -> None:
+    """Print an answer as JSON, or one line about it."""
     if json:
-        print_json({"id": identifier, "deleted": True})
+        print_json(found)
     else:
-        say(f"{identifier} is deleted.")
+        say(line)
+
+
+def tell_fields(found: Printable, fields: Mapping[str, object], *, json: bool) -> None:
+    """Print an answer as JSON, or fields of it."""
+    if json:
+        print_json(found)
+    else:
+        print_fields(fields)
+
+
+def tell_table(
+    found: Iterable[Item],
+    columns: Sequence[str],
+    row: Callable[[Item], Sequence[object]],
+    *,
+    empty: str,
+    json: bool,
+) -> None:
+    """Print a list as JSON, or as a table with a row an item."""
+    if json:
+        print_json(found)
+    else:
+        print_table(columns, map(row, found), empty=empty)
+
+
+def tell_deleted(identifier: str, *, json: bool) -> None:
+    """Say that something has been deleted."""
+    tell({"id": identifier, "deleted": True}, f"{identifier} is deleted.", json=json)
 
 
 def local_time(seconds: float | None) -> str | None:
     """Unix seconds as the clock on the wall shows them."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+@contextmanager
+def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterator[None]:
+    """Raises `InvalidInputError` with the extra to install, where an import finds no module."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{what} needs {error.name}; pip install 'swiftkv-platform[{extra}]'{instead}"
+        raise InvalidInputError(message) from error
 
 
 class ReportingGroup(TyperGroup):
@@ -120,12 +162,7 @@ def _print_error(error: SwiftKVError, *, as_json: bool) -> None:
     if not as_json:
         err().print(f"[bold red]Error:[/] {escape(error.message)}", soft_wrap=True, highlight=False)
         return
-    document: dict[str, Any] = {
-        "code": error.code,
-        "message": error.message,
-        "field": error.field,
-        "value": error.value,
-    }
+    document: dict[str, Any] = {name: getattr(error, name) for name in ("code", "message", "field", "value")}
     if isinstance(error, APIError):
         document["status"] = error.status
         document["errors"] = [item.model_dump(mode="json") for item in error.errors]

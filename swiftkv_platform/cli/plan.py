@@ -1,21 +1,24 @@
-"""`swiftkv plan`: what a student of a model saves, from its config.json alone."""
+"""`swiftkv plan`: savings of a student, from its teacher's config.json alone; phases of a job, or its dry run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import Json
-from swiftkv_platform.cli.dry_run import print_dry_run
-from swiftkv_platform.cli.output import out, print_json, print_table, say
-from swiftkv_platform.cli.phases import print_plan
+from swiftkv_platform.cli.context import Json, read_spec
+from swiftkv_platform.cli.estimates import print_plan
+from swiftkv_platform.cli.output import needs_extra, out, print_json, print_table, say
 from swiftkv_platform.cli.sources import model_config
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 from swiftkv_platform.planning import Components, Plan
 from swiftkv_platform.planning import plan as make_plan
+
+if TYPE_CHECKING:
+    from swiftkv_platform.jobs.dry_run import Memory
+
 
 _COMPONENTS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total")
 _COLUMNS = (*_COMPONENTS, "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
@@ -67,7 +70,7 @@ def plan(
     Of a job spec: memory, disk, bytes moved and time of each phase.
     """
     if dry_run:
-        print_dry_run(model, config, json=json)
+        _dry_run(model, config, json=json)
         return
     if Path(model).suffix in (".yaml", ".yml"):
         print_plan(Path(model), config=None if config is None else Path(config), num_tokens=tokens, json=json)
@@ -130,3 +133,36 @@ def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
 def _components(flops: Components, unit: str) -> list[str]:
     parts = (flops.vocabulary, flops.key_value, flops.query + flops.output, flops.mlp, flops.attention, flops.total)
     return [f"{part / _UNITS[unit]:.3g}" for part in parts]
+
+
+_MEMORY_COLUMNS = ("GiB of a worker at the peak", "peak", "parameters", "gradients", "optimizer", "the rest")
+
+
+def _dry_run(recipe: str, config: str | None, *, json: bool) -> None:
+    spec = read_spec(Path(recipe))
+    values = model_config(config or spec.model.name_or_path)
+    with needs_extra("a dry run"):
+        from swiftkv_platform.jobs.dry_run import dry_run
+    found = dry_run(spec, values)
+    if json:
+        print_json(found)
+        return
+    say(
+        f"{found.num_workers} workers, {found.num_parameters:,} parameters, of which {found.num_trained_parameters:,} "
+        "are trained"
+    )
+    phases = {"calibrate, one worker": found.calibrate, "train": found.train, "evaluate, one worker": found.evaluate}
+    rows = [(name, *_row(memory)) for name, memory in phases.items() if memory is not None]
+    print_table(_MEMORY_COLUMNS, rows, empty="")
+    calls = [(each.name, each.calls, _gib(each.num_bytes)) for each in found.collectives]
+    print_table(("collectives of a step", "calls", "GiB"), calls, empty="No collectives.")
+    say("Workspaces of kernels and what an allocator keeps come on top.")
+
+
+def _row(memory: Memory) -> list[str]:
+    parts = (memory.peak, memory.parameters, memory.gradients, memory.optimizer, memory.passing + memory.remembered)
+    return [_gib(part) for part in parts]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.3f}"

@@ -17,11 +17,7 @@ from swiftkv_platform.storage.downloads import download_model
 
 def model_config(name: str) -> dict[str, Any]:
     """The configuration of a directory, a GGUF file, a `config.json`, an `s3://` prefix, a built-in teacher or a hub
-    id. Reads no weights.
-
-    Raises:
-        ModelError: there is none, or the hub does not answer.
-        StorageError: no such object, or the store does not answer.
+    id. Reads no weights. Raises `ModelError` or `StorageError` where there is none, or no answer.
     """
     if Path(name).suffix == ".json":
         return read_config(name)
@@ -30,11 +26,7 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def model_path(name: str) -> str:
-    """A name that transformers loads: that of a built-in teacher or a GGUF file becomes a directory, another stays.
-
-    Raises:
-        ModelError: an unknown teacher, or a GGUF file that cannot be read.
-    """
+    """A name that transformers loads: that of a built-in teacher or a GGUF file becomes a directory, another stays."""
     path = builtin_teacher(name, field="model") if name.startswith("builtin:") else Path(name)
     if path.suffix == SUFFIX:
         from swiftkv_platform.model.gguf import gguf_directory
@@ -49,12 +41,7 @@ def read_stored(store: str, key: str) -> bytes:
 
 
 def base_directory(name: str, revision: str | None, workspace: Path) -> str:
-    """The base model of an adapter as a directory or a hub id; one in an object store is fetched to `workspace`.
-
-    Raises:
-        ModelError: there is none, or it cannot be read.
-        StorageError: the store does not answer.
-    """
+    """The base model of an adapter as a directory or a hub id; one in an object store is fetched to `workspace`."""
     from swiftkv_platform.model.bases import model_directory
 
     def download(uri: str) -> Path:
@@ -69,9 +56,8 @@ def artifact_teacher(directory: str) -> tuple[str, str | None]:
     if not manifest.is_file():
         raise InvalidInputError(
             f"base is not given, and {directory!r} has no {MANIFEST} that names its teacher, as a job's artifact has; "
-            "--base with the model that it was made from would do",
+            "use --base with the model that it was made from",
             field="base",
-            value=None,
         )
     lineage = Manifest.model_validate_json(manifest.read_bytes()).lineage
     return lineage["teacher"], lineage["revision"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from urllib.parse import quote
@@ -9,8 +11,8 @@ from urllib.parse import quote
 import httpx
 
 from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
-from swiftkv_platform.cluster.log_text import LogText
 from swiftkv_platform.orchestration.ports import RunningSubmission, Submission, SubmissionStatus
+from swiftkv_platform.redaction import StreamRedactor
 
 _TIMEOUT_S = 15.0
 _ALL_LINES = -1
@@ -106,3 +108,25 @@ class RayJobs:
 
 def _path(submission_id: str) -> str:
     return f"/api/jobs/{quote(submission_id, safe='')}"
+
+
+class LogText:
+    """Bytes or text in, UTF-8 out: ends of lines are `\\n`, and this process's credentials are gone.
+
+    What comes out does not depend on where the pieces ended, so a place in it can be counted in bytes.
+    """
+
+    def __init__(self) -> None:
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes = io.IncrementalNewlineDecoder(utf8, translate=True)
+        self._text = io.IncrementalNewlineDecoder(None, translate=True)
+        self._redactor = StreamRedactor()
+
+    def feed(self, piece: bytes | str) -> bytes:
+        text = self._text.decode(piece) if isinstance(piece, str) else self._bytes.decode(piece)
+        return self._redactor.feed(text).encode(errors="replace")
+
+    def close(self) -> bytes:
+        """The end of it."""
+        rest = self._bytes.decode(b"", final=True) + self._text.decode("", final=True)
+        return (self._redactor.feed(rest) + self._redactor.close()).encode(errors="replace")

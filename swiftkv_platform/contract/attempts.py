@@ -15,18 +15,19 @@
     logs.txt, logs.json                   the entrypoint's log, saved when the attempt has ended; what of it was kept
 
 Workers have no other channel to the control plane. An attempt writes below its own prefix only, so a stale one writes
-where nothing is read.
+where nothing is read. Beside them what both sides know of uploaded files, of parents and of the version they speak.
 """
 
 from __future__ import annotations
 
+import re
+from enum import IntEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.files import StoredFile
-from swiftkv_platform.contract.parents import Parent
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
@@ -95,3 +96,99 @@ class Manifest(FrozenModel):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files.values())
+
+
+class Parent(FrozenModel):
+    """A model or a checkpoint in the object store of the jobs."""
+
+    name: str
+    """`mdl_...` or `job_...:ckpt_...`."""
+    kind: Literal["model", "checkpoint"]
+    key: str
+    """Key of its directory, which has a manifest."""
+    job_id: str
+    """Job that made it."""
+    step: int | None = None
+    """Step of a checkpoint."""
+    sha256: str
+    """Digest of its manifest."""
+
+
+PREFIX = "files"
+"""Prefix of all tenants' files in the object store."""
+SUFFIX = ".jsonl"
+_ID = re.compile(r"file-[0-7][0-9A-HJKMNP-TV-Z]{25}")
+
+
+class StoredFile(FrozenModel):
+    """Rows of an uploaded file in the object store."""
+
+    uri: str
+    """Address of the object."""
+    sha256: str
+    size: Annotated[int, Field(ge=1)]
+    """Bytes."""
+    columns: tuple[str, ...] = ()
+    """Columns of its first row."""
+
+
+def new_file_id() -> str:
+    """A fresh id; ids sort by the time they were made."""
+    return f"file-{ULID()}"
+
+
+def is_file_id(name: str) -> bool:
+    """Whether a name has the form of an uploaded file's id, which no repository of the hub is given."""
+    return _ID.fullmatch(name) is not None
+
+
+def file_key(tenant: str, file_id: str) -> str:
+    """Key of a file's rows."""
+    return f"{PREFIX}/{tenant}/{file_id}{SUFFIX}"
+
+
+def made_at(file_id: str) -> float:
+    """Unix seconds at which an id was made."""
+    return float(ULID.from_str(file_id.removeprefix("file-")).timestamp)
+
+
+class StopRequest(IntEnum):
+    """Stop request from outside a run; the largest stop request of all workers counts."""
+
+    NONE = 0
+    SAVE = 1
+    """A checkpoint now, out of turn."""
+    LEAVE = 2
+    """A checkpoint, then the end of these workers, one of which has to go; others take over from it."""
+    STOP = 3
+    """A checkpoint, then the end: the machines are taken away."""
+    PAUSE = 4
+    """A checkpoint, then the end: the job is to go on later."""
+
+
+PROTOCOL = 2
+"""Version of the protocol. It is raised when workers of the version before cannot do what they are asked.
+
+1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
+2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it),
+uploaded files, and what the job continues from.
+"""
+
+PROTOCOL_OPTION = "--protocol"
+"""Option of the driver: the control plane's version, 1 where it is not given."""
+
+_UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
+"""Text that `argparse` prints in a driver of protocol 1."""
+
+
+def refusal(*, workers: int, control_plane: int) -> str:
+    """Return why workers of an older version do not work for a control plane, and what to do."""
+    return (
+        f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}; "
+        "give the Ray cluster the image of the control plane's version, and submit the job again"
+    )
+
+
+def is_from_protocol_1(output: str) -> bool:
+    """Whether a driver that ended with this output is one that does not know `PROTOCOL_OPTION`."""
+    return _UNKNOWN_OPTION in output

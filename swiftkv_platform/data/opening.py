@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from swiftkv_platform.contract.files import SUFFIX, StoredFile
+from swiftkv_platform.contract.attempts import SUFFIX, StoredFile
 from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, reader_for
 from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
 from swiftkv_platform.errors import DataError, InvalidInputError

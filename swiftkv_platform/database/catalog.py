@@ -1,8 +1,8 @@
-"""Distilled models and their deployments in SQL. Knows rows and the holder of a route, nothing about serving."""
+"""Distilled models, their deployments and promotions in SQL. Knows rows and the holder of a route, no serving."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.paging import Store, owned, page_of, readable, unreadable, value_of
 from swiftkv_platform.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
-from swiftkv_platform.errors import ConflictError, NotFoundError
+from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.deployment import (
     Admit,
@@ -22,10 +21,11 @@ from swiftkv_platform.orchestration.deployment import (
     DeploymentState,
     DeploymentStatus,
     Holdings,
+    interferes,
 )
 from swiftkv_platform.orchestration.job import JobStatus, Model
 from swiftkv_platform.orchestration.ports import Page, Slice
-from swiftkv_platform.orchestration.routes import interferes
+from swiftkv_platform.orchestration.registry import Change, Promotion
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
@@ -33,30 +33,17 @@ _STATE = TypeAdapter(DeploymentState)
 _ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
 
-class SqlCatalog:
+class SqlCatalog(Store):
     """`Catalog` on a `Database`."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def get_model(self, model_id: str, *, tenant: str) -> Model:
         with self._database.reading() as session:
-            row = session.get(ModelRow, model_id)
-            if row is None or row.tenant != tenant:
-                raise NotFoundError(
-                    f"there is no model {model_id}; GET /models lists them", field="model", value=model_id
-                )
-            return read_model(row)
+            return value_of(Model, owned(session, ModelRow, model_id, tenant))
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:
-            if page.after is not None:
-                seen = session.get(ModelRow, page.after)
-                if seen is None or seen.tenant != tenant:
-                    raise unknown_cursor(page.after)
-            query = select(ModelRow).where(ModelRow.tenant == tenant)
-            rows = fetch(session, query, ModelRow.id, page, after=page.after)
-            return Slice([read_model(row) for row in rows.items], rows.has_more)
+            rows = page_of(session, ModelRow, page, tenant)
+            return Slice([value_of(Model, row) for row in rows.items], rows.has_more)
 
     def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
         with self._database.writing() as session:
@@ -82,19 +69,11 @@ class SqlCatalog:
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
         with self._database.reading() as session:
-            row = session.get(DeploymentRow, deployment_id)
-            if row is None or row.tenant != tenant:
-                raise _unknown(deployment_id)
-            return read_deployment(row)
+            return read_deployment(owned(session, DeploymentRow, deployment_id, tenant))
 
     def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
         with self._database.reading() as session:
-            if page.after is not None:
-                seen = session.get(DeploymentRow, page.after)
-                if seen is None or seen.tenant != tenant:
-                    raise unknown_cursor(page.after)
-            query = select(DeploymentRow).where(DeploymentRow.tenant == tenant)
-            rows = fetch(session, query, DeploymentRow.id, page, after=page.after)
+            rows = page_of(session, DeploymentRow, page, tenant)
             deployments, left_out = readable(rows.items, read_deployment)
             return Slice(deployments, rows.has_more, left_out)
 
@@ -106,9 +85,7 @@ class SqlCatalog:
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
         with self._database.writing() as session:
             self._await_turn(session, tenant)
-            row = session.get(DeploymentRow, deployment_id, with_for_update=True)
-            if row is None or row.tenant != tenant:
-                raise _unknown(deployment_id)
+            row = owned(session, DeploymentRow, deployment_id, tenant, lock=True)
             deployment = read_deployment(row)
             if deployment.state.status is DeploymentStatus.DELETING:
                 raise ConflictError(
@@ -174,18 +151,6 @@ def _check_route(session: Session, wanted: Deployment) -> None:
         raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
 
 
-def _unknown(deployment_id: str) -> NotFoundError:
-    return NotFoundError(
-        f"there is no deployment {deployment_id}; GET /deployments lists them",
-        field="deployment_id",
-        value=deployment_id,
-    )
-
-
-def read_model(row: ModelRow) -> Model:
-    return Model(**{name: getattr(row, name) for name in Model.__dataclass_fields__})
-
-
 def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
     """Deployments that are being deleted count: their replicas have yet to go. Rows that cannot be read do not."""
     jobs = select(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(_ON_CLUSTER))
@@ -237,3 +202,42 @@ def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: Deploy
     row.model = spec.model
     row.spec = document
     row.state = _STATE.dump_python(state, mode="json")
+
+
+class SqlRegistry(SqlCatalog):
+    """`Registry` on a `Database`."""
+
+    def model_of_job(self, job_id: str, *, tenant: str) -> Model | None:
+        query = select(ModelRow).where(ModelRow.job_id == job_id, ModelRow.tenant == tenant)
+        with self._database.reading() as session:
+            row = session.scalar(query)
+            return None if row is None else value_of(Model, row)
+
+    def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
+        with self._database.reading() as session:
+            return promotions_of(session, tenant, alias)
+
+    def promote(
+        self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
+    ) -> None:
+        with self._database.writing() as session:
+            self._await_turn(session, tenant)
+            history = promotions_of(session, tenant, alias)
+            promotion = decide(history)
+            if promotion in history:
+                return
+            session.add(PromotionRow(**vars(promotion)))
+            model = value_of(Model, session.get_one(ModelRow, promotion.model))
+            following = select(DeploymentRow).where(DeploymentRow.tenant == tenant).with_for_update()
+            rows = {row.id: row for row in session.scalars(following)}
+            for deployment in readable(rows.values(), read_deployment)[0]:
+                row = rows[deployment.spec.id]
+                if deployment.spec.alias == alias and deployment.state.status is not DeploymentStatus.DELETING:
+                    write_deployment(row, *change(deployment, model))
+
+
+def promotions_of(session: Session, tenant: str, alias: str | None) -> list[Promotion]:
+    query = select(PromotionRow).where(PromotionRow.tenant == tenant).order_by(PromotionRow.sequence)
+    if alias is not None:
+        query = query.where(PromotionRow.alias == alias)
+    return [value_of(Promotion, row) for row in session.scalars(query)]

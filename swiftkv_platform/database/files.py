@@ -9,11 +9,11 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.contract.files import is_file_id
-from swiftkv_platform.database.paging import fetch, unknown_cursor
+from swiftkv_platform.contract.attempts import is_file_id
+from swiftkv_platform.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import FileRow, JobRow
-from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError
+from swiftkv_platform.errors import ConflictError, InvalidInputError
 from swiftkv_platform.orchestration.files import File, check_quota
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.ports import Page, Slice
@@ -23,11 +23,8 @@ _NAMED_JOBS = 3
 """Jobs that a refusal names."""
 
 
-class SqlFiles:
+class SqlFiles(Store):
     """`FileRepository` on a `Database`."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def add(self, file: File, *, max_bytes: int | None = None) -> File:
         with self._database.writing() as session:
@@ -39,16 +36,11 @@ class SqlFiles:
 
     def get(self, file_id: str, *, tenant: str) -> File:
         with self._database.reading() as session:
-            return _file(_row(session, file_id, tenant))
+            return _file(owned(session, FileRow, file_id, tenant))
 
     def list(self, page: Page, *, tenant: str) -> Slice[File]:
         with self._database.reading() as session:
-            if page.after is not None:
-                seen = session.get(FileRow, page.after)
-                if seen is None or seen.tenant != tenant:
-                    raise unknown_cursor(page.after)
-            query = select(FileRow).where(FileRow.tenant == tenant)
-            rows = fetch(session, query, FileRow.id, page, after=page.after)
+            rows = page_of(session, FileRow, page, tenant)
             return Slice([_file(row) for row in rows.items], rows.has_more)
 
     def find(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
@@ -63,7 +55,7 @@ class SqlFiles:
     def remove(self, file_id: str, *, tenant: str) -> File:
         with self._database.writing() as session:
             take_turn(self._database, session, tenant)
-            row = _row(session, file_id, tenant)
+            row = owned(session, FileRow, file_id, tenant)
             users = _live_users(session, file_id, tenant)
             if users:
                 shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
@@ -122,13 +114,5 @@ def _used_bytes(session: Session, tenant: str) -> int:
     return int(session.scalar(select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)) or 0)
 
 
-def _row(session: Session, file_id: str, tenant: str) -> FileRow:
-    row = session.get(FileRow, file_id)
-    if row is None or row.tenant != tenant:
-        raise NotFoundError(f"there is no file {file_id}; GET /v1/files lists them", field="file_id", value=file_id)
-    return row
-
-
 def _file(row: FileRow) -> File:
-    values = {name: getattr(row, name) for name in File.__dataclass_fields__}
-    return File(**{**values, "columns": tuple(row.columns)})
+    return value_of(File, row, columns=tuple(row.columns))

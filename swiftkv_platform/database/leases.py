@@ -6,7 +6,7 @@ from sqlalchemy import ColumnElement, exists, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.paging import Store
 from swiftkv_platform.database.tables import LeaseRow
 from swiftkv_platform.errors import LeaseLostError
 from swiftkv_platform.orchestration.ports import Fence
@@ -14,11 +14,8 @@ from swiftkv_platform.orchestration.ports import Fence
 _NOT_HELD = ""
 
 
-class SqlLeases:
+class SqlLeases(Store):
     """`Leases` in a database that several control planes share."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
         row = update(LeaseRow).where(LeaseRow.name == name)

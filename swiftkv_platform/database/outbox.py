@@ -1,14 +1,19 @@
-"""Webhook deliveries as rows: stored with the event they tell of, claimed by one process at a time."""
+"""Webhook deliveries as rows: stored with the event they tell of, claimed by one process at a time. Beside them the
+rows of metric events, whose points are stored once, in the job's time series, and put back when they are read: a step
+that was repeated has its newest values in every event that tells of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from sqlalchemy import ColumnElement, func, or_, select, update
-from sqlalchemy.orm import aliased
+from sqlalchemy.orm import Session, aliased
 
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import DeliveryRow, EventRow, JobRow
+from swiftkv_platform.database.paging import Store, value_of
+from swiftkv_platform.database.tables import DeliveryRow, EventRow, JobRow, PointRow
 from swiftkv_platform.orchestration.job import Event, Job
 from swiftkv_platform.orchestration.webhooks import Delivery, Recipients
 from swiftkv_platform.specs.publish import WebhookSpec
@@ -38,11 +43,8 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
     ]
 
 
-class SqlOutbox:
+class SqlOutbox(Store):
     """`Outbox` on a `Database`."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
         earlier = aliased(DeliveryRow)
@@ -103,10 +105,49 @@ def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:
     return Delivery(
         sequence=row.sequence,
         webhook=WebhookSpec.model_validate(row.webhook),
-        event=Event(**{name: getattr(event, name) for name in Event.__dataclass_fields__}),
+        event=value_of(Event, event),
         tenant=job.tenant,
         job_name=job.spec["name"],
         metadata=job.labels,
         created_at=row.created_at,
         attempts=row.attempts,
     )
+
+
+_POINTS = "points"
+_STEPS = "steps"
+"""First and last step of the points that were left out."""
+
+
+def without_points(event: Event, stored: Collection[int]) -> Event:
+    """The event as its row holds it: without points whose steps are all `stored` with it."""
+    points = event.data.get(_POINTS)
+    if event.type != "metrics" or not points:
+        return event
+    steps = [point.get("step") for point in points]
+    if not all(step in stored for step in steps):
+        return event
+    data = {name: value for name, value in event.data.items() if name != _POINTS}
+    return replace(event, data={**data, _STEPS: [min(steps), max(steps)]})
+
+
+def with_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
+    """The events of a job as they were told."""
+    ranges = [event.data[_STEPS] for event in events if _lacks_points(event)]
+    if not ranges:
+        return list(events)
+    first, last = min(steps[0] for steps in ranges), max(steps[1] for steps in ranges)
+    query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))
+    rows = session.scalars(query.order_by(PointRow.step)).all()
+    points = [{"step": row.step, **row.values} for row in rows]
+    return [_filled(event, points) if _lacks_points(event) else event for event in events]
+
+
+def _lacks_points(event: Event) -> bool:
+    return event.type == "metrics" and _POINTS not in event.data and _STEPS in event.data
+
+
+def _filled(event: Event, points: Sequence[Mapping[str, Any]]) -> Event:
+    first, last = event.data[_STEPS]
+    data = {name: value for name, value in event.data.items() if name != _STEPS}
+    return replace(event, data={**data, _POINTS: [point for point in points if first <= point["step"] <= last]})

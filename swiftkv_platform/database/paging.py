@@ -1,20 +1,63 @@
-"""One page of a query. Knows ordering and cursors, nothing about what is listed."""
+"""Rows of a tenant: one of them, a page of them, and as values of the domain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from sqlalchemy import Select
+from sqlalchemy import ColumnElement, Select, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import Base, DeploymentRow, FileRow, JobRow, ModelRow
+from swiftkv_platform.errors import InvalidInputError, NotFoundError, UnreadableRowError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Page, Slice
 
 Row = TypeVar("Row")
+Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")
+_LISTS: dict[type[Base], tuple[str, str, str]] = {
+    JobRow: ("job", "/jobs", "job_id"),
+    ModelRow: ("model", "/models", "model"),
+    DeploymentRow: ("deployment", "/deployments", "deployment_id"),
+    FileRow: ("file", "/v1/files", "file_id"),
+}
+"""Word for a row, the route that lists it, and the field that names it."""
+
+
+class Store:
+    """Rows of a `Database`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+
+def owned(session: Session, table: type[Owned], row_id: str, tenant: str | None, *, lock: bool = False) -> Owned:
+    """The row of a tenant; of any for None. Raises `NotFoundError`, also for another tenant's."""
+    row = session.get(table, row_id, with_for_update=lock)
+    if row is None or tenant not in (None, row.tenant):
+        kind, route, field = _LISTS[table]
+        raise NotFoundError(f"there is no {kind} {row_id}; GET {route} lists them", field=field, value=row_id)
+    return row
+
+
+def page_of(session: Session, table: type[Owned], page: Page, tenant: str, *where: ColumnElement[bool]) -> Slice[Owned]:
+    """A page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant."""
+    if page.after is not None:
+        seen = session.get(table, page.after)
+        if seen is None or seen.tenant != tenant:
+            raise unknown_cursor(page.after)
+    query: Select[Any] = select(table).where(table.tenant == tenant, *where)
+    return fetch(session, query, table.id, page, after=page.after)
+
+
+def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
+    """The dataclass whose fields are the row's columns of the same names."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    return kind(**{**{name: getattr(row, name) for name in names}, **changes})
 
 
 def fetch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import bindparam, delete, func, select, update
@@ -15,26 +15,29 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from swiftkv_platform.database.catalog import deployments_demand, deployments_turn
 from swiftkv_platform.database.files import check_present, take_turn
 from swiftkv_platform.database.leases import check_fence, holds
-from swiftkv_platform.database.metric_events import with_points, without_points
-from swiftkv_platform.database.outbox import delivery_rows
-from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
+from swiftkv_platform.database.outbox import delivery_rows, with_points, without_points
+from swiftkv_platform.database.paging import (
+    Store,
+    fetch,
+    owned,
+    page_of,
+    readable,
+    unknown_cursor,
+    unreadable,
+    value_of,
+)
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow
-from swiftkv_platform.errors import (
-    IdempotencyConflictError,
-    NotFoundError,
-    QuotaExceededError,
-    StaleVersionError,
-)
-from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError, StaleVersionError
+from swiftkv_platform.orchestration.demand import Claim, Demand, Placed, Standing, Usage, Waiting
 from swiftkv_platform.orchestration.fair_queue import PRIORITIES
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.orchestration.ports import Fence, Idempotency, JobFilter, Page, Slice
-from swiftkv_platform.orchestration.standing import Claim, Placed, Standing, Usage, Waiting
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
 from swiftkv_platform.orchestration.webhooks import Recipients, recipients
 from swiftkv_platform.sources.access import file_ids
 
+T = TypeVar("T")
 _JOB = TypeAdapter(Job)
 _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
     JobRow.id,
@@ -59,15 +62,11 @@ _PARAMETERS = 500
 """Databases limit the number of parameters of a statement."""
 
 
-class SqlJobRepository:
-    """`JobRepository` on a `Database`.
-
-    Args:
-        recipients: whose webhooks are told of a job's changes of status.
-    """
+class SqlJobRepository(Store):
+    """`JobRepository` on a `Database`; `recipients` are the webhooks that are told of a job's changes of status."""
 
     def __init__(self, database: Database, recipients: Recipients = NOBODY_ELSE) -> None:
-        self._database = database
+        super().__init__(database)
         self._recipients = recipients
 
     def create(
@@ -86,14 +85,7 @@ class SqlJobRepository:
                 session.flush()
                 self._add_events(session, job, [event])
                 if idempotency is not None:
-                    session.add(
-                        IdempotencyRow(
-                            tenant=job.tenant,
-                            key=idempotency.key,
-                            body_hash=idempotency.body_hash,
-                            job_id=job.id,
-                        )
-                    )
+                    session.add(IdempotencyRow(tenant=job.tenant, job_id=job.id, **vars(idempotency)))
         except (IntegrityError, QuotaExceededError):
             # Another request with the same key may have been faster.
             known = self.recall(job.tenant, idempotency) if idempotency is not None else None
@@ -118,25 +110,16 @@ class SqlJobRepository:
 
     def get(self, job_id: str, *, tenant: str) -> Job:
         with self._database.reading() as session:
-            row = session.get(JobRow, job_id)
-            if row is None or row.tenant != tenant:
-                raise NotFoundError(f"there is no job {job_id}; GET /jobs lists them", field="job_id", value=job_id)
-            return _job(row)
+            return _job(owned(session, JobRow, job_id, tenant))
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = _EVERYTHING) -> Slice[Job]:
-        query = select(JobRow).where(JobRow.tenant == tenant)
+        wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
         if where.status is not None:
-            query = query.where(JobRow.status == where.status.value)
+            wanted.append(JobRow.status == where.status.value)
         if where.model is not None:
-            query = query.where(JobRow.model == where.model)
-        for key, value in where.metadata.items():
-            query = query.where(JobRow.labels[key].as_string() == value)
+            wanted.append(JobRow.model == where.model)
         with self._database.reading() as session:
-            if page.after is not None:
-                row = session.get(JobRow, page.after)
-                if row is None or row.tenant != tenant:
-                    raise unknown_cursor(page.after)
-            rows = fetch(session, query, JobRow.id, page, after=page.after)
+            rows = page_of(session, JobRow, page, tenant, *wanted)
             jobs, left_out = readable(rows.items, _job)
             return Slice(jobs, rows.has_more, left_out)
 
@@ -272,18 +255,15 @@ class SqlJobRepository:
                 if seen is None:
                     raise unknown_cursor(page.after)
                 after = seen.sequence
-            rows = fetch(
-                session, select(EventRow).where(EventRow.job_id == job_id), EventRow.sequence, page, after=after
-            )
+            query = select(EventRow).where(EventRow.job_id == job_id)
+            rows = fetch(session, query, EventRow.sequence, page, after=after)
             return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
         after = None if page.after is None else _step(page.after)
         with self._database.reading() as session:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
-            return Slice(
-                [MetricPoint(row.step, row.attempt, row.time, row.values) for row in rows.items], rows.has_more
-            )
+            return Slice([value_of(MetricPoint, row) for row in rows.items], rows.has_more)
 
     def _add_events(self, session: Session, job: Job, events: Sequence[Event]) -> None:
         session.add_all([EventRow(**vars(event)) for event in events])
@@ -345,7 +325,7 @@ def _held(session: Session, statuses: Sequence[str], *, tenants: Sequence[str] |
     return {tenant: Demand(jobs, gpus, cpus) for tenant, jobs, gpus, cpus in session.execute(query)}
 
 
-def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+def _parts(ids: Sequence[T]) -> Iterator[Sequence[T]]:
     """The ids in parts that one statement takes."""
     for start in range(0, len(ids), _PARAMETERS):
         yield ids[start : start + _PARAMETERS]
@@ -359,14 +339,11 @@ def _step(cursor: str) -> int:
 
 
 def _event(row: EventRow) -> Event:
-    values = {name: getattr(row, name) for name in Event.__dataclass_fields__}
-    return Event(**{**values, "data": values["data"] if isinstance(values["data"], dict) else {}})
+    return value_of(Event, row, data=row.data if isinstance(row.data, dict) else {})
 
 
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
     newest = {point.step: point for point in points}
-    steps = builtins.list(newest)
-    for start in range(0, len(steps), _PARAMETERS):
-        part = steps[start : start + _PARAMETERS]
+    for part in _parts(builtins.list(newest)):
         session.execute(delete(PointRow).where(PointRow.job_id == job_id, PointRow.step.in_(part)))
     session.add_all([PointRow(job_id=job_id, **vars(point)) for point in newest.values()])

@@ -9,8 +9,9 @@ from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.database.catalog import deployments_turn, promotions_of
 from swiftkv_platform.database.outbox import PENDING
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.paging import Store, owned
 from swiftkv_platform.database.tables import (
     AuditRow,
     Base,
@@ -25,9 +26,8 @@ from swiftkv_platform.database.tables import (
     PromotionRow,
     SessionRow,
 )
-from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.orchestration.job import JobStatus
-from swiftkv_platform.orchestration.registry import Promotion, superseded
+from swiftkv_platform.orchestration.registry import superseded
 from swiftkv_platform.orchestration.retention import Holders, Kind, check_unheld
 
 _ENDED = [status.value for status in JobStatus if status.is_terminal]
@@ -37,11 +37,8 @@ _OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
 
 
-class SqlRetention:
+class SqlRetention(Store):
     """`RetainedRows` on a `Database`."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
         query = _ended(before).where(JobRow.swept.op("&")(kind.bit) == 0)
@@ -110,15 +107,17 @@ class SqlRetention:
     def _trim_alias(self, tenant: str, alias: str, before: float, keep: int, *, dry_run: bool) -> int:
         with self._database.writing() as session:
             self._await_turn(session, tenant)
-            query = select(PromotionRow).where(PromotionRow.tenant == tenant, PromotionRow.alias == alias)
-            rows = session.scalars(query.order_by(PromotionRow.sequence)).all()
-            history = [Promotion(**{name: getattr(row, name) for name in _PROMOTION}) for row in rows]
+            history = promotions_of(session, tenant, alias)
             number = superseded(history, before=before, keep=keep)
-            return (
-                number
-                if dry_run
-                else _removed(session, PromotionRow, PromotionRow.sequence, [r.sequence for r in rows[:number]])
-            )
+            if not dry_run:
+                of_alias = (PromotionRow.tenant == tenant, PromotionRow.alias == alias)
+                _delete(
+                    session,
+                    PromotionRow,
+                    *of_alias,
+                    PromotionRow.version.in_([each.version for each in history[:number]]),
+                )
+            return number
 
     def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
         newer = aliased(ModelRow)
@@ -140,19 +139,19 @@ class SqlRetention:
 
     def model_prefix(self, model_id: str) -> str:
         with self._database.reading() as session:
-            return _artifact_prefix(_model(session, model_id, None))
+            return _artifact_prefix(owned(session, ModelRow, model_id, None))
 
     def check_model(self, model_id: str) -> None:
         with self._database.reading() as session:
-            _check_model(session, _model(session, model_id, None))
+            _check_model(session, owned(session, ModelRow, model_id, None))
 
     def check_job(self, job_id: str) -> None:
         with self._database.reading() as session:
-            _check_job(session, _job(session, job_id, None))
+            _check_job(session, owned(session, JobRow, job_id, None))
 
     def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
         with self._database.writing() as session:
-            row = _job(session, job_id, tenant)
+            row = owned(session, JobRow, job_id, tenant, lock=True)
             self._await_turn(session, row.tenant)
             _check_job(session, row)
             number = sum(_delete(session, table, table.job_id == job_id) for table in _OF_A_JOB)
@@ -162,7 +161,7 @@ class SqlRetention:
 
     def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
         with self._database.writing() as session:
-            model = _model(session, model_id, tenant)
+            model = owned(session, ModelRow, model_id, tenant)
             self._await_turn(session, model.tenant)
             _check_model(session, model)
             job = session.get_one(JobRow, model.job_id, with_for_update=True)
@@ -186,8 +185,8 @@ class SqlRetention:
             }
 
     def _await_turn(self, session: Session, tenant: str) -> None:
-        """Wait until no other transaction changes the tenant's deployments or aliases, as `SqlCatalog` does."""
-        self._database.take_turns(session, f"deployments of {tenant}")
+        """Wait until no other transaction changes the tenant's deployments or aliases."""
+        self._database.take_turns(session, deployments_turn(tenant))
 
     def _page(
         self, query: Select[str], key: InstrumentedAttribute[str], limit: int, after: str | None
@@ -214,9 +213,6 @@ class SqlRetention:
             return self._count(table, *where)
         with self._database.writing() as session:
             return _removed(session, table, key, session.scalars(select(key).where(*where).limit(limit)).all())
-
-
-_PROMOTION = Promotion.__dataclass_fields__
 
 
 def _ended(before: float) -> Select[str]:
@@ -246,20 +242,6 @@ def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
 
 def _artifact_prefix(model: ModelRow) -> str:
     return AttemptId(model.job_id, model.attempt).artifact_prefix
-
-
-def _job(session: Session, job_id: str, tenant: str | None) -> JobRow:
-    row = session.get(JobRow, job_id, with_for_update=True)
-    if row is None or tenant not in (None, row.tenant):
-        raise NotFoundError(f"there is no job {job_id}; GET /jobs lists them", field="job_id", value=job_id)
-    return row
-
-
-def _model(session: Session, model_id: str, tenant: str | None) -> ModelRow:
-    row = session.get(ModelRow, model_id)
-    if row is None or tenant not in (None, row.tenant):
-        raise NotFoundError(f"there is no model {model_id}; GET /models lists them", field="model", value=model_id)
-    return row
 
 
 def _check_job(session: Session, job: JobRow) -> None:

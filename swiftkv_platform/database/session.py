@@ -49,12 +49,9 @@ class Database:
         """A consistent view. Raises `DatabaseUnavailableError` when the database does not answer."""
         return _transaction(self._engine)
 
-    def writing(self) -> AbstractContextManager[Session]:
-        """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer."""
-        return self._writing()
-
     @contextmanager
-    def _writing(self) -> Iterator[Session]:
+    def writing(self) -> Iterator[Session]:
+        """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer."""
         with _transaction(self._writing_engine) as session:
             join = ALONGSIDE.get()
             write = None if join is None else join(session)
@@ -75,9 +72,7 @@ class Database:
     def upgrade(self) -> None:
         """Bring the schema to the newest revision, all of it or nothing."""
         with self.writing() as session:
-            config = alembic_config()
-            config.attributes["connection"] = session.connection()
-            command.upgrade(config, "head")
+            command.upgrade(alembic_config(session.connection()), "head")
 
     def downgrade(self, revision: str) -> None:
         """Take the schema back to an earlier revision, all of the way or none. What later ones brought is lost.
@@ -86,12 +81,10 @@ class Database:
         """
         try:
             with self.writing() as session:
-                config = alembic_config()
-                config.attributes["connection"] = session.connection()
-                command.downgrade(config, revision)
+                command.downgrade(alembic_config(session.connection()), revision)
         except CommandError as error:
             raise InvalidInputError(
-                f"revision is {revision!r}: {error}; the number of an earlier migration, such as 0005, would do",
+                f"revision is {revision!r}: {error}; expected the number of an earlier migration, such as 0005",
                 field="revision",
                 value=revision,
             ) from error
@@ -130,8 +123,8 @@ def known_revisions() -> set[str]:
     return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
 
 
-def alembic_config() -> Config:
-    config = Config()
+def alembic_config(connection: Connection | None = None) -> Config:
+    config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     return config

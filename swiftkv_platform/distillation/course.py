@@ -8,8 +8,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from swiftkv_platform.contract.events import CourseData, TriedRate
-from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.contract.events import CourseCode, CourseData, TriedRate
 from swiftkv_platform.specs import TrainingSpec
 
 _ROUNDING = 1e-6

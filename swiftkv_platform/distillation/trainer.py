@@ -12,9 +12,8 @@ from typing import Protocol
 
 import torch
 
-from swiftkv_platform.contract.events import TriedRate
-from swiftkv_platform.contract.reasons import CourseCode
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import StopRequest
+from swiftkv_platform.contract.events import CourseCode, TriedRate
 from swiftkv_platform.data.packing import PackedRows, batch_rows
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.course import (

@@ -19,7 +19,7 @@ from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.kv_cache import KVCache
-from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model, local_directory
+from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
 from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks, worst_step
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
@@ -30,6 +30,7 @@ from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.adapters import whole_model
+from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 
@@ -99,7 +100,7 @@ class LLMEngine:
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
         check_sharding(path, config)
-        with whole_model(local_directory(str(path))) as (weights, _):  # an adapter's, for all ranks
+        with whole_model(local_directory(str(path), field="model")) as (weights, _):  # an adapter's, for all ranks
             leader = Leader.start(str(weights), config)
             try:
                 loaded = load_model(path, config, leader.ranks, weights=Path(weights))

@@ -19,6 +19,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.conversion import dense_model
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.tokenizers import end_ids
+from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -56,7 +57,7 @@ def load_model(
     `ModelError`: the checkpoint cannot be read, or `max_model_len` exceeds its context."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    directory = local_directory(str(path))
+    directory = local_directory(str(path), field="model")
     try:
         model = _read_model(weights or directory, config, ranks)
         tokenizer = _read_tokenizer(directory)
@@ -109,7 +110,7 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
 
 def check_sharding(path: str | Path, config: EngineConfig) -> None:
     """Raises `ModelError` where `tensor_parallel_size` does not divide the model, or there are too few devices."""
-    directory = local_directory(str(path))
+    directory = local_directory(str(path), field="model")
     try:
         model_config = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
@@ -157,22 +158,6 @@ def _digest(directory: Path) -> str:
         status = file.stat()
         digest.update(f"{file.name}/{status.st_size}/{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def local_directory(path: str) -> Path:
-    """The directory, or that of a model on the hub, which is fetched first. Raises `ModelError`."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model {path!r} is neither a directory nor a model on the hub that can be reached: {error}",
-            field="model",
-            value=path,
-        ) from error
 
 
 def _read_tokenizer(directory: Path) -> Any | None:

@@ -75,7 +75,14 @@ MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Any]
 def _linear_class(model: Any, *, native: bool) -> MakeLinear:
     if native:
         return NativeLinear
-    return _OneDNNLinear if model.device.type == "cpu" and model.dtype == torch.bfloat16 else _Linear
+    packs = model.device.type == "cpu" and model.dtype == torch.bfloat16 and onednn_packs_bfloat16()
+    return _OneDNNLinear if packs else _Linear
+
+
+def onednn_packs_bfloat16() -> bool:
+    """Return whether oneDNN multiplies in bfloat16 on this processor; below AVX-512 it refuses to."""
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported
 
 
 def _replace(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:

@@ -27,7 +27,7 @@ _START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 15.0
 """The control plane gives each thing it depends on 10."""
-_SERVICES = ("alembic", "boto3", "fastapi", "ray", "sqlalchemy", "uvicorn")
+_SERVICES = ("alembic", "fastapi", "obstore", "ray", "sqlalchemy", "uvicorn")
 """Packages of the extra `platform`, which the client and the command line do without."""
 _GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL: Ray takes half a minute to part in peace, and has nothing to save."""
@@ -288,6 +288,4 @@ def _serve_status(state: StackState) -> PartStatus:
 def _check_installed() -> None:
     lacking = [name for name in _SERVICES if find_spec(name) is None]
     if lacking:
-        raise StartError(
-            f"The platform here needs {', '.join(lacking)}; pip install 'swiftkv-platform[train,serve]' would do"
-        )
+        raise StartError(f"The platform here needs {', '.join(lacking)}; pip install 'swiftkv-platform[train,serve]'")

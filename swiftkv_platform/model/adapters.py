@@ -38,6 +38,7 @@ from swiftkv_platform.model.directories import Files, ShardWriter, copy_companio
 from swiftkv_platform.model.fp8 import FP8_DTYPES
 from swiftkv_platform.model.loading import find_checkpoint
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
+from swiftkv_platform.sources.hub import local_directory
 
 FindBase = Callable[[BaseModelReference], str | Path]
 """Directory, or hub id, of a base model."""
@@ -260,9 +261,7 @@ def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | 
         return None  # without a question that a machine off the network could not answer
     if place_of.find(ADAPTER) is None:
         return None
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(source), revision=hub.get("revision"))) / subfolder
+    return local_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
 
 
 def _place(base: Checkpoint, shards: dict[str, str], target: Path, prefix: str, files: Files) -> dict[str, str]:

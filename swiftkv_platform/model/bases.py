@@ -11,13 +11,10 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.sources.teacher_config import SPEC_FIELD, builtin_teacher
-
-_NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
-_NOT_NEEDED = ["*.bin.index.json", "original/*", "onnx/*", "consolidated*"]
-"""Patterns of a hub model's files to fetch and to leave out: no code, no pickles, no second copies of the weights."""
 
 Download = Callable[[str], Path]
 """Function that brings everything below an `s3://` address to a directory, held to the rules. Raises `ModelError`."""
@@ -71,7 +68,9 @@ def model_directory(
             if not access.is_restricted:
                 return name
             refuse_shadowed(name, field)
-            return str(_snapshot(name, revision, field))
+            directory = local_directory(name, revision, field=field)
+            check_model_files(directory, Boundary.of(directory.parents[1]), field)  # so loaders read what was checked
+            return str(directory)
 
 
 def _directory(path: Path, name: str, field: str, boundary: Boundary = UNBOUNDED) -> Path:
@@ -80,22 +79,3 @@ def _directory(path: Path, name: str, field: str, boundary: Boundary = UNBOUNDED
         return path
     config = read_gguf_config(path, name, field=field, boundary=boundary)
     return gguf_directory(boundary.check(path, field, error=ModelError), config, field=field)
-
-
-def _snapshot(name: str, revision: str | None, field: str) -> Path:
-    """A hub model's directory in the hub's cache, checked as a local one is, so that loaders read what was checked."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        directory = Path(
-            snapshot_download(name, revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
-        )
-    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
-        raise ModelError(
-            f"cannot read a model at {name!r}: give a directory or a hub id that this machine can reach "
-            f"({str(error).splitlines()[0]})",
-            field=field,
-            value=name,
-        ) from error
-    check_model_files(directory, Boundary.of(directory.parents[1]), field)
-    return directory

@@ -29,7 +29,8 @@ from swiftkv_platform.model.directories import (
     write_shard,
 )
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.streaming import Progress, local_directory
+from swiftkv_platform.model.streaming import Progress
+from swiftkv_platform.sources.hub import local_directory
 
 
 def export(
@@ -103,7 +104,7 @@ def export_adapter(
     target = Path(target)
     check_new(target)
     config, _ = _checked(read_config(student, None), str(student), teacher=True)
-    directory = local_directory(student, None)
+    directory = local_directory(str(student), field="model.name_or_path")
     if (directory / ADAPTER).is_file():
         raise ModelError(
             f"{str(student)!r} is an adapter already; copy it, or export a whole model from it",
@@ -146,7 +147,7 @@ def _export_files(
     source: str | Path, target: Path, teacher: bool, files: Files, revision: str | None, progress: Progress | None
 ) -> Path:
     config, dropped = _checked(read_config(source, revision), str(source), teacher=teacher)
-    directory = local_directory(source, revision)
+    directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
     modules = {name.rpartition(".")[0] for name in checkpoint.shards}
     if teacher and modules.isdisjoint(teacher_modules(config)):

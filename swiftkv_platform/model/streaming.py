@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.conversion import convert, make_student_config, read_config
@@ -38,12 +35,10 @@ from swiftkv_platform.model.loading import check_tensors, first_dtype
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.planning import Sharing
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
+from swiftkv_platform.sources.hub import local_directory
 
 Progress = Callable[[int, int], None]
 """Callback that is told how many tensors of how many are written."""
-
-_NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
-_NOT_NEEDED = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ def convert_checkpoint(
     }
     config = make_student_config(teacher, **shape)
     fp8 = is_fp8(teacher)
-    directory = local_directory(source, revision)
+    directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
     with torch.device("meta"):
         check_tensors(checkpoint, FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(teacher), fp8=fp8)
@@ -130,20 +125,6 @@ def convert_checkpoint(
             config.quantization_config = without_swiftkv(_fields(config.quantization_config))
         config.save_pretrained(partial)
     return Converted(target, config, total, num_bytes)
-
-
-def local_directory(source: str | Path, revision: str | None) -> Path:
-    """The directory of a model; one on the hub is downloaded. Raises `ModelError`."""
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(
-            snapshot_download(str(source), revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"cannot fetch {str(source)!r}: {str(error).splitlines()[0]}", field="model.name_or_path", value=str(source)
-        ) from error
 
 
 def _copied(student: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.contract.protocol import PROTOCOL, is_from_protocol_1, refusal
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.attempts import PROTOCOL, Manifest, is_from_protocol_1, refusal
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.orchestration.costs import measured_speed
 from swiftkv_platform.orchestration.job import (

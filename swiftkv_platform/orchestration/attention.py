@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from swiftkv_platform.orchestration.demand import Placed
 from swiftkv_platform.orchestration.job import JobStatus
-from swiftkv_platform.orchestration.standing import Placed
 
 _URGENT = (JobStatus.PAUSING, JobStatus.CANCELLING)
 _AT_ONCE = float("-inf")

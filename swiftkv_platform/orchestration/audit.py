@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from swiftkv_platform.orchestration.ports import Page, Slice
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,3 @@ class AuditFilter:
     """Unix seconds, inclusive."""
     until: float | None = None
     """Unix seconds, exclusive."""
-
-
-class AuditTrail(Protocol):
-    """Entries that stay as they are once their request is answered."""
-
-    def list(self, page: Page, wanted: AuditFilter) -> Slice[AuditEntry]:
-        """Entries, by their time. Raises `InvalidInputError` for an unknown cursor."""
-        ...

@@ -1,13 +1,19 @@
-"""Resources that jobs and deployments hold or ask for, and a tenant's limits on them. Knows no rows and no cluster."""
+"""Resources that jobs and deployments hold or ask for, a tenant's limits on them, and the queue as columns tell it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Protocol
 
 from swiftkv_platform.contract.autoscaling import replica_resources
+from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.tenants import TenantPolicy
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+_LIMITS = {"max_running_jobs": "jobs", "max_gpus": "gpus", "max_cpus": "cpus", "max_replicas": "replicas"}
+"""Parts of a demand by the limit of a tenant's policy on them."""
 
 
 @dataclass(frozen=True)
@@ -31,45 +37,69 @@ class Demand:
         return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
 
     def __add__(self, other: Demand) -> Demand:
-        return Demand(
-            self.jobs + other.jobs,
-            self.gpus + other.gpus,
-            self.cpus + other.cpus,
-            self.replicas + other.replicas,
-        )
+        return Demand(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def beyond(self, other: Demand) -> Demand:
         """Return what this has more than `other`; nothing of what it has less."""
-        return Demand(
-            max(self.jobs - other.jobs, 0),
-            max(self.gpus - other.gpus, 0.0),
-            max(self.cpus - other.cpus, 0.0),
-            max(self.replicas - other.replicas, 0),
-        )
+        return Demand(*(max(ours - theirs, 0) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def exceeded_limit(self, policy: TenantPolicy, *, adding: Demand | None = None) -> tuple[str, float, float] | None:
-        """Name, demand and limit of the first of a tenant's limits that this is above; None if it is within all.
-
-        Args:
-            adding: the part of this that is new. A limit of something that it has nothing of does not stop it, though
-                what was there before is above.
+        """Name, demand and limit of the first of a tenant's limits that this is above; None if it is within all. Only
+        what the new part, `adding`, has something of counts, even where what was there before is above a limit.
         """
-        limits = (
-            ("max_running_jobs", self.jobs, policy.max_running_jobs, adding is None or adding.jobs > 0),
-            ("max_gpus", self.gpus, policy.max_gpus, adding is None or adding.gpus > 0),
-            ("max_cpus", self.cpus, policy.max_cpus, adding is None or adding.cpus > 0),
-            ("max_replicas", self.replicas, policy.max_replicas, adding is None or adding.replicas > 0),
-        )
-        return next(
-            (
-                (name, asked, most)
-                for name, asked, most, counts in limits
-                if counts and most is not None and asked > most
-            ),
-            None,
-        )
+        for limit, part in _LIMITS.items():
+            asked, most = getattr(self, part), getattr(policy, limit)
+            if most is not None and asked > most and (adding is None or getattr(adding, part) > 0):
+                return limit, asked, most
+        return None
 
     def share(self, total: Demand) -> float:
         """The largest of its parts of `total`."""
         parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
         return max((part / whole for part, whole in parts if whole), default=0.0)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A job that may have an attempt on the cluster, as the columns of its row tell."""
+
+    id: str
+    status: JobStatus
+    version: int
+    watched_until: float
+    """Unix seconds until which it is followed."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job of the queue."""
+
+    id: str
+    demand: Demand
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The queue, and what is held of the cluster."""
+
+    held: Mapping[str, Demand]
+    """Sum over each tenant's jobs on the cluster."""
+    total: Demand
+    """Sum over all jobs on the cluster and in the queue."""
+    waiting: Mapping[str, Sequence[Waiting]]
+    """First jobs of each tenant that may start now: by priority, then by age."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Jobs of one tenant that have not ended."""
+
+    waiting: int
+    """Jobs that wait or are paused."""
+    held: Demand
+
+
+class Claim(Protocol):
+    def __call__(self, tenant: str, held: Demand, demand: Demand, /) -> bool:
+        """Whether a tenant that holds this much of the cluster may have this much more."""
+        ...

@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
-from swiftkv_platform.errors import InvalidInputError, StaleVersionError
+from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
+from swiftkv_platform.orchestration.changes import Expected, contradicted, merged
 from swiftkv_platform.orchestration.demand import Demand
-from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus, Holdings
-from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
-from swiftkv_platform.orchestration.engine_options import check_engine_options
+from swiftkv_platform.orchestration.deployment import (
+    Deployment,
+    DeploymentState,
+    DeploymentStatus,
+    Holdings,
+    RouteRules,
+)
 from swiftkv_platform.orchestration.job import Model, new_id
-from swiftkv_platform.orchestration.merge_patch import contradicted, merged
-from swiftkv_platform.orchestration.ports import Catalog, Clock
+from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
+from swiftkv_platform.orchestration.limits import DeploymentLimits
+from swiftkv_platform.orchestration.ports import Catalog, Clock, ServeCluster
 from swiftkv_platform.orchestration.registry import RegistryService, changed
-from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller
-from swiftkv_platform.orchestration.versions import Expected
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
+from swiftkv_platform.specs.engine import EngineConfig
 
 ONE_TENANT = RouteRules()
 UNLIMITED = DeploymentLimits()
 
 
+@dataclass
 class DeploymentService:
-    """Putting models into service and taking them out.
+    """Putting models into service and taking them out."""
 
-    Args:
-        routes: where deployments may answer.
-        limits: what they may ask for.
-        access: sources that a tenant may read, the base models of adapters among them.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        registry: RegistryService,
-        *,
-        clock: Clock,
-        routes: RouteRules = ONE_TENANT,
-        limits: DeploymentLimits = UNLIMITED,
-        access: Callable[[str], Access] = lambda _: OPEN,
-    ) -> None:
-        self._catalog = catalog
-        self._registry = registry
-        self._clock = clock
-        self._routes = routes
-        self._limits = limits
-        self._access = access
+    catalog: Catalog
+    registry: RegistryService
+    _: KW_ONLY
+    clock: Clock
+    routes: RouteRules = ONE_TENANT
+    """Where deployments may answer."""
+    limits: DeploymentLimits = UNLIMITED
+    access: Callable[[str], Access] = lambda _: OPEN
+    """Sources that a tenant may read, the base models of adapters among them."""
 
     def create(self, caller: Caller, wanted: DeploymentSpec) -> Deployment:
         """Store a deployment; the reconciler brings it up.
@@ -68,15 +62,15 @@ class DeploymentService:
             {
                 **self._resolved(wanted.model_dump(), caller),
                 "id": new_id("dep"),
-                "route_prefix": self._routes.placed(wanted.route_prefix, caller.tenant),
+                "route_prefix": self.routes.placed(wanted.route_prefix, caller.tenant),
                 "tenant": caller.tenant,
             }
         )
 
         def admit(held: Holdings) -> None:
-            self._limits.check(spec, caller.tenant, _demand(held))
+            self.limits.check(spec, caller.tenant, _demand(held))
 
-        return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())), admit=admit)
+        return self.catalog.create_deployment(Deployment(spec, caller.tenant, int(self.clock())), admit=admit)
 
     def update(
         self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
@@ -96,7 +90,7 @@ class DeploymentService:
         is changed to something else at the same time, `ConflictError` for a deployment that is being deleted, and as
         `DeploymentLimits.check`.
         """
-        seen = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        seen = self.catalog.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolved(changes, caller)
 
         def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
@@ -105,16 +99,16 @@ class DeploymentService:
             else:
                 expected.check(f"deployment {deployment_id}", present.version)
             spec = _valid(merged(present.spec.model_dump(), patch))
-            self._limits.check(spec, caller.tenant, _demand(held), before=present.spec)
+            self.limits.check(spec, caller.tenant, _demand(held), before=present.spec)
             return changed(present, spec)
 
-        return self._catalog.change_deployment(deployment_id, change, tenant=caller.tenant)
+        return self.catalog.change_deployment(deployment_id, change, tenant=caller.tenant)
 
     def _resolved(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         """The changes with the artifacts of the models that they name."""
         patch = dict(changes)
         if "model" in changes:
-            found, alias = self._registry.resolve(changes["model"], caller.tenant)
+            found, alias = self.registry.resolve(changes["model"], caller.tenant)
             self._check_base(found, caller, "model")
             patch |= {"model": found.id, "artifact_uri": found.artifact_uri, "alias": alias}
         candidate = changes.get("candidate")
@@ -124,7 +118,7 @@ class DeploymentService:
 
     def _with_artifact(self, candidate: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
         try:
-            found, _ = self._registry.resolve(candidate["model"], caller.tenant)
+            found, _ = self.registry.resolve(candidate["model"], caller.tenant)
         except InvalidInputError as error:
             raise InvalidInputError(
                 f"candidate: {error.message}", field="candidate.model", value=candidate["model"]
@@ -135,13 +129,13 @@ class DeploymentService:
     def _check_base(self, model: Model, caller: Caller, field: str) -> None:
         """Raises `InvalidInputError` for an adapter whose base the tenant may not read, or no longer."""
         if ADAPTER_LINEAGE in model.lineage:
-            self._access(caller.tenant).model(str(model.lineage["teacher"]), f"{field}.base")
+            self.access(caller.tenant).model(str(model.lineage["teacher"]), f"{field}.base")
 
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:
         """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""
-        deployment = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        deployment = self.catalog.get_deployment(deployment_id, tenant=caller.tenant)
         deleting = DeploymentState(DeploymentStatus.DELETING)
-        self._catalog.set_deployment_state(deployment_id, deleting)
+        self.catalog.set_deployment_state(deployment_id, deleting)
         return replace(deployment, state=deleting)
 
 
@@ -184,3 +178,78 @@ def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
         context = first.get("ctx", {})
         field = context.get("field", ".".join(map(str, first["loc"])))
         raise InvalidInputError(first["msg"], field=field, value=context.get("value", first["input"])) from error
+
+
+_MOST = (1 << 63) - 1
+
+
+def check_engine_options(options: Mapping[str, Any]) -> None:
+    """Raises `InvalidInputError` for the first option that no engine knows, or with a value that none takes."""
+    try:
+        EngineConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        options_known = sorted(EngineConfig.model_fields)
+        nearest = did_you_mean(str(first["loc"][-1]), options_known)
+        known = f"unknown option{nearest}; accepted here: {', '.join(options_known)}"
+        place = ".".join(["engine", *map(str, first["loc"])])
+        why = known if first["type"] == "extra_forbidden" else first["msg"]
+        raise InvalidInputError(f"{place}: {why}", field=place, value=first["input"]) from error
+    for name, value in options.items():
+        if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= _MOST):
+            raise InvalidInputError(
+                f"engine.{name} is {value:g}; expected a finite number of at most 63 bits",
+                field=f"engine.{name}",
+                value=str(value),
+            )
+
+
+_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")
+
+
+@dataclass
+class DeploymentReconciler:
+    """Applies the set of wanted deployments whenever it, or what is served, has changed."""
+
+    catalog: Catalog
+    cluster: ServeCluster
+    lease: Lease = UNDISPUTED
+    """The right to change anything; without one there is no other control plane."""
+    _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
+    """Deployments that this process last applied; None before it has applied any."""
+
+    def tick(self) -> None:
+        """Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next tick makes up for
+        it."""
+        deployments = self.catalog.all_deployments()
+        if not deployments and not self._applied:
+            return
+        wanted = [item.spec for item in deployments if item.state.status is not DeploymentStatus.DELETING]
+        states = self.cluster.status()
+        stale: Sequence[ResolvedDeployment] = ()
+        if wanted != self._applied or _differ(wanted, states):
+            # What the cluster has said is no word on what it is only now told to serve.
+            stale = [spec for spec in wanted if spec not in (self._applied or ())]
+            self._applied = None
+            self.lease.check()  # another control plane may have applied something newer
+            self.cluster.apply(wanted)
+            self._applied = wanted
+        for deployment in deployments:
+            if deployment.spec not in stale or deployment.state.status is DeploymentStatus.DELETING:
+                self._store_state(deployment, states.get(deployment.spec.id))
+
+    def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
+        self.lease.check()
+        deleting = deployment.state.status is DeploymentStatus.DELETING
+        if state is None and deleting:
+            self.catalog.remove_deployment(deployment.spec.id)
+        elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
+            self.catalog.set_deployment_state(deployment.spec.id, _FORGOTTEN)
+        elif state is not None and state != deployment.state and not deleting:
+            self.catalog.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
+
+
+def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState]) -> bool:
+    """Whether something wanted is not served, or something else is and is not on its way out."""
+    served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
+    return {spec.id for spec in wanted} != served

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.data.checks import SourceEstimate
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning import (
     LayerMap,
     TrainingSetup,
@@ -40,9 +40,10 @@ PROCESS_MEMORY = 710 << 20
 """Bytes of a worker's process beside its model, where none has been measured: Linux, torch 2.13 for CPUs."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """All None but the sources where the teacher's configuration is on the hub. Of a sweep, its first trial's."""
+class Estimate(FrozenModel):
+    """Estimate of the job's cost and of its student, of a sweep its first trial's; all None but the sources where the
+    teacher's configuration is on the hub.
+    """
 
     num_hidden_layers: int | None = None
     num_key_value_layers: int | None = None
@@ -54,15 +55,15 @@ class Estimate:
     kv_bytes_ratio: float | None = None
     """KV bytes per token relative to the teacher's."""
     parameters: int | None = None
-    """Number of parameters of the student with its teacher's projections."""
+    """Parameters of the student with its teacher's projections."""
     trained_parameters: int | None = None
     flops_per_token: float | None = None
     """FLOPs of training per token, forward and backward."""
     memory_per_worker: int | None = None
     """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
     process_memory: int | None = None
-    """Bytes that a worker's process holds beside its model: interpreter, libraries, what the allocator keeps. As the
-    newest job on such workers measured it, else what is usual. None with GPUs, whose memory it does not take."""
+    """Bytes that a worker's process holds beside its model, as the newest job on such workers measured it, else what is
+    usual; None with GPUs, whose memory it does not take."""
     max_tokens: int | None = None
     """Tokens trained with `training.max_steps` full batches; None where epochs decide."""
     total_flops: float | None = None
@@ -85,15 +86,7 @@ class Estimate:
 
 def machines(settings: Settings) -> Machines:
     """Nodes and rates as the operator has set them."""
-    return Machines(
-        node_gpus=settings.node_gpus,
-        node_cpus=settings.node_cpus,
-        node_disk_bytes=settings.node_disk_bytes,
-        hub_bytes_per_second=settings.hub_bytes_per_second,
-        store_bytes_per_second=settings.store_bytes_per_second,
-        disk_bytes_per_second=settings.disk_bytes_per_second,
-        flops_per_second=settings.flops_per_second,
-    )
+    return Machines(**settings.model_dump(include=set(Machines.model_fields)))
 
 
 def estimate(
@@ -104,17 +97,15 @@ def estimate(
     *,
     num_tokens: int | None = None,
 ) -> Estimate:
-    """The estimate of a job without a sweep.
-
-    Args:
-        num_tokens: tokens of an epoch, where they are known better than from the size of the sources.
+    """The estimate of a job without a sweep; `num_tokens` of an epoch, where they are known better than from sizes of
+    the sources.
 
     Raises:
         InvalidInputError: l, g or a batch size that does not fit, more memory than the GPU named has or than is asked
             for, or more disk than a node has.
         ModelError: a family without a row, or a configuration that lacks a key.
     """
-    spec = _settled(spec, config)
+    spec = _resolved(spec, config)
     setup, steps = training_setup(spec), spec.training.max_steps
     tokens_per_step = setup.batch_size * setup.sequence_length
     max_tokens = None if steps is None else steps * tokens_per_step
@@ -157,47 +148,29 @@ def estimate(
 
 
 def memory_by_phase(spec: JobSpec, config: dict[str, Any]) -> tuple[PhaseMemory, ...]:
-    """Memory of the worker that holds most in training, calibration and evaluation.
-
-    Raises:
-        InvalidInputError: l or g out of range.
-        ModelError: a family without a row, or a configuration that lacks a key.
-    """
-    student = _Student.of(_settled(spec, config), config)
-    return plan_phases(*student.parts, calibration_tokens=calibration_tokens(spec))
+    """Memory of the worker that holds most in training, calibration and evaluation. Raises as `estimate`."""
+    return plan_phases(*_student(_resolved(spec, config), config), calibration_tokens=calibration_tokens(spec))
 
 
-@dataclass(frozen=True)
-class _Student:
+def _student(spec: JobSpec, config: dict[str, Any]) -> tuple[Architecture, LayerMap, Parameters, TrainingSetup]:
     """Shape of a job's student, and the settings of its training."""
-
-    model: Architecture
-    layer_map: LayerMap
-    parameters: Parameters
-    setup: TrainingSetup
-
-    @classmethod
-    def of(cls, spec: JobSpec, config: dict[str, Any]) -> _Student:
-        model, setup = read_architecture(config), training_setup(spec)
-        layer_map = LayerMap(len(model.layers), _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size)
-        parameters = setup.student_parameters(model, layer_map)
-        return cls(model, layer_map, parameters, setup)
-
-    @property
-    def parts(self) -> tuple[Architecture, LayerMap, Parameters, TrainingSetup]:
-        return self.model, self.layer_map, self.parameters, self.setup
+    model, setup = read_architecture(config), training_setup(spec)
+    layer_map = LayerMap(len(model.layers), _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size)
+    return model, layer_map, setup.student_parameters(model, layer_map), setup
 
 
 def _planned(spec: JobSpec, config: dict[str, Any], inputs: Inputs, machines: Machines) -> JobPlan:
-    """All phases of a settled spec, unless one cannot fit."""
-    student = _Student.of(spec, config)
+    """All phases of a spec whose defaults are resolved, unless one cannot fit."""
+    model, layer_map, parameters, setup = _student(spec, config)
     refuse_what_cannot_fit(
-        *student.parts,
+        model,
+        layer_map,
+        parameters,
+        setup,
         calibration_tokens=calibration_tokens(spec),
         accelerator_type=spec.resources.accelerator_type,
         memory_per_worker=spec.resources.memory_per_worker,
     )
-    model, layer_map, parameters, _ = student.parts
     return plan_job(spec, config, model, layer_map, parameters, inputs=inputs, machines=machines)
 
 
@@ -218,11 +191,11 @@ def _text_bytes(sources: tuple[SourceEstimate, ...]) -> int | None:
     return sum(sizes) if sizes and len(sizes) == len(sources) else None
 
 
-def _settled(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
-    """Settle a spec as preparation will, but for the batch size of few data, which are not read here."""
+def _resolved(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
+    """Resolve defaults as preparation will, but for the batch size of few data, which are not read here."""
     context_length, hidden_size = config.get("max_position_embeddings"), config.get("hidden_size")
-    settled = resolve_defaults(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
-    return resolve_batch_size(settled, num_rows=sys.maxsize)
+    resolved = resolve_defaults(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
+    return resolve_batch_size(resolved, num_rows=sys.maxsize)
 
 
 def _num_key_value_layers(spec: JobSpec, config: dict[str, Any]) -> int:

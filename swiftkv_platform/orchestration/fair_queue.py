@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.demand import Demand, Standing, Waiting
 from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.job import Job
-from swiftkv_platform.orchestration.standing import Standing, Waiting
 from swiftkv_platform.orchestration.tenants import Policies
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}

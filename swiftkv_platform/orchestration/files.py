@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from swiftkv_platform.contract.files import StoredFile, file_key
+from swiftkv_platform.contract.attempts import StoredFile, file_key
 from swiftkv_platform.errors import QuotaExceededError
 from swiftkv_platform.orchestration.ports import Clock, Page, Slice
 from swiftkv_platform.sources.access import file_ids

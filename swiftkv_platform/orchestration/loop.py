@@ -3,12 +3,51 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.ports import Clock
+
+
+@dataclass
+class Backoff:
+    """Pauses that double with every failure in a row, by name."""
+
+    first_s: float
+    longest_s: float
+    _failures: dict[str, int] = field(default_factory=dict)
+    _not_before: dict[str, float] = field(default_factory=dict)
+
+    def ready(self, name: str, now: float) -> bool:
+        return now >= self._not_before.get(name, 0.0)
+
+    def failed(self, name: str, now: float) -> float:
+        """Seconds until the next try."""
+        failures = self._failures.get(name, 0)
+        delay = min(self.first_s * 2.0 ** min(failures, 16), self.longest_s)
+        self._failures[name] = failures + 1
+        self._not_before[name] = now + delay
+        return delay
+
+    def names(self) -> set[str]:
+        """Those that have failed and not succeeded since."""
+        return set(self._failures)
+
+    def resting(self, now: float) -> set[str]:
+        """Those whose next try is not due."""
+        return {name for name, due in self._not_before.items() if now < due}
+
+    def succeeded(self, name: str) -> None:
+        self._failures.pop(name, None)
+        self._not_before.pop(name, None)
+
+    def keep(self, names: Set[str]) -> None:
+        """Forget all others."""
+        for name in [*(self._failures.keys() - names)]:
+            self.succeeded(name)
+
 
 _LONGEST_PAUSE_S = 30.0
 _STALLED_AFTER_S = 90.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from dataclasses import dataclass, field
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.errors import ClusterUnavailableError
@@ -16,25 +17,22 @@ from swiftkv_platform.orchestration.ports import Clock, JobCluster, JobRepositor
 _INTERVAL_S = 60.0
 
 
+@dataclass
 class Orphans:
-    """Compares what runs with what should, every minute.
+    """Compares what runs with what should, every minute."""
 
-    Args:
-        store_uri: address of this control plane's store. Attempts of another store are another control plane's.
-    """
-
-    def __init__(self, jobs: JobRepository, cluster: JobCluster, store_uri: str, clock: Clock) -> None:
-        self._jobs = jobs
-        self._cluster = cluster
-        self._store_uri = store_uri
-        self._clock = clock
-        self._next = 0.0
-        self.stopped = 0
-        """Attempts that this process has stopped."""
+    jobs: JobRepository
+    cluster: JobCluster
+    store_uri: str
+    """Address of this control plane's store. Attempts of another store are another control plane's."""
+    clock: Clock
+    stopped: int = field(default=0, init=False)
+    """Attempts that this process has stopped."""
+    _next: float = field(default=0.0, init=False)
 
     def tick(self) -> None:
         """Look, if it is time. A cluster that is away is asked again next time. Raises `DatabaseUnavailableError`."""
-        now = self._clock()
+        now = self.clock()
         if now < self._next:
             return
         self._next = now + _INTERVAL_S
@@ -49,16 +47,16 @@ class Orphans:
         A job is stored as starting before it is submitted: what is seen to run first, and is in no job afterwards, is
         in none.
         """
-        running = self._cluster.running()
+        running = self.cluster.running()
         if not running:
             return
-        wanted = self._jobs.attempts_on_cluster()
+        wanted = self.jobs.attempts_on_cluster()
         for submission in running:
-            attempt = attempt_of(submission, self._store_uri)
+            attempt = attempt_of(submission, self.store_uri)
             if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):
                 continue
             get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
-            self._cluster.stop(submission.submission_id)
+            self.cluster.stop(submission.submission_id)
             self.stopped += 1
 
 

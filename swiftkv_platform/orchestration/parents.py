@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.contract.parents import Parent
+from swiftkv_platform.contract.attempts import Manifest, Parent
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.orchestration.job import Job, Model
 from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.training import ParentName
+from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
+from swiftkv_platform.specs.training import ParentName, TrainingSpec
 
 FROM = "training.from"
 _LONGEST_STEM = 80
 """Characters of a job's name that go into the name of a model of its checkpoint."""
+_LAYERS = "swiftkv.num_key_value_layers"
+_ALIKE = (
+    "model.name_or_path",
+    "model.revision",
+    _LAYERS,
+    "swiftkv.key_value_group_size",
+    "swiftkv.sharing",
+    "swiftkv.early_exit",
+    "swiftkv.own_output_projection",
+)
+"""Fields in which a job does not differ from its parent's."""
 _TRAINED = ("qkv", "tail", "all")
 """Values of `distillation.trainable`, each of which trains what those before it train."""
 _MOST_ANCESTORS = 64
@@ -85,25 +98,20 @@ class Ancestor:
     """Job that made it."""
 
 
+@dataclass(frozen=True)
 class Parents:
     """Looks up parents in database and store."""
 
-    def __init__(self, jobs: ParentJobs, models: ParentModels, objects: ParentObjects) -> None:
-        self._jobs = jobs
-        self._models = models
-        self._objects = objects
+    jobs: ParentJobs
+    models: ParentModels
+    objects: ParentObjects
 
     def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
-        """Find what a spec continues from; None for one that starts from its teacher.
-
-        Raises `InvalidInputError` for what is not there or not the tenant's, and `StorageError`.
-        """
-        if spec.training.from_ is None:
-            return None
-        return self.find(spec.training.from_, tenant)
+        """Find what a spec continues from; None for one that starts from its teacher. Raises as `find`."""
+        return None if spec.training.from_ is None else self.find(spec.training.from_, tenant)
 
     def find(self, reference: str, tenant: str) -> FoundParent:
-        """Find what a reference names. Raises as above."""
+        """Find what a reference names. Raises `InvalidInputError` for what is not the tenant's, and `StorageError`."""
         name = ParentName.parse(reference)
         return self._model(name.model, tenant) if name.model is not None else self._checkpoint(name, tenant)
 
@@ -112,11 +120,11 @@ class Parents:
         found: list[Ancestor] = []
         while len(found) < _MOST_ANCESTORS:
             try:
-                name = self._jobs.get(job_id, tenant=tenant).spec.training.from_
+                name = self.jobs.get(job_id, tenant=tenant).spec.training.from_
                 if name is None:
                     break
                 parsed = ParentName.parse(name)
-                job_id = parsed.job or self._models.get_model(name, tenant=tenant).job_id
+                job_id = parsed.job or self.models.get_model(name, tenant=tenant).job_id
             except NotFoundError:  # deleted since
                 break
             found.append(Ancestor(name, job_id))
@@ -124,13 +132,13 @@ class Parents:
 
     def _model(self, model_id: str, tenant: str) -> FoundParent:
         try:
-            model = self._models.get_model(model_id, tenant=tenant)
-            job = self._jobs.get(model.job_id, tenant=tenant)
+            model = self.models.get_model(model_id, tenant=tenant)
+            job = self.jobs.get(model.job_id, tenant=tenant)
         except NotFoundError as error:
             raise _refused(model_id, "there is no such model; GET /models lists those there are") from error
         attempt = AttemptId(model.job_id, model.attempt)
-        if self._objects.artifact_manifest(attempt) is None:
-            raise _refused(model_id, "its files are not in the object store; another model would do")
+        if self.objects.artifact_manifest(attempt) is None:
+            raise _refused(model_id, "its files are not in the object store; use another model")
         parent = Parent(
             name=model.id, kind="model", key=attempt.artifact_prefix, job_id=job.id, sha256=model.manifest_digest
         )
@@ -139,12 +147,14 @@ class Parents:
     def _checkpoint(self, name: ParentName, tenant: str) -> FoundParent:
         assert name.job is not None, "a name is a model's or a checkpoint's"
         try:
-            job = self._jobs.get(name.job, tenant=tenant)
+            job = self.jobs.get(name.job, tenant=tenant)
         except NotFoundError as error:
             raise _refused(str(name), f"there is no job {name.job}; GET /jobs lists those there are") from error
         if job.spec.sweep is not None:
-            raise _refused(str(name), f"{job.id} is a sweep, whose model would do, and no checkpoint of its trials")
-        complete = self._objects.list_checkpoints(job.id)
+            raise _refused(
+                str(name), f"{job.id} is a sweep; use its model, since its trials' checkpoints are not accepted"
+            )
+        complete = self.objects.list_checkpoints(job.id)
         found = [each for each in complete if each.step == name.step and name.attempt in (None, each.attempt)]
         if not found:
             raise _refused(str(name), f"{job.id} has no such checkpoint; {_there_are(complete)}")
@@ -161,20 +171,15 @@ class Parents:
 
 
 def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
-    """The spec of a job that makes a model of a checkpoint: its own job's, without a step.
+    """The spec of a job that makes a model of a checkpoint: its own job's, without a step. Of an object that `changes`
+    names, the fields that it does not name stay, but for `metadata`.
 
-    Args:
-        changes: other values of fields of the spec; of an object in it, the fields that are not named stay, but for
-            `metadata`.
-
-    Raises:
-        InvalidInputError: a model, which is one already.
-        ValidationError: the changes do not go with the rest.
+    Raises `InvalidInputError` for a model, which is one already, and `ValidationError` for changes that do not fit.
     """
     parent, theirs = found.parent, found.spec
     if parent.kind == "model":
         raise InvalidInputError(
-            f"from_checkpoint is {parent.name!r}, a model already; a checkpoint (JOB:STEP) would do",
+            f"from_checkpoint is {parent.name!r}, a model already; use a checkpoint (JOB:STEP)",
             field="from_checkpoint",
             value=parent.name,
         )
@@ -198,27 +203,13 @@ def no_parents(spec: JobSpec, _tenant: str) -> None:
 
 
 def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | None) -> None:
-    """Refuse a job that cannot continue from its parent.
-
-    Args:
-        num_hidden_layers: the teacher's; None where its configuration is not at hand: l is compared as it was given.
-
-    Raises `InvalidInputError` that names the field to change.
+    """Refuse a job that cannot continue from its parent, with an `InvalidInputError` that names the field to change.
+    Without the teacher's `num_hidden_layers` l is compared as it was given.
     """
     parent, theirs = found.parent, found.spec
-    for field, ours, needed in (
-        ("model.name_or_path", spec.model.name_or_path, theirs.model.name_or_path),
-        ("model.revision", spec.model.revision, theirs.model.revision),
-        ("swiftkv.num_key_value_layers", _layers(spec, num_hidden_layers), _layers(theirs, num_hidden_layers)),
-        ("swiftkv.key_value_group_size", spec.swiftkv.key_value_group_size, theirs.swiftkv.key_value_group_size),
-        ("swiftkv.sharing", spec.swiftkv.sharing, theirs.swiftkv.sharing),
-        ("swiftkv.early_exit", spec.swiftkv.early_exit, theirs.swiftkv.early_exit),
-        (
-            "swiftkv.own_output_projection",
-            spec.swiftkv.own_output_projection,
-            theirs.swiftkv.own_output_projection,
-        ),
-    ):
+    for field in _ALIKE:
+        read = partial(_layers, num_hidden_layers=num_hidden_layers) if field == _LAYERS else attrgetter(field)
+        ours, needed = read(spec), read(theirs)
         if ours != needed:
             raise _unlike(field, ours, needed, parent)
     own, trained = spec.distillation.trainable, theirs.distillation.trainable
@@ -228,8 +219,8 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         _check_optimizer(spec, found)
     if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
-            f"training.max_steps is 0, and {FROM} is {parent.name}, a model already; 1 or more steps, a checkpoint, "
-            "or `publish` with a place to copy the model to, would do",
+            f"training.max_steps is 0, and {FROM} is {parent.name}, a model already; use 1 or more steps, a "
+            "checkpoint, or `publish` with a place to copy the model to",
             field="training.max_steps",
             value=0,
         )
@@ -245,16 +236,14 @@ def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
     if found.parent.kind == "model":
         raise InvalidInputError(
             f"training.load_optimizer_state is true, and {FROM} is {found.parent.name}, a model, which has no "
-            "optimizer state; a checkpoint (JOB:STEP), or false, would do",
+            "optimizer state; use a checkpoint (JOB:STEP), or false",
             field="training.load_optimizer_state",
             value=True,
         )
-    for field, ours, needed in (
-        ("optimizer.name", spec.optimizer.name, found.spec.optimizer.name),
-        ("distillation.trainable", spec.distillation.trainable, found.spec.distillation.trainable),
-    ):
+    for field in ("optimizer.name", "distillation.trainable"):
+        ours, needed = attrgetter(field)(spec), attrgetter(field)(found.spec)
         if ours != needed:
-            raise _unlike(field, ours, needed, found.parent, unless=", or training.load_optimizer_state false,")
+            raise _unlike(field, ours, needed, found.parent, unless=", or training.load_optimizer_state false")
 
 
 def _layers(spec: JobSpec, num_hidden_layers: int | None) -> Any:
@@ -277,7 +266,7 @@ def _trained_by(model: Model, job: Job) -> JobSpec:
 
 def _there_are(complete: Sequence[StoredCheckpoint]) -> str:
     if not complete:
-        return "it has none; one whose checkpoints have not been removed would do"
+        return "it has none; use a job whose checkpoints have not been removed"
     steps = sorted({each.step for each in complete})
     return f"it has steps {', '.join(map(str, steps[-_MOST_NAMED:]))}"
 
@@ -288,8 +277,54 @@ def _refused(name: str, problem: str) -> InvalidInputError:
 
 def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
     return InvalidInputError(
-        f"{field} is {ours!r}, and what {FROM} names, {parent.name}, was trained with {needed!r}; {needed!r}{unless} "
-        "would do",
+        f"{field} is {ours!r}, and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}"
+        f"{unless}",
         field=field,
         value=ours,
+    )
+
+
+_TENANT = "{tenant}"
+_FIELD = "publish.to"
+_LONGEST_STEM = 90
+"""Characters of a model's name that go into the name of a job that publishes it."""
+
+
+@dataclass(frozen=True)
+class PublishRules:
+    """Places that the operator opens, since the platform writes there with its own credentials."""
+
+    targets: Sequence[str] = ()
+    """Prefixes of `publish.to`, in which `{tenant}` stands for the caller's tenant."""
+
+    def check(self, publish: PublicationSpec, tenant: str) -> None:
+        """Raises `InvalidInputError` for a place that is closed."""
+        opened = [target.replace(_TENANT, tenant).rstrip("/") for target in self.targets]
+        if any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
+            return
+        raise InvalidInputError(
+            f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; open to it are "
+            f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",
+            field=_FIELD,
+            value=publish.to,
+        )
+
+
+NOWHERE = PublishRules()
+
+
+def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
+    """The spec of a job that copies a model, and neither trains nor measures."""
+    theirs = found.spec
+    training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})
+    return JobSpec(
+        name=f"publish-{theirs.name[:_LONGEST_STEM]}",
+        model=theirs.model,
+        swiftkv=theirs.swiftkv,
+        distillation=theirs.distillation,
+        training=training,
+        resources=theirs.resources.model_copy(
+            update={"num_workers": 1, "gpus_per_worker": 0, "accelerator_type": None}
+        ),
+        publish=PublishSpec(to=publish.to, private=publish.private),
     )

@@ -14,9 +14,9 @@ from typing import Generic, Literal, Protocol, TypeVar
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.orchestration.demand import Claim, Placed, Standing, Usage
 from swiftkv_platform.orchestration.deployment import Admit, Deployment, DeploymentChange, DeploymentState
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
-from swiftkv_platform.orchestration.standing import Claim, Placed, Standing, Usage
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 T = TypeVar("T")

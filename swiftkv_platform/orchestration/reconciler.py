@@ -18,14 +18,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from threading import Lock
 from typing import Any
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
@@ -36,20 +35,19 @@ from swiftkv_platform.errors import (
     StorageError,
 )
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.orchestration.attempt_limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.orchestration.attempt_outcome import AttemptOutcomes
 from swiftkv_platform.orchestration.attention import Attention
-from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.fair_queue import FairQueue
 from swiftkv_platform.orchestration.files import FilesOf, no_files
-from swiftkv_platform.orchestration.instruments import NO_INSTRUMENTS, Instruments
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
+from swiftkv_platform.orchestration.limits import DEFAULT_LIMITS, AttemptLimits
+from swiftkv_platform.orchestration.loop import Backoff
 from swiftkv_platform.orchestration.parents import ParentOf, no_parents
 from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
-from swiftkv_platform.orchestration.reading import Reading, read
+from swiftkv_platform.orchestration.reading import NO_INSTRUMENTS, Instruments, Reading, read
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import NO_RULES, SourceRules
@@ -82,86 +80,65 @@ class Entrypoint:
         return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
 
 
+@dataclass(kw_only=True)
 class Reconciler:
-    """Looks after all jobs, from one thread; of several control planes the one that leads.
+    """Looks after all jobs, from one thread; of several control planes the one that leads."""
 
-    Args:
-        digest: SHA-256 of a manifest.
-        max_running_jobs: attempts on the cluster at the same time.
-        policies: quotas and weights of tenants.
-        rules: what attempts may read, by tenant.
-        prices: what time on the cluster costs.
-        interval_s: how long something is left alone after it failed once; more after every further time.
-        limits: how long attempts may take.
-        retry_delay_s: pause before a job's second attempt; it doubles with every further one.
-        deployments: all tenants', whose replicas count against quotas as jobs do.
-        files: uploaded files that a job's spec names.
-        parents: what a job's spec continues from.
-        attention: choice of the jobs that a tick looks at; without one it looks at all.
-        concurrency: jobs that are looked at, or submitted, at the same time.
-        lease: the right to change anything; without one there is no other control plane.
-        instruments: are told of waits and lags.
-    """
+    jobs: JobRepository
+    cluster: JobCluster
+    store: AttemptStore
+    digest: InitVar[Callable[[Manifest], str]]
+    """SHA-256 of a manifest."""
+    clock: Clock
+    entrypoint: Entrypoint
+    max_running_jobs: int
+    """Attempts on the cluster at the same time."""
+    interval_s: InitVar[float]
+    """Seconds that something is left alone after it failed once; more after every further time."""
+    policies: Policies = NO_LIMITS
+    """Quotas and weights of tenants."""
+    rules: SourceRules = NO_RULES
+    """Sources that attempts may read, by tenant."""
+    prices: Prices = FREE
+    limits: AttemptLimits = DEFAULT_LIMITS
+    retry_delay_s: InitVar[float] = 1.0
+    """Pause before a job's second attempt; it doubles with every further one."""
+    deployments: Callable[[], Sequence[Deployment]] = tuple
+    """All tenants' deployments, whose replicas count against quotas as jobs do."""
+    files: FilesOf = no_files
+    """Uploaded files that a job's spec names."""
+    parents: ParentOf = no_parents
+    """Model or checkpoint that a job's spec continues from."""
+    attention: Attention = field(default_factory=Attention)
+    """Choice of the jobs that a tick looks at; by default all."""
+    concurrency: InitVar[int] = 1
+    """Jobs that are looked at, or submitted, at the same time."""
+    lease: Lease = UNDISPUTED
+    """The right to change anything; without one there is no other control plane."""
+    instruments: Instruments = NO_INSTRUMENTS
+    jobs_put_off: int = field(default=0, init=False)
+    """Jobs that failed when they were last attended to, after the latest tick."""
 
-    def __init__(
-        self,
-        *,
-        jobs: JobRepository,
-        cluster: JobCluster,
-        store: AttemptStore,
-        digest: Callable[[Manifest], str],
-        clock: Clock,
-        entrypoint: Entrypoint,
-        max_running_jobs: int,
-        interval_s: float,
-        policies: Policies = NO_LIMITS,
-        rules: SourceRules = NO_RULES,
-        prices: Prices = FREE,
-        limits: AttemptLimits = DEFAULT_LIMITS,
-        retry_delay_s: float = 1.0,
-        deployments: Callable[[], Sequence[Deployment]] = tuple,
-        files: FilesOf = no_files,
-        parents: ParentOf = no_parents,
-        attention: Attention | None = None,
-        concurrency: int = 1,
-        lease: Lease = UNDISPUTED,
-        instruments: Instruments = NO_INSTRUMENTS,
+    def __post_init__(
+        self, digest: Callable[[Manifest], str], interval_s: float, retry_delay_s: float, concurrency: int
     ) -> None:
-        self._jobs = jobs
-        self._cluster = cluster
-        self._store = store
-        self._outcomes = AttemptOutcomes(store, digest, retry_delay_s)
-        self._clock = clock
-        self._entrypoint = entrypoint
-        self._max_running_jobs = max_running_jobs
-        self._queue = FairQueue(policies)
-        self._policies = policies
-        self._rules = rules
-        self._files = files
-        self._parents = parents
-        self._prices = prices
-        self._deployments = deployments
-        self._instruments = instruments
-        self._limits = limits
+        self._outcomes = AttemptOutcomes(self.store, digest, retry_delay_s)
+        self._queue = FairQueue(self.policies)
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
-        self._attention = attention or Attention()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
-        self._lease = lease
         self._lock = Lock()
         self._surprises: dict[str, list[str]] = {}
         """Unexpected failures in a row, by job."""
-        self.jobs_put_off = 0
-        """Jobs that failed when they were last attended to, after the latest tick."""
         self._log = get_logger(loop="jobs")
 
     def tick(self) -> None:
         """Do the next thing for each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
-        placed, now = self._jobs.on_cluster(), self._clock()
+        placed, now = self.jobs.on_cluster(), self.clock()
         if self._backoff.ready(_CLUSTER, now):
-            due = [job_id for job_id in self._attention.due(placed, now) if self._backoff.ready(job_id, now)]
+            due = [job_id for job_id in self.attention.due(placed, now) if self._backoff.ready(job_id, now)]
             after = self._each(self._loaded(due), self._look)
             ended = sum(not job.status.holds_cluster for job in after)
-            self._start_waiting(self._max_running_jobs - len(placed) + ended)
+            self._start_waiting(self.max_running_jobs - len(placed) + ended)
         self._forget_ended()
 
     def _look(self, job: Job) -> Job:
@@ -169,9 +146,9 @@ class Reconciler:
 
     def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
         """Read these jobs. One that cannot be read is left alone for a while."""
-        jobs = self._jobs.load(ids) if ids else ()
+        jobs = self.jobs.load(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
-            self._backoff.failed(job_id, self._clock())
+            self._backoff.failed(job_id, self.clock())
         return jobs
 
     def _each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
@@ -186,10 +163,10 @@ class Reconciler:
         """Start jobs of the queue, as room allows. One that is left alone after a failure takes no other's place."""
         room = min(room, _MOST_STARTS)
         while room > 0:
-            now = self._clock()
-            standing = self._jobs.standing(most=room, now=now, without=self._backoff.resting(now))
+            now = self.clock()
+            standing = self.jobs.standing(most=room, now=now, without=self._backoff.resting(now))
             waits = any(standing.waiting.values())
-            queue = self._queue.next(standing, room=room, deployments=self._deployments() if waits else ())
+            queue = self._queue.next(standing, room=room, deployments=self.deployments() if waits else ())
             jobs = self._loaded([job.id for job in queue])
             room -= self._start(jobs)
             if len(jobs) == len(queue):
@@ -206,25 +183,25 @@ class Reconciler:
         self._each(jobs, lambda job: self._attend(job, prepare))
         if not starts:
             return 0
-        self._lease.check()
-        claimed = self._jobs.claim(
+        self.lease.check()
+        claimed = self.jobs.claim(
             [starts[job.id] for job in jobs if job.id in starts],
-            most=self._max_running_jobs,
+            most=self.max_running_jobs,
             fits=self._queue.fits,
-            fence=self._lease.fence,
+            fence=self.lease.fence,
         )
         waited = {job.id: job for job in jobs}
         for job in claimed:
-            self._instruments.started(waited[job.id], self._clock())
+            self.instruments.started(waited[job.id], self.clock())
         self._each(claimed, lambda job: self._attend(job, self._submit))
         return len(claimed)
 
     def _prepared(self, job: Job) -> tuple[Job, Event]:
         """The job as it starts, not stored yet, and the event that says so."""
-        self._cluster.check()  # while Ray is away, a job keeps its place in the queue
+        self.cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
-        resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
-        return start(job, now=int(self._clock()), resume_from=resume_from)
+        resume_from = self.store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
+        return start(job, now=int(self.clock()), resume_from=resume_from)
 
     def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
         """The job as its step leaves it; unchanged while it or the cluster is left alone after a failure.
@@ -233,8 +210,8 @@ class Reconciler:
         lease that is lost. What is away comes back, so a job waits for it. Any other failure is a mistake of ours, or a
         job made to cause one: after a few tries in a row that job has failed.
         """
-        self._lease.check()
-        now = self._clock()
+        self.lease.check()
+        now = self.clock()
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
             return job
         try:
@@ -245,7 +222,7 @@ class Reconciler:
             self._log.info("changed elsewhere; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             with self._lock:  # of several calls that fail together one counts
-                if self._backoff.ready(_CLUSTER, self._clock()):
+                if self._backoff.ready(_CLUSTER, self.clock()):
                     self._put_off(_CLUSTER, job, error)
         except Exception as error:
             self._put_off(job.id, job, error)
@@ -264,7 +241,7 @@ class Reconciler:
 
     def _give_up(self, job: Job) -> Job:
         """Fail a job that cannot be handled, and stop what it has on the cluster."""
-        latest = self._jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
+        latest = self.jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
         if latest.status.is_terminal:
             return latest
         if latest.status.holds_cluster and latest.attempt.submission_id is not None:
@@ -272,41 +249,41 @@ class Reconciler:
         causes = self._surprises[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
         reason = Reason(ReasonCode.INTERNAL, message)
-        failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=reason)
+        failed, event = transition(latest, JobStatus.FAILED, now=int(self.clock()), reason=reason)
         self._log.error("given up", job_id=job.id, causes=causes)
         return self._store_change(failed, events=[event])
 
     def _store_change(self, job: Job, **told: Any) -> Job:
         """Store what became of a job, unless another control plane leads by now."""
-        return self._jobs.update(job, fence=self._lease.fence, **told)
+        return self.jobs.update(job, fence=self.lease.fence, **told)
 
     def _stop(self, submission_id: str) -> None:
-        self._lease.check()
-        self._cluster.stop(submission_id)
+        self.lease.check()
+        self.cluster.stop(submission_id)
 
     def _forget_ended(self) -> None:
         """Forget the failures of jobs that have ended."""
         failing = self._backoff.names() - {_CLUSTER}
-        live = self._jobs.live_among(failing | self._surprises.keys()) if failing or self._surprises else set()
+        live = self.jobs.live_among(failing | self._surprises.keys()) if failing or self._surprises else set()
         self._surprises = {job_id: causes for job_id, causes in self._surprises.items() if job_id in live}
         self._backoff.keep({_CLUSTER, *live})
         self.jobs_put_off = len(failing & live)
 
     def _put_off(self, name: str, job: Job, error: Exception) -> None:
-        delay = self._backoff.failed(name, self._clock())
+        delay = self._backoff.failed(name, self.clock())
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
         named = {"job_id": job.id, "attempt": job.attempt.number}
-        with self._instruments.spans.span("submit", job.traceparent, **named):
+        with self.instruments.spans.span("submit", job.traceparent, **named):
             return self._submit_traced(job)
 
     def _submit_traced(self, job: Job) -> Job:
         attempt = job.attempt
-        organizations = self._policies.policy(job.tenant).hub_organizations
-        access = self._rules.access(job.tenant, organizations, self._files(job.spec, job.tenant))
-        found = self._parents(job.spec, job.tenant)
-        self._store.write_request(
+        organizations = self.policies.policy(job.tenant).hub_organizations
+        access = self.rules.access(job.tenant, organizations, self.files(job.spec, job.tenant))
+        found = self.parents(job.spec, job.tenant)
+        self.store.write_request(
             AttemptRequest(
                 job_id=job.id,
                 attempt=attempt.number,
@@ -321,34 +298,34 @@ class Reconciler:
                 traceparent=job.traceparent,
             )
         )
-        command = self._entrypoint.shell(job.attempt_id)
-        self._lease.check()  # another control plane may have submitted it while the request was written
-        self._cluster.submit(_submission_id(job), command, self._entrypoint.env)
+        command = self.entrypoint.shell(job.attempt_id)
+        self.lease.check()  # another control plane may have submitted it while the request was written
+        self.cluster.submit(_submission_id(job), command, self.entrypoint.env)
         submitted = self._store_change(self._seen_by_ray(job))
         self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
         return submitted
 
     def _follow(self, job: Job) -> Job:
-        submission = self._cluster.status(_submission_id(job))
+        submission = self.cluster.status(_submission_id(job))
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
         seen = job if submission is None else self._seen_by_ray(job)
         # All of an attempt that is over is listed, so that what is not among it will never be.
         over = submission is None or submission.status.is_terminal
-        turn = None if over else self._attention.turn(job.id)
-        stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
-        reading = read(seen, stored, now=int(self._clock()))
-        self._instruments.read(stored, self._clock())
+        turn = None if over else self.attention.turn(job.id)
+        stored = self.store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
+        reading = read(seen, stored, now=int(self.clock()))
+        self.instruments.read(stored, self.clock())
         has_more = len(stored) == _MOST_EVENTS
         after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading)
-        self._attention.looked(job.id, now=self._clock(), version=after.version, heard=bool(stored), has_more=has_more)
+        self.attention.looked(job.id, now=self.clock(), version=after.version, heard=bool(stored), has_more=has_more)
         return after
 
     def _finish(self, reading: Reading, submission: Submission | None) -> Job:
         ended = reading.job
-        self._lease.check()
+        self.lease.check()
         if submission is not None:
-            self._store.save_logs(ended.attempt_id, self._cluster.logs(_submission_id(ended)))
+            self.store.save_logs(ended.attempt_id, self.cluster.logs(_submission_id(ended)))
         model = self._outcomes.decide(reading, submission)
         settled = self._store_change(reading.job, events=reading.events, points=reading.points, model=model)
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
@@ -359,19 +336,19 @@ class Reconciler:
     def _tidy_up(self, job_id: str) -> None:
         """Discard the job's inputs. A store that is away keeps them; that changes nothing for the job."""
         try:
-            self._store.discard_inputs(job_id)
+            self.store.discard_inputs(job_id)
         except StorageError as error:
             self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
     def _keep(self, before: Job, reading: Reading) -> Job:
         """Store what a running attempt has said, and stop it if it must not go on."""
-        reason = reading.job.attempt.stopping or self._limits.exceeded(reading.job, self._clock())
+        reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock())
         if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
         self._cap_cost(reading)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
-            self._lease.check()
-            self._store.request_pause(reading.job.attempt_id)
+            self.lease.check()
+            self.store.request_pause(reading.job.attempt_id)
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
         job = reading.job
         if job != before:
@@ -383,8 +360,8 @@ class Reconciler:
     def _cap_cost(self, reading: Reading) -> None:
         """Pause a job that has cost more than it may."""
         job = reading.job
-        cap = cost_cap(job.spec, self._policies.policy(job.tenant))
-        cost = self._prices.cost_of(job, self._clock())
+        cap = cost_cap(job.spec, self.policies.policy(job.tenant))
+        cost = self.prices.cost_of(job, self.clock())
         if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
             return
         message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
@@ -393,7 +370,7 @@ class Reconciler:
     def _seen_by_ray(self, job: Job) -> Job:
         if job.attempt.submitted_at is not None:
             return job
-        return replace(job, attempt=replace(job.attempt, submitted_at=self._clock()))
+        return replace(job, attempt=replace(job.attempt, submitted_at=self.clock()))
 
 
 def _is_to_end(job: Job) -> bool:

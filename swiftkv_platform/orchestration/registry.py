@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
+from swiftkv_platform.orchestration.changes import Expected
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import Clock
-from swiftkv_platform.orchestration.versions import Expected
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
@@ -64,43 +64,40 @@ class Registry(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class RegistryService:
     """Promoting, rolling back and looking up."""
 
-    def __init__(self, registry: Registry, *, clock: Clock) -> None:
-        self._registry = registry
-        self._clock = clock
+    registry: Registry
+    clock: Clock
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
-        """The model that a `mdl_` id, a `job_` id or an alias stands for; and the alias, if it is one.
-
-        Raises `InvalidInputError`.
-        """
+        """The model that a `mdl_` id, a `job_` id or an alias stands for, and the alias. Raises `InvalidInputError`."""
         if name.startswith("mdl_"):
             try:
-                return self._registry.get_model(name, tenant=tenant), None
+                return self.registry.get_model(name, tenant=tenant), None
             except NotFoundError as error:
                 raise _no_model(name) from error
         if name.startswith("job_"):
-            model = self._registry.model_of_job(name, tenant=tenant)
+            model = self.registry.model_of_job(name, tenant=tenant)
             if model is None:
                 raise _no_model(name)
             return model, None
-        stack = _stack(self._registry.promotions(tenant=tenant, alias=name))
+        stack = _stack(self.registry.promotions(tenant=tenant, alias=name))
         if not stack:
             raise _no_model(name)
-        return self._registry.get_model(stack[-1], tenant=tenant), name
+        return self.registry.get_model(stack[-1], tenant=tenant), name
 
     def aliases(self, tenant: str) -> Mapping[str, Sequence[Promotion]]:
         """History by alias."""
         found: dict[str, list[Promotion]] = {}
-        for promotion in self._registry.promotions(tenant=tenant):
+        for promotion in self.registry.promotions(tenant=tenant):
             found.setdefault(promotion.alias, []).append(promotion)
         return found
 
     def history(self, alias: str, tenant: str) -> Sequence[Promotion]:
         """Raises `NotFoundError` for an alias that nothing was ever promoted to."""
-        found = self._registry.promotions(tenant=tenant, alias=alias)
+        found = self.registry.promotions(tenant=tenant, alias=alias)
         if not found:
             raise NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
         return found
@@ -108,37 +105,33 @@ class RegistryService:
     def promote(
         self, model_id: str, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None
     ) -> Promotion:
-        """Let `alias` stand for the model; promoting what it stands for already changes nothing.
-
-        Args:
-            expected: versions of the alias that may be changed; 0 is that of one that stands for nothing yet. None: the
-                one it is at when this is called.
+        """Let `alias` stand for the model; promoting what it stands for already changes nothing. `expected` are the
+        versions of the alias that may be changed (0: it stands for nothing yet), None the one it is at now.
 
         Raises `NotFoundError` for an unknown model, `PreconditionFailedError` for an alias at another version than
         `expected`, and `StaleVersionError` where another model is promoted at the same time.
         """
-        model = self._registry.get_model(model_id, tenant=tenant)
-        seen = _version(self._registry.promotions(tenant=tenant, alias=alias))
+        model = self.registry.get_model(model_id, tenant=tenant).id
+        seen, now = _version(self.registry.promotions(tenant=tenant, alias=alias)), int(self.clock())
 
         def decide(history: Sequence[Promotion]) -> Promotion:
             if expected is not None:
                 expected.check(f"alias {alias!r}", _version(history))
-            if history and history[-1].model == model.id:
+            previous = history[-1].model if history else None
+            if previous == model:
                 return history[-1]
             if expected is None:
                 _check_unchanged(alias, seen, history)
-            previous = history[-1].model if history else None
             version = _version(history) + 1
-            return self._promotion(alias, "promote", model.id, previous, version, tenant=tenant, by=by, reason=reason)
+            return Promotion(new_id("prm"), tenant, alias, "promote", model, previous, reason, by, now, version)
 
         return self._store(alias, tenant, decide)
 
     def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
-        """Let `alias` stand for what it stood for before its present model was promoted.
-
-        Raises `NotFoundError` for an unknown alias, `ConflictError` where there is nothing before, and as `promote`.
+        """Let `alias` stand for what it stood for before its present model was promoted. Raises `NotFoundError` for an
+        unknown alias, `ConflictError` where there is nothing before, and as `promote`.
         """
-        seen = _version(self.history(alias, tenant))
+        seen, now = _version(self.history(alias, tenant)), int(self.clock())
 
         def decide(history: Sequence[Promotion]) -> Promotion:
             if expected is None:
@@ -152,10 +145,8 @@ class RegistryService:
                     field="alias",
                     value=alias,
                 )
-            version = _version(history) + 1
-            return self._promotion(
-                alias, "rollback", stack[-2], stack[-1], version, tenant=tenant, by=by, reason=reason
-            )
+            model, previous, version = stack[-2], stack[-1], _version(history) + 1
+            return Promotion(new_id("prm"), tenant, alias, "rollback", model, previous, reason, by, now, version)
 
         return self._store(alias, tenant, decide)
 
@@ -166,23 +157,8 @@ class RegistryService:
             made.append(decide(history))
             return made[-1]
 
-        self._registry.promote(remember, alias, tenant, _swap)
+        self.registry.promote(remember, alias, tenant, _swap)
         return made[-1]
-
-    def _promotion(
-        self,
-        alias: str,
-        action: Literal["promote", "rollback"],
-        model: str,
-        previous: str | None,
-        version: int,
-        *,
-        tenant: str,
-        by: str,
-        reason: str,
-    ) -> Promotion:
-        now = int(self._clock())
-        return Promotion(new_id("prm"), tenant, alias, action, model, previous, reason, by, now, version)
 
 
 def _swap(deployment: Deployment, model: Model) -> tuple[ResolvedDeployment, DeploymentState]:
@@ -246,8 +222,8 @@ def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int
 
 def _no_model(name: str) -> InvalidInputError:
     return InvalidInputError(
-        f"model is {name!r}: there is no such model; a `mdl_` id, the `job_` id of a job that succeeded, or an alias "
-        "that a model was promoted to would do",
+        f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, or an "
+        "alias that a model was promoted to",
         field="model",
         value=name,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
@@ -25,10 +25,9 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.orchestration.job_limits import UNLIMITED, JobLimits
-from swiftkv_platform.orchestration.parents import ParentOf, check_parent, no_parents
+from swiftkv_platform.orchestration.limits import UNLIMITED, JobLimits
+from swiftkv_platform.orchestration.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
 from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
-from swiftkv_platform.orchestration.publishing import NOWHERE, PublishRules
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.orchestration.webhooks import WebhookRules
@@ -59,54 +58,36 @@ def _nothing(_job: Job) -> None:
     """Rehearse nothing."""
 
 
+@dataclass
 class JobService:
-    """Submitting, pausing, resuming and cancelling.
+    """Submitting, pausing, resuming and cancelling."""
 
-    Args:
-        files: uploaded files that a spec names.
-        parents: what a spec continues from.
-        publishing: where models may be published.
-        rehearse: called with every job before it is stored; what it raises keeps the job from being stored. A caller
-            that answers with the job writes the answer here, so that nothing is stored that could not be answered.
-    """
-
-    def __init__(
-        self,
-        jobs: JobRepository,
-        *,
-        clock: Clock,
-        read_object: ReadObject,
-        rules: SourceRules = NO_RULES,
-        policies: Policies = NO_LIMITS,
-        webhooks: WebhookRules = NO_WEBHOOKS,
-        prices: Prices = FREE,
-        machines: Machines = DEFAULT_MACHINES,
-        limits: JobLimits = UNLIMITED,
-        files: FilesOf = no_files,
-        parents: ParentOf = no_parents,
-        publishing: PublishRules = NOWHERE,
-        rehearse: Callable[[Job], object] = _nothing,
-    ) -> None:
-        self._limits = limits
-        self._files = files
-        self._parents = parents
-        self._publishing = publishing
-        self._rehearse = rehearse
-        self._jobs = jobs
-        self._clock = clock
-        self._read_object = read_object
-        self._rules = rules
-        self._policies = policies
-        self._webhooks = webhooks
-        self._prices = prices
-        self._machines = machines
+    jobs: JobRepository
+    _: KW_ONLY
+    clock: Clock
+    read_object: ReadObject
+    rules: SourceRules = NO_RULES
+    policies: Policies = NO_LIMITS
+    webhooks: WebhookRules = NO_WEBHOOKS
+    prices: Prices = FREE
+    machines: Machines = DEFAULT_MACHINES
+    limits: JobLimits = UNLIMITED
+    files: FilesOf = no_files
+    """Uploaded files that a spec names."""
+    parents: ParentOf = no_parents
+    """Model or checkpoint that a spec continues from."""
+    publishing: PublishRules = NOWHERE
+    """Places where models may be published."""
+    rehearse: Callable[[Job], object] = _nothing
+    """Called with every job before it is stored; what it raises keeps the job from being stored. A caller that answers
+    with the job writes the answer here, so that nothing is stored that could not be answered."""
 
     def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
         """Everything `submit` checks but the queue's length, and how long the job would take; stores nothing.
 
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
         """
-        measured, machines = self._measured(spec, caller), self._machines
+        measured, machines = self._measured(spec, caller), self.machines
         if measured is not None:
             speed, source = measured
             machines = machines.model_copy(update={"flops_per_second": speed.flops_per_second, "flops_source": source})
@@ -116,39 +97,39 @@ class JobService:
     def _measured(self, spec: JobSpec, caller: Caller) -> tuple[Speed, str] | None:
         """Speed of a job like this one, else the configured one, and where it is from."""
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
-        earlier = self._jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
+        earlier = self.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
         measured = speed_for(spec, earlier)
-        if measured is None and self._machines.flops_per_second is not None:
-            return Speed(self._machines.flops_per_second, 0.0, 0.0), self._machines.flops_source
+        if measured is None and self.machines.flops_per_second is not None:
+            return Speed(self.machines.flops_per_second, 0.0, 0.0), self.machines.flops_source
         return measured
 
     def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, Estimate]:
         """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
-        self._limits.check(spec)
-        organizations = self._policies.policy(caller.tenant).hub_organizations
+        self.limits.check(spec)
+        organizations = self.policies.policy(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
-            self._publishing.check(spec.publish.publication, caller.tenant)
+            self.publishing.check(spec.publish.publication, caller.tenant)
         if spec.only_publishes:
             self._check_demand(spec, caller.tenant)
             return self._continued(spec, caller, Estimate())
-        access = self._rules.access(caller.tenant, organizations, self._files(spec, caller.tenant))
+        access = self.rules.access(caller.tenant, organizations, self.files(spec, caller.tenant))
         access.check(spec)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
-            self._webhooks.check(spec.webhook, caller.tenant)
-        if spec.limits.cost_cap is not None and not self._prices.are_known:
+            self.webhooks.check(spec.webhook, caller.tenant)
+        if spec.limits.cost_cap is not None and not self.prices.are_known:
             raise InvalidInputError(
                 f"limits.cost_cap is {spec.limits.cost_cap:g}, but the operator has set no prices "
                 "(SWIFTKV_GPU_HOUR_PRICE, SWIFTKV_CPU_HOUR_PRICE), so no job has a cost; leave it out",
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        found = validate(spec, self._read_object, access=access, machines=machines)
+        found = validate(spec, self.read_object, access=access, machines=machines)
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: Estimate) -> tuple[JobSpec, Estimate]:
         """The same, once what the spec continues from is known to fit."""
-        parent = self._parents(spec, caller.tenant)
+        parent = self.parents(spec, caller.tenant)
         if parent is not None:
             check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
             training = spec.training.model_copy(update={"from_": parent.parent.name})
@@ -161,12 +142,13 @@ class JobService:
             return found
         speed, source = measured
         if found.process_memory is not None and speed.process_memory is not None:
-            found = replace(found, process_memory=speed.process_memory)
+            found = found.model_copy(update={"process_memory": speed.process_memory})
         if found.total_flops is None or spec.sweep is not None:
             return found
         training = found.total_flops / (speed.flops_per_second * spec.resources.max_workers)
         seconds = speed.startup_s + training + speed.finish_s
-        return replace(found, seconds=seconds, speed_source=source, cost=self._prices.cost(spec, seconds))
+        cost = self.prices.cost(spec, seconds)
+        return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
 
     def submit(
         self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None, traceparent: str | None = None
@@ -178,10 +160,10 @@ class JobService:
         too many of the tenant's jobs wait already, and as `validate`.
         """
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
-        if idempotency is not None and (known := self._jobs.recall(caller.tenant, idempotency)) is not None:
+        if idempotency is not None and (known := self.jobs.recall(caller.tenant, idempotency)) is not None:
             return known
-        spec, foreseen = self._check(spec, caller, self._machines)
-        now = int(self._clock())
+        spec, foreseen = self._check(spec, caller, self.machines)
+        now = int(self.clock())
         job = Job(
             id=new_id("job"),
             tenant=caller.tenant,
@@ -192,17 +174,17 @@ class JobService:
             planned_memory=foreseen.memory_per_worker,
             traceparent=traceparent,
         )
-        self._rehearse(job)
-        most = self._policies.policy(caller.tenant).max_queued_jobs
-        return self._jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
+        self.rehearse(job)
+        most = self.policies.policy(caller.tenant).max_queued_jobs
+        return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
-        exceeded = Demand.of(spec).exceeded_limit(self._policies.policy(tenant))
+        exceeded = Demand.of(spec).exceeded_limit(self.policies.policy(tenant))
         if exceeded is not None:
             name, asked, most = exceeded
             raise OverQuotaError(
                 f"the job asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} is "
-                f"{most:g}: it could never start; fewer or smaller resources.num_workers would do",
+                f"{most:g}: it could never start; use fewer or smaller resources.num_workers",
                 field="resources",
                 value=asked,
             )
@@ -262,8 +244,8 @@ class JobService:
         return self._change(job_id, caller, step)
 
     def _check_cost(self, job: Job) -> None:
-        cap = lowest_cost_cap(job.spec, self._policies.policy(job.tenant))
-        cost = self._prices.cost_of(job, self._clock())
+        cap = lowest_cost_cap(job.spec, self.policies.policy(job.tenant))
+        cost = self.prices.cost_of(job, self.clock())
         if cap is not None and cost is not None and cost > cap:
             raise ConflictError(
                 f"job {job.id} has cost {cost:.2f} and may cost {cap:.2f}; resume it with a `cost_cap` above its cost, "
@@ -275,12 +257,12 @@ class JobService:
     def _change(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
         """Store what `step` makes of the job, read again while others change it; no events: nothing is to be done."""
         for _ in range(_UPDATE_TRIES):
-            changed, events = step(self._jobs.get(job_id, tenant=caller.tenant), int(self._clock()))
+            changed, events = step(self.jobs.get(job_id, tenant=caller.tenant), int(self.clock()))
             if not events:
                 return changed
-            self._rehearse(changed)
+            self.rehearse(changed)
             try:
-                return self._jobs.update(changed, events=events)
+                return self.jobs.update(changed, events=events)
             except StaleVersionError as error:
                 latest = error
         raise latest

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
@@ -39,63 +41,48 @@ _TICK_S = 1.0
 _MOST_FAILURES = 3
 """Failures of the store in a row after which a round ends: it is away."""
 
-_Page = Callable[[str | None], Sequence[str]]
 
-
+@dataclass
 class Sweeper:
-    """One round after the other, a tick at a time.
+    """One round after the other, a tick at a time."""
 
-    Args:
-        interval_s: pause between two rounds.
-        also: called with every tick, before anything is swept.
-        monotonic: the clock by which a tick's time is limited.
-    """
-
-    def __init__(
-        self,
-        rows: RetainedRows,
-        objects: RetainedObjects,
-        retention: Retention,
-        clock: Clock,
-        *,
-        interval_s: float = 3600.0,
-        also: Callable[[], None] = lambda: None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._rows = rows
-        self._objects = objects
-        self._retention = retention
-        self._clock = clock
-        self._interval_s = interval_s
-        self._also = also
-        self._monotonic = monotonic
-        self._round: Iterator[Swept] | None = None
-        self._next_round = 0.0
-        self._failures = 0
-        self._log = get_logger(loop=SWEEPER)
-        self.counts = Counts()
-        """Empty until this process has counted."""
-        self.swept: dict[str, Swept] = {}
-        """Removed by this process, by kind."""
+    rows: RetainedRows
+    objects: RetainedObjects
+    retention: Retention
+    clock: Clock
+    _: KW_ONLY
+    interval_s: float = 3600.0
+    """Pause between two rounds."""
+    also: Callable[[], None] = lambda: None
+    """Called with every tick, before anything is removed."""
+    monotonic: Callable[[], float] = time.monotonic
+    """Clock by which a tick's time is limited."""
+    counts: Counts = field(default=Counts(), init=False)
+    """Empty until this process has counted."""
+    swept: dict[str, Swept] = field(default_factory=dict, init=False)
+    """Removed by this process, by kind."""
+    _round: Iterator[Swept] | None = field(default=None, init=False)
+    _next_round: float = field(default=0.0, init=False)
+    _failures: int = field(default=0, init=False)
 
     def tick(self) -> None:
         """Go on with the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
-        self._also()
+        self.also()
         if self._round is None:
-            if self._clock() < self._next_round:
+            if self.clock() < self._next_round:
                 return
             self._round = self._round_and_counts()
-        until = self._monotonic() + _TICK_S
+        until = self.monotonic() + _TICK_S
         try:
             for swept in self._round:
                 self.swept[swept.kind] = self.swept.get(swept.kind, Swept(swept.kind)) + swept
-                if self._monotonic() >= until:
+                if self.monotonic() >= until:
                     return
         except Exception:
             self._round = None  # a generator that has raised is at its end; the next tick begins anew
             raise
         self._round = None
-        self._next_round = self._clock() + self._interval_s
+        self._next_round = self.clock() + self.interval_s
 
     def _round_and_counts(self) -> Iterator[Swept]:
         yield from self.round()
@@ -109,7 +96,7 @@ class Sweeper:
 
         Raises `DatabaseUnavailableError`, and `StorageError` where the store fails again and again.
         """
-        now, kept = self._clock(), self._retention
+        now, kept = self.clock(), self.retention
         self._failures = 0
         yield from self._deleted(dry_run=dry_run)
         for kind in Kind:
@@ -124,10 +111,7 @@ class Sweeper:
             yield from self._deleted(dry_run=False)
 
     def _of_ended_jobs(self, kind: Kind, before: float, *, dry_run: bool) -> Iterator[Swept]:
-        def page(after: str | None) -> Sequence[str]:
-            return self._rows.ended_jobs(kind, before=before, limit=_PAGE, after=after)
-
-        for job_id in _all(page):
+        for job_id in _all(partial(self.rows.ended_jobs, kind, before=before)):
             try:
                 yield from self._of_job(job_id, kind, dry_run=dry_run)
             except StorageError as error:
@@ -135,7 +119,7 @@ class Sweeper:
                 continue
             self._failures = 0
             if not dry_run:
-                self._rows.mark_swept(job_id, kind)
+                self.rows.mark_swept(job_id, kind)
             yield Swept(kind)
 
     def _of_job(self, job_id: str, kind: Kind, *, dry_run: bool) -> Iterator[Swept]:
@@ -144,98 +128,79 @@ class Sweeper:
         elif kind is Kind.METRICS:
             yield from self._points(job_id, dry_run=dry_run)
         else:
-            for place in self._objects.places(job_id, kind):
+            for place in self.objects.places(job_id, kind):
                 yield from self._at(place, kind, dry_run=dry_run)
 
     def _events(self, job_id: str, *, dry_run: bool) -> Iterator[Swept]:
         if dry_run:
-            yield Swept(Kind.EVENTS, rows=self._rows.count_events(job_id))
+            yield Swept(Kind.EVENTS, rows=self.rows.count_events(job_id))
             return
-        while gone := self._rows.remove_events(job_id, limit=_ROWS):
+        while gone := self.rows.remove_events(job_id, limit=_ROWS):
             yield Swept(Kind.EVENTS, rows=gone)
 
     def _points(self, job_id: str, *, dry_run: bool) -> Iterator[Swept]:
-        most = self._retention.metric_points
+        most = self.retention.metric_points
         if dry_run:
-            yield Swept(Kind.METRICS, rows=max(self._rows.count_points(job_id) - most, 0))
+            yield Swept(Kind.METRICS, rows=max(self.rows.count_points(job_id) - most, 0))
             return
-        while gone := self._rows.thin_points(job_id, most=most, limit=_ROWS):
+        while gone := self.rows.thin_points(job_id, most=most, limit=_ROWS):
             yield Swept(Kind.METRICS, rows=gone)
 
     def _at(self, place: str, kind: str, *, dry_run: bool) -> Iterator[Swept]:
         after: str | None = None
         while True:
             if dry_run:
-                batch = self._objects.measure(place, limit=_OBJECTS, after=after)
+                batch = self.objects.measure(place, limit=_OBJECTS, after=after)
             else:
-                batch = self._objects.remove(place, limit=_OBJECTS)
+                batch = self.objects.remove(place, limit=_OBJECTS)
             yield Swept(kind, objects=batch.objects, bytes=batch.bytes)
             after = batch.next
             if after is None:
                 return
 
     def _old_rows(self, now: float, *, dry_run: bool) -> Iterator[Swept]:
-        rows, kept = self._rows, self._retention
-        removals: dict[str, Callable[[], int]] = {
-            "sessions": lambda: rows.remove_sessions(now=now, limit=_ROWS, dry_run=dry_run)
-        }
-        if kept.deliveries:
-            before = now - kept.deliveries * DAY_S
-            removals["deliveries"] = lambda: rows.remove_deliveries(before=before, limit=_ROWS, dry_run=dry_run)
-        if kept.idempotency_keys:
-            since = now - kept.idempotency_keys * DAY_S
-            removals["idempotency_keys"] = lambda: rows.remove_idempotency_keys(
-                before=since, limit=_ROWS, dry_run=dry_run
-            )
-        if kept.audit:
-            earliest = now - kept.audit * DAY_S
-            removals["audit"] = lambda: rows.remove_audit(before=earliest, limit=_ROWS, dry_run=dry_run)
-        if kept.promotions:
-            oldest = now - kept.promotions * DAY_S
-            removals["promotions"] = lambda: rows.trim_promotions(before=oldest, keep=kept.rollbacks, dry_run=dry_run)
-        for kind, remove in removals.items():
-            while gone := remove():
+        rows, kept = self.rows, self.retention
+        removals: tuple[tuple[str, float, Callable[..., int]], ...] = (
+            ("deliveries", kept.deliveries, partial(rows.remove_deliveries, limit=_ROWS)),
+            ("idempotency_keys", kept.idempotency_keys, partial(rows.remove_idempotency_keys, limit=_ROWS)),
+            ("audit", kept.audit, partial(rows.remove_audit, limit=_ROWS)),
+            ("promotions", kept.promotions, partial(rows.trim_promotions, keep=kept.rollbacks)),
+        )
+        due = {"sessions": partial(rows.remove_sessions, now=now, limit=_ROWS)}
+        due |= {kind: partial(remove, before=now - days * DAY_S) for kind, days, remove in removals if days}
+        for kind, remove in due.items():
+            while gone := remove(dry_run=dry_run):
                 yield Swept(kind, rows=gone)
                 if dry_run:
                     break
 
     def _superseded_models(self, before: float, *, dry_run: bool) -> Iterator[Swept]:
-        def page(after: str | None) -> Sequence[str]:
-            return self._rows.superseded_models(before=before, limit=_PAGE, after=after)
-
-        for model_id in _all(page):
+        for model_id in _all(partial(self.rows.superseded_models, before=before)):
             try:
                 if dry_run:
-                    self._rows.check_model(model_id)
+                    self.rows.check_model(model_id)
                     yield Swept("models", rows=1)
-                    yield from self._at(self._rows.model_prefix(model_id), "models", dry_run=True)
+                    yield from self._at(self.rows.model_prefix(model_id), "models", dry_run=True)
                 else:
-                    yield Swept("models", rows=self._rows.delete_model(model_id, by=SWEEPER, now=self._clock()))
+                    yield Swept("models", rows=self.rows.delete_model(model_id, by=SWEEPER, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
-                self._log.debug("model stays", model_id=model_id, reason=error.message)
+                get_logger(loop=SWEEPER).debug("model stays", model_id=model_id, reason=error.message)
 
     def _expired_jobs(self, before: float, *, dry_run: bool) -> Iterator[Swept]:
-        def page(after: str | None) -> Sequence[str]:
-            return self._rows.expired_jobs(before=before, limit=_PAGE, after=after)
-
-        for job_id in _all(page):
+        for job_id in _all(partial(self.rows.expired_jobs, before=before)):
             try:
                 if dry_run:
-                    self._rows.check_job(job_id)
-                    yield Swept("jobs", rows=self._rows.count_job(job_id))
+                    self.rows.check_job(job_id)
+                    yield Swept("jobs", rows=self.rows.count_job(job_id))
                     yield from self._at(f"jobs/{job_id}", "jobs", dry_run=True)
                 else:
-                    yield Swept("jobs", rows=self._rows.delete_job(job_id, by=SWEEPER, now=self._clock()))
+                    yield Swept("jobs", rows=self.rows.delete_job(job_id, by=SWEEPER, now=self.clock()))
             except (ConflictError, NotFoundError) as error:
-                self._log.debug("job stays", job_id=job_id, reason=error.message)
+                get_logger(loop=SWEEPER).debug("job stays", job_id=job_id, reason=error.message)
 
     def _deleted(self, *, dry_run: bool) -> Iterator[Swept]:
         """Objects of what has been deleted. One whose objects cannot be removed is tried again in the next round."""
-
-        def page(after: str | None) -> Sequence[str]:
-            return self._rows.deletions(limit=_PAGE, after=after)
-
-        for prefix in _all(page):
+        for prefix in _all(self.rows.deletions):
             try:
                 yield from self._at(prefix, "deleted", dry_run=dry_run)
             except StorageError as error:
@@ -243,22 +208,22 @@ class Sweeper:
                 continue
             self._failures = 0
             if not dry_run:
-                self._rows.forget_deletion(prefix)
+                self.rows.forget_deletion(prefix)
 
     def _note_failure(self, subject: str, error: StorageError) -> None:
         """Raises the error where the store has failed several times in a row."""
         self._failures += 1
-        self._log.warning("not swept", subject=subject, reason=error.message)
+        get_logger(loop=SWEEPER).warning("not swept", subject=subject, reason=error.message)
         if self._failures >= _MOST_FAILURES:
             raise error
 
     def _count(self) -> Iterator[Swept]:
-        rows = self._rows.count_rows()
+        rows = self.rows.count_rows()
         objects: dict[str, int] = {}
         sizes: dict[str, int] = {}
         after: str | None = None
         while True:
-            found, after = self._objects.count(limit=_COUNTED, after=after)
+            found, after = self.objects.count(limit=_COUNTED, after=after)
             for kind, (number, size) in found.items():
                 objects[kind] = objects.get(kind, 0) + number
                 sizes[kind] = sizes.get(kind, 0) + size
@@ -268,9 +233,9 @@ class Sweeper:
         self.counts = Counts(rows, objects, sizes)
 
 
-def _all(page: _Page) -> Iterator[str]:
+def _all(page: Callable[..., Sequence[str]]) -> Iterator[str]:
     """Ids of all pages."""
     after: str | None = None
-    while ids := page(after):
+    while ids := page(limit=_PAGE, after=after):
         yield from ids
         after = ids[-1]

@@ -10,11 +10,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
-from swiftkv_platform.contract.files import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
+from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
 from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
@@ -58,23 +58,16 @@ class FileLimits:
     max_rows: int = 1_000_000
 
 
+@dataclass
 class FileService:
     """Callers' operations on files."""
 
-    def __init__(
-        self,
-        files: FileRepository,
-        objects: FileObjects,
-        *,
-        clock: Clock,
-        limits: FileLimits,
-        policies: Policies = NO_LIMITS,
-    ) -> None:
-        self._files = files
-        self._objects = objects
-        self._clock = clock
-        self._limits = limits
-        self._policies = policies
+    files: FileRepository
+    objects: FileObjects
+    _: KW_ONLY
+    clock: Clock
+    limits: FileLimits
+    policies: Policies = NO_LIMITS
 
     def check_room(self, caller: Caller, announced: int) -> None:
         """Refuse an upload of `announced` bytes before it is read, where it cannot be kept.
@@ -84,14 +77,14 @@ class FileService:
         most = self._limits_of(caller).max_bytes
         if announced > most:
             raise InvalidInputError(
-                f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; several files "
-                "would do",
+                f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; use "
+                "several files",
                 field="file",
                 value=announced,
             )
-        quota = self._policies.policy(caller.tenant).max_stored_bytes
+        quota = self.policies.policy(caller.tenant).max_stored_bytes
         if quota is not None:
-            check_quota(caller.tenant, self._files.used_bytes(caller.tenant), announced, quota)
+            check_quota(caller.tenant, self.files.used_bytes(caller.tenant), announced, quota)
 
     def upload(
         self, content: IO[bytes], *, filename: str, purpose: Purpose, expires_after_s: int | None, caller: Caller
@@ -103,7 +96,7 @@ class FileService:
             InvalidInputError, QuotaExceededError: as `check_room`.
             StorageError, DatabaseUnavailableError: not kept.
         """
-        limits, now = self._limits_of(caller), int(self._clock())
+        limits, now = self._limits_of(caller), int(self.clock())
         with tempfile.TemporaryDirectory(prefix="upload-") as directory:
             path = Path(directory) / f"rows{SUFFIX}"
             with path.open("wb") as copy:
@@ -124,65 +117,64 @@ class FileService:
                 columns=found.columns,
                 expires_at=None if expires_after_s is None else now + expires_after_s,
             )
-            self._objects.upload_file(path, file.key)
+            self.objects.upload_file(path, file.key)
         try:
-            return self._files.add(file, max_bytes=self._policies.policy(caller.tenant).max_stored_bytes)
+            return self.files.add(file, max_bytes=self.policies.policy(caller.tenant).max_stored_bytes)
         except DatabaseUnavailableError:
             raise  # The row may be there although its answer is not; without one, the sweeper takes the object.
         except Exception:
-            self._objects.delete(file.key)
+            self.objects.delete(file.key)
             raise
 
     def content(self, file_id: str, caller: Caller) -> tuple[File, Iterator[bytes]]:
         """The file and its bytes. Raises `NotFoundError`."""
-        file = self._files.get(file_id, tenant=caller.tenant)
-        return file, self._objects.stream(file.key)
+        file = self.files.get(file_id, tenant=caller.tenant)
+        return file, self.objects.stream(file.key)
 
     def delete(self, file_id: str, caller: Caller) -> None:
         """Delete a file. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
-        file = self._files.remove(file_id, tenant=caller.tenant)
-        self._objects.delete(file.key)
+        file = self.files.remove(file_id, tenant=caller.tenant)
+        self.objects.delete(file.key)
 
     def _limits_of(self, caller: Caller) -> FileLimits:
-        policy = self._policies.policy(caller.tenant)
+        policy = self.policies.policy(caller.tenant)
         return FileLimits(
-            min(self._limits.max_bytes, policy.max_file_bytes or self._limits.max_bytes),
-            min(self._limits.max_rows, policy.max_file_rows or self._limits.max_rows),
+            min(self.limits.max_bytes, policy.max_file_bytes or self.limits.max_bytes),
+            min(self.limits.max_rows, policy.max_file_rows or self.limits.max_rows),
         )
 
 
+@dataclass
 class FileSweeper:
     """Deletes files whose time is over and that no job uses, and objects that interrupted uploads have left."""
 
-    def __init__(self, files: FileRepository, objects: FileObjects, clock: Clock) -> None:
-        self._files = files
-        self._objects = objects
-        self._clock = clock
-        self._next = 0.0
-        self._log = get_logger()
+    files: FileRepository
+    objects: FileObjects
+    clock: Clock
+    _next: float = field(default=0.0, init=False)
 
     def tick(self) -> None:
         """Look every ten minutes. Raises as the repository and the store do."""
-        now = self._clock()
+        now = self.clock()
         if now < self._next:
             return
         self._next = now + _SWEEP_INTERVAL_S
-        for file in self._files.expired(now, limit=_MOST_SWEPT):
+        for file in self.files.expired(now, limit=_MOST_SWEPT):
             self._expire(file)
         self._remove_orphans(now)
 
     def _expire(self, file: File) -> None:
         try:
-            self._files.remove(file.id, tenant=file.tenant)
+            self.files.remove(file.id, tenant=file.tenant)
         except (ConflictError, NotFoundError) as error:  # in use, or deleted meanwhile
-            self._log.info("file kept past its time", file=file.id, reason=error.message)
+            get_logger().info("file kept past its time", file=file.id, reason=error.message)
             return
-        self._objects.delete(file.key)
-        self._log.info("file expired", file=file.id, tenant=file.tenant)
+        self.objects.delete(file.key)
+        get_logger().info("file expired", file=file.id, tenant=file.tenant)
 
     def _remove_orphans(self, now: float) -> None:
         old: dict[str, str] = {}
-        for entry in self._objects.list(PREFIX):
+        for entry in self.objects.list(PREFIX):
             name = entry.key.rpartition("/")[2].removesuffix(SUFFIX)
             if is_file_id(name) and made_at(name) < now - _UPLOAD_TIME_S:
                 old[name] = entry.key
@@ -192,6 +184,6 @@ class FileSweeper:
         self._remove_unknown(old)
 
     def _remove_unknown(self, keys: Mapping[str, str]) -> None:
-        for file_id in keys.keys() - self._files.known(list(keys)):
-            self._objects.delete(keys[file_id])
-            self._log.info("object without a file removed", key=keys[file_id])
+        for file_id in keys.keys() - self.files.known(list(keys)):
+            self.objects.delete(keys[file_id])
+            get_logger().info("object without a file removed", key=keys[file_id])

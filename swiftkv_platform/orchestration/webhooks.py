@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -82,23 +82,23 @@ def recipients(policies: Policies) -> Recipients:
     return find
 
 
+@dataclass(frozen=True)
 class SecretFiles:
     """Secrets as files `{directory}/{tenant}/{name}`, such as a mounted Kubernetes secret."""
 
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
+    directory: Path | None = None
 
     def read(self, tenant: str, name: str) -> Secret:
         """Raises `InvalidInputError`, naming where it was looked for, and never its value."""
         where = f"tenant {tenant!r} has no secret {name!r}"
-        if self._directory is None:
+        if self.directory is None:
             raise InvalidInputError(
                 f"{where}: the operator names no directory of secrets (SWIFTKV_SECRETS_DIR)",
                 field="webhook.secret_ref",
                 value=name,
             )
         try:
-            text = (self._directory / tenant / name).read_text(encoding="utf-8")
+            text = (self.directory / tenant / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInputError(
                 f"{where}; the operator keeps it as {tenant}/{name} below SWIFTKV_SECRETS_DIR",
@@ -114,7 +114,7 @@ class WebhookRules:
 
     origins: Sequence[str] = ()
     """`https://host`, `https://*.domain` or `http://host:port`; without any, webhooks are refused."""
-    secrets: SecretFiles = field(default_factory=lambda: SecretFiles(None))
+    secrets: SecretFiles = SecretFiles()
 
     def check(self, webhook: WebhookSpec, tenant: str) -> Secret:
         """The secret that signs. Raises `InvalidInputError` for a closed address or a missing secret."""

@@ -4,46 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv_platform.errors import UnauthenticatedError
-from swiftkv_platform.security.keys import KEY_PREFIX, KeyRing
+from swiftkv_platform.security.keys import KEY_PREFIX, KeyRing, bearer_token
 from swiftkv_platform.security.principals import Principal
 
 if TYPE_CHECKING:
     from swiftkv_platform.security.tokens import TokenVerifier
 
 
+@dataclass(frozen=True)
 class Credentials:
     """Keys, tokens, or both."""
 
-    def __init__(self, key_ring: KeyRing | None, tokens: TokenVerifier | None) -> None:
-        self._key_ring = key_ring
-        self._tokens = tokens
+    key_ring: KeyRing | None
+    tokens: TokenVerifier | None
 
     @property
     def operator_files(self) -> Mapping[str, Callable[[], bool]]:
         """Whether the newest version of each file holds, by name."""
-        files: dict[str, Callable[[], bool]] = {}
-        key_ring, tokens = self._key_ring, self._tokens
-        if key_ring is not None:
-            files["keys"] = lambda: key_ring.is_usable
-        if tokens is not None:
-            files["oidc"] = lambda: tokens.is_usable
-        return files
+        files = {"keys": self.key_ring, "oidc": self.tokens}
+        return {name: partial(getattr, file, "is_usable") for name, file in files.items() if file is not None}
 
     def authenticate(self, authorization: str | None) -> Principal:
         """The caller. One with a token may wait for its issuer. Raises `UnauthenticatedError`."""
-        if self._tokens is not None and shows_token(authorization):
-            token = _bearer(authorization)
-            if self._key_ring is None or self._key_ring.find(token) is None:
-                return self._tokens.authenticate(token)
-        if self._key_ring is None:
+        if self.tokens is not None and shows_token(authorization):
+            token = bearer_token(authorization)
+            if self.key_ring is None or self.key_ring.find(token) is None:
+                return self.tokens.authenticate(token)
+        if self.key_ring is None:
             raise UnauthenticatedError(
                 "send `Authorization: Bearer <token>`, a token of a trusted issuer", field="Authorization"
             )
-        return self._key_ring.authenticate(authorization)
+        return self.key_ring.authenticate(authorization)
 
 
 def open_credentials(
@@ -65,10 +62,5 @@ def open_credentials(
 
 def shows_token(authorization: str | None) -> bool:
     """Whether a header has the form of a token, whose issuer may have to be asked."""
-    token = _bearer(authorization)
+    token = bearer_token(authorization)
     return token.count(".") == 2 and not token.startswith(KEY_PREFIX)
-
-
-def _bearer(authorization: str | None) -> str:
-    scheme, _, token = (authorization or "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""

@@ -22,9 +22,9 @@ _TENANT = re.compile(NAME_PATTERN)
 def _address(url: str) -> str:
     parts = urlsplit(url)
     if parts.query or parts.fragment or parts.username or not parts.hostname:
-        raise ValueError(f"{url!r} is no plain address; https://host/path would do")
+        raise ValueError(f"{url!r} is no plain address; use https://host/path")
     if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
-        raise ValueError(f"{url!r} is not encrypted; https://, or http:// on loopback, would do")
+        raise ValueError(f"{url!r} is not encrypted; use https://, or http:// on loopback")
     return url
 
 

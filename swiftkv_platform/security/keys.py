@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -75,23 +75,19 @@ class KeyRing:
 
     def authenticate(self, authorization: str | None) -> ApiKey:
         """The key of an `Authorization: Bearer` header. Raises `UnauthenticatedError`."""
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
+        token = bearer_token(authorization)
+        if not token:
             raise UnauthenticatedError("send `Authorization: Bearer <key>`", field="Authorization")
-        key = self.find(token.strip())
+        key = self.find(token)
         if key is None:
             raise UnauthenticatedError("the key is unknown, or was revoked", field="Authorization")
         now = self._clock()
         if key.not_before is not None and not key.has_begun(now):
-            raise UnauthenticatedError(
-                f"key {key.name!r} holds from {_utc(key.not_before)} on; use the one before it until then",
-                field="Authorization",
-            )
+            message = f"key {key.name!r} holds from {_utc(key.not_before)} on; use the one before it until then"
+            raise UnauthenticatedError(message, field="Authorization")
         if key.expires_at is not None and key.has_expired(now):
-            raise UnauthenticatedError(
-                f"key {key.name!r} expired at {_utc(key.expires_at)}; ask the operator for another",
-                field="Authorization",
-            )
+            message = f"key {key.name!r} expired at {_utc(key.expires_at)}; ask the operator for another"
+            raise UnauthenticatedError(message, field="Authorization")
         return key
 
     def find(self, token: str) -> ApiKey | None:
@@ -108,24 +104,19 @@ class KeyRing:
         return self._file.is_usable
 
 
+def bearer_token(authorization: str | None) -> str:
+    """The token of an `Authorization: Bearer` header; empty for another one."""
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
 def _parse(content: bytes) -> dict[str, ApiKey]:
     return {key.sha256: key for key in _KeyFile.model_validate_json(content).keys}
 
 
-def create_key(
-    path: Path,
-    *,
-    name: str,
-    tenant: str,
-    scopes: frozenset[Scope],
-    expires_at: int | None = None,
-    not_before: int | None = None,
-    requests_per_minute: int | None = None,
-    tokens_per_minute: int | None = None,
-    max_priority: int = 0,
-    operator: bool = False,
-) -> str:
-    """Add a key to the file, which is made if it is missing, and return the key: it is told only now.
+def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], **rights: Any) -> str:
+    """Add a key to the file, which is made if it is missing, and return the key: it is told only now. `rights` are
+    other fields of an `ApiKey`.
 
     Raises `ConflictError` for a name that is taken and `InvalidInputError` for one that cannot be used.
     """
@@ -137,18 +128,7 @@ def create_key(
             )
         token = _new_token()
         try:
-            key = ApiKey(
-                name=name,
-                tenant=tenant,
-                scopes=scopes,
-                sha256=_digest(token),
-                expires_at=expires_at,
-                not_before=not_before,
-                requests_per_minute=requests_per_minute,
-                tokens_per_minute=tokens_per_minute,
-                max_priority=max_priority,
-                operator=operator,
-            )
+            key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_digest(token), **rights)
         except ValidationError as error:
             first = error.errors()[0]
             raise InvalidInputError(
@@ -162,13 +142,7 @@ def create_key(
 
 
 def rotate_key(
-    path: Path,
-    name: str,
-    *,
-    now: int,
-    overlap_s: int,
-    expires_at: int | None = None,
-    not_before: int | None = None,
+    path: Path, name: str, *, now: int, overlap_s: int, expires_at: int | None = None, not_before: int | None = None
 ) -> tuple[str, ApiKey]:
     """Give an owner another key with the rights of its newest one, and return it: it is told only now.
 
@@ -188,7 +162,7 @@ def rotate_key(
         _check_times(new)
         end = max(now, not_before or now) + overlap_s
         if end > LATEST:
-            raise InvalidInputError(f"overlap is {overlap_s} s; an end before the year 10000 would do", field="overlap")
+            raise InvalidInputError(f"overlap is {overlap_s} s; use an end before the year 10000", field="overlap")
         others = [key for key in keys if key.name != name or not key.has_expired(now)]
         _write(path, [*(_ending(key, end) if key.name == name else key for key in others), new])
     return token, new
@@ -216,7 +190,7 @@ def _ending(key: ApiKey, end: int) -> ApiKey:
 def _check_times(key: ApiKey) -> None:
     if key.expires_at is not None and key.not_before is not None and key.expires_at <= key.not_before:
         raise InvalidInputError(
-            f"expires_at is {key.expires_at}, not after not_before ({key.not_before}); a later end would do",
+            f"expires_at is {key.expires_at}, not after not_before ({key.not_before}); use a later end",
             field="expires_at",
             value=key.expires_at,
         )

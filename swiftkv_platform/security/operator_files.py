@@ -28,7 +28,7 @@ class OperatorFile(Generic[Content]):
     Args:
         parse: raises `ValueError` for content that cannot be used.
         field: name of the setting that names the file.
-        hint: what would do, for the error.
+        hint: what is accepted, for the error.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], Content], *, field: str, hint: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jwt
 
 from swiftkv_platform.errors import UnauthenticatedError
-from swiftkv_platform.security.issuers import Issuer, Issuers, parse_issuers
+from swiftkv_platform.security.issuers import Issuer, parse_issuers
 from swiftkv_platform.security.operator_files import OperatorFile
 from swiftkv_platform.security.principals import LATEST, Principal
 from swiftkv_platform.security.signing_keys import Clock, SigningKeys
@@ -75,7 +75,8 @@ class TokenVerifier:
         return _principal(_verified(token, header, trusted), trusted.issuer)
 
     def _parse(self, content: bytes) -> dict[str, _Trusted]:
-        return {issuer.issuer: _Trusted(issuer, self._keys_of(issuer)) for issuer in _issuers(content)}
+        issuers: tuple[Issuer, ...] = parse_issuers(content).issuers
+        return {issuer.issuer: _Trusted(issuer, self._keys_of(issuer)) for issuer in issuers}
 
     def _keys_of(self, issuer: Issuer) -> SigningKeys:
         """The issuer's keys; those that are known are kept when something else in the file changes."""
@@ -85,16 +86,11 @@ class TokenVerifier:
         return self._keys[place]
 
 
-def _issuers(content: bytes) -> tuple[Issuer, ...]:
-    parsed: Issuers = parse_issuers(content)
-    return parsed.issuers
-
-
 def _verified(token: str, header: dict[str, Any], trusted: _Trusted) -> dict[str, Any]:
     """The claims of a token with a good signature, in its time, for this platform."""
     algorithm, key_id = header.get("alg"), header.get("kid")
     if algorithm not in trusted.issuer.algorithms:
-        raise _refusal(f"the token's algorithm is not accepted; {', '.join(trusted.issuer.algorithms)} would do")
+        raise _refusal(f"the token's algorithm is not accepted; accepted are {', '.join(trusted.issuer.algorithms)}")
     if "crit" in header or not isinstance(key_id, str) or not key_id:
         raise _refusal("the token's header has no `kid`, or extensions (`crit`)")
     key = trusted.keys.find(key_id)

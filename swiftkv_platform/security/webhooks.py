@@ -43,7 +43,7 @@ class Secret:
         value = text.encode() if value is None else value
         if len(value) < _LEAST_SECRET_BYTES:
             raise InvalidInputError(
-                f"secret {name!r} has {len(value)} bytes; {_LEAST_SECRET_BYTES} or more would do",
+                f"secret {name!r} has {len(value)} bytes; use {_LEAST_SECRET_BYTES} or more",
                 field="secret_ref",
                 value=name,
             )

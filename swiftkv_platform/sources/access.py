@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from swiftkv_platform.contract.files import StoredFile, is_file_id
+from swiftkv_platform.contract.attempts import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import SUFFIXES

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from swiftkv_platform.contract.files import is_file_id
+from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import looks_like_a_path
 

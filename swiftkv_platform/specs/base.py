@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
+from swiftkv_platform.errors import lone_surrogate
 from swiftkv_platform.frozen import FiniteModel
 
 MAX_SEED = (1 << 63) - 1
@@ -97,10 +98,8 @@ class Spec(FiniteModel):
 def _check_storable(text: str) -> None:
     if "\0" in text:
         raise ValueError(f"has NUL at character {text.index(chr(0))}; leave it out")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"has a lone surrogate at character {error.start}, which is no text; leave it out") from error
+    if (place := lone_surrogate(text)) is not None:
+        raise ValueError(f"has a lone surrogate at character {place}, which is no text; leave it out")
 
 
 def looks_like_a_path(name: str, suffixes: Collection[str] = ()) -> bool:

@@ -1,4 +1,4 @@
-"""Addresses of object stores: a directory, `file:///directory` or `s3://bucket/prefix`. Does no I/O."""
+"""Addresses of object stores: directories and buckets. Does no I/O."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from urllib.parse import unquote, urlsplit
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.storage.object_store import ObjectStore, _key_fault
 
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_BUCKETS = {"s3", "gs", "az"}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
-    """The store at `uri`: a directory, `file:///directory` or `s3://bucket/prefix`. Does no I/O; `ping` does.
+    """The store at `uri`: a directory, `file:///directory`, or `s3://`, `gs://` or `az://` with a bucket and a prefix.
+    `ping` tells whether it answers.
 
     A patient store repeats what fails while its server is away for about half a minute, as a worker wants that has a
     checkpoint to save; otherwise it gives up within seconds, as a server wants that must answer.
@@ -23,11 +25,11 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
     """
     scheme = _SCHEME.match(uri)
     name = scheme.group(1).lower() if scheme else "file"
-    if name == "s3":
-        from swiftkv_platform.storage.s3_store import S3ObjectStore
+    if name in _BUCKETS:
+        from swiftkv_platform.storage.bucket_store import BucketStore
 
-        bucket, prefix = _parse_s3(uri)
-        return S3ObjectStore(bucket, prefix, patient=patient)
+        bucket, prefix = _parse_bucket(uri)
+        return BucketStore(name, bucket, prefix, patient=patient)
     if name == "file" and uri:
         from swiftkv_platform.storage.local_store import LocalObjectStore
 
@@ -35,7 +37,7 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
     raise _bad_uri(uri, "its scheme is unknown" if uri else "it is empty")
 
 
-def _parse_s3(uri: str) -> tuple[str, str]:
+def _parse_bucket(uri: str) -> tuple[str, str]:
     parts = urlsplit(uri)
     if parts.query or parts.fragment:
         raise _bad_uri(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
@@ -58,7 +60,8 @@ def _parse_file(uri: str) -> Path:
 def _bad_uri(uri: str, why: str) -> InvalidInputError:
     shown = re.sub(r"//[^/@]*@", "//", uri)
     return InvalidInputError(
-        f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory or s3://bucket/prefix",
+        f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory, "
+        "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         field="storage_uri",
         value=shown,
     )

@@ -247,7 +247,7 @@ class EventWriter:
     """Writes the numbered events of one writer of an attempt; a writer's name belongs to one process at a time.
 
     A process that takes over a name goes on after the last number. If two hold one name all the same, the slower one's
-    next `write` raises `ConflictError` (on servers with conditional writes; see `s3_store`).
+    next `write` raises `ConflictError` (on servers with conditional writes; see `bucket_store`).
     """
 
     def __init__(self, store: ObjectStore, attempt: AttemptId, writer: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from swiftkv_platform.storage.object_store import (
     PROBE_KEY,
     TEMPORARY_PREFIX,
     ObjectInfo,
+    temporary_beside,
     validate_key,
     validate_prefix,
 )
@@ -36,7 +36,7 @@ class LocalObjectStore:
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         path = self._path(key)
-        with _storage_errors("write", key), _temporary_beside(path) as temporary:
+        with _storage_errors("write", key), temporary_beside(path) as temporary:
             temporary.write_bytes(data)
             _flush(temporary)
             if not if_absent:
@@ -70,13 +70,13 @@ class LocalObjectStore:
 
     def upload_file(self, path: Path, key: str) -> None:
         target = self._path(key)
-        with _storage_errors("upload", key), _temporary_beside(target) as temporary:
+        with _storage_errors("upload", key), temporary_beside(target) as temporary:
             shutil.copyfile(path, temporary)
             _flush(temporary)
             temporary.replace(target)
 
     def download_file(self, key: str, path: Path) -> None:
-        with _storage_errors("download", key), _temporary_beside(path) as temporary:
+        with _storage_errors("download", key), temporary_beside(path) as temporary:
             shutil.copyfile(self._path(key), temporary)
             temporary.replace(path)
 
@@ -149,20 +149,6 @@ class LocalObjectStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX) or name.endswith("/"))
-
-
-@contextmanager
-def _temporary_beside(path: Path) -> Iterator[Path]:
-    """A fresh file in the directory of `path`, gone at the end unless it was moved."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        temporary.chmod(0o644)
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

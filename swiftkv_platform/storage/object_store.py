@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -108,6 +111,20 @@ def validate_prefix(prefix: str) -> str:
 def join_key(prefix: str, name: str) -> str:
     """`name` below `prefix`, which may be empty."""
     return f"{prefix.removesuffix('/')}/{name}" if prefix else name
+
+
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """A fresh file in the directory of `path`, gone at the end unless it was moved."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        temporary.chmod(0o644)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _key_fault(key: str) -> str | None:

@@ -1,7 +1,7 @@
 """Copies of published models outside the platform's own store: repositories of the hub, buckets, directories.
 
 A model is copied file by file: one of its weight files at a time is on this machine. Copying it again changes nothing.
-Credentials are this process's environment's (`HF_TOKEN`, boto3's variables).
+Credentials are this process's environment's (`HF_TOKEN`, `AWS_*`).
 """
 
 from __future__ import annotations

@@ -63,17 +63,9 @@ class Tracker(Protocol):
 class NullTracker:
     """Records nothing."""
 
-    @property
-    def info(self) -> TrackingInfo | None:
-        return None
-
-    @property
-    def files(self) -> Path | None:
-        return None
-
-    @property
-    def uploaded(self) -> bool:
-        return False
+    info: TrackingInfo | None = None
+    files: Path | None = None
+    uploaded = False
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin nothing."""

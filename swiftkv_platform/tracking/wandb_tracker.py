@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.specs import WandbSpec
-from swiftkv_platform.tracking.tracker import Table, TrackingInfo
+from swiftkv_platform.specs import TrackingSpec, WandbSpec
+from swiftkv_platform.tracking.tracker import NullTracker, Table, Tracker, TrackingInfo
 
 _KEY = "WANDB_API_KEY"
 _RETRIES = 100_000
@@ -30,21 +30,9 @@ class WandbTracker:
         self._name = name
         self._timeout_s = timeout_s
         self._run: Any = None
-        self._info: TrackingInfo | None = None
-        self._files: Path | None = None
-        self._uploaded = False
-
-    @property
-    def files(self) -> Path | None:
-        return self._files
-
-    @property
-    def uploaded(self) -> bool:
-        return self._uploaded
-
-    @property
-    def info(self) -> TrackingInfo | None:
-        return self._info
+        self.info: TrackingInfo | None = None
+        self.files: Path | None = None
+        self.uploaded = False
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         with self._guarded("start"):
@@ -84,9 +72,9 @@ class WandbTracker:
                 x_graphql_retry_max=_RETRIES,
             ),
         )
-        self._files = Path(self._run.settings.sync_dir)
+        self.files = Path(self._run.settings.sync_dir)
         url = self._run.url if mode == "online" else None
-        self._info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url)
+        self.info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._run is not None:
@@ -129,7 +117,7 @@ class WandbTracker:
                 except TimeoutError:  # the files have everything
                     get_logger().warning("tracking_not_uploaded", waited_s=self._timeout_s)
                 else:
-                    self._uploaded = self._info is not None and self._info.mode == "online"
+                    self.uploaded = self.info is not None and self.info.mode == "online"
 
     @contextmanager
     def _guarded(self, action: str) -> Iterator[None]:
@@ -137,7 +125,7 @@ class WandbTracker:
         try:
             yield
         except Exception as error:
-            self._run = self._info = None
+            self._run = self.info = None
             get_logger().warning("tracking_disabled", action=action, error=_described(error))
 
 
@@ -170,3 +158,12 @@ def _described(error: Exception) -> str:
     """The error without the key."""
     text, key = f"{type(error).__name__}: {error}", os.environ.get(_KEY)
     return text.replace(key, "***") if key else text
+
+
+def create_tracker(spec: TrackingSpec, directory: Path, *, name: str) -> Tracker:
+    """The tracker that `spec` asks for, its files below `directory`; `name` is the run's display name."""
+    if spec.wandb.mode == "disabled":
+        return NullTracker()
+    from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+
+    return WandbTracker(spec.wandb, directory, name=name)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 
 MAX_INTEGER = 2**63 - 1
 """Largest magnitude that databases and other languages hold."""
@@ -37,18 +37,13 @@ Place = tuple[str | int, ...]
 
 
 def check_json(body: bytes, *, allow_nul: bool = False) -> None:
-    """Return if a body is good, or no JSON at all, which its reader notices.
-
-    Args:
-        allow_nul: NUL in strings passes; databases cannot hold it.
-
-    Raises:
-        InvalidInputError: names the field, or `body`.
+    """Return if a body is good, or no JSON at all, which its reader notices. NUL in strings, which databases cannot
+    hold, passes with `allow_nul`. Raises `InvalidInputError` that names the field, or `body`.
     """
     try:
         body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _refused((), f"is not UTF-8 at byte {error.start}; UTF-8 would do") from error
+        raise _refused((), f"is not UTF-8 at byte {error.start}; use UTF-8") from error
     if b"\0" in body:
         raise _refused((), r"has a NUL byte; in JSON text it is written \u0000")
     if len(body) <= _ALWAYS_WALKED or _could_be_hostile(body):
@@ -57,12 +52,8 @@ def check_json(body: bytes, *, allow_nul: bool = False) -> None:
 
 def check_text(text: str, place: Place, *, allow_nul: bool = False) -> None:
     """Raise `InvalidInputError` for text that UTF-8, or with NUL a database, cannot hold."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            message = f"has a lone surrogate at character {error.start}, which is no text; leave it out"
-            raise _refused(place, message) from error
+    if (found := lone_surrogate(text)) is not None:
+        raise _refused(place, f"has a lone surrogate at character {found}, which is no text; leave it out")
     if "\0" in text and not allow_nul:
         raise _refused(place, f"has NUL at character {text.index(chr(0))}; leave it out")
 
@@ -118,7 +109,7 @@ def _check_value(document: Any, *, allow_nul: bool) -> None:
 
 def _check_integers(values: Sequence[int], place: Place) -> None:
     if max(values) > MAX_INTEGER or min(values) < -MAX_INTEGER - 1:
-        raise _refused(place, f"is an integer of more than 63 bits; -2^63..{MAX_INTEGER} would do")
+        raise _refused(place, f"is an integer of more than 63 bits; expected -2^63..{MAX_INTEGER}")
 
 
 def _check_key(key: str, place: Place) -> None:
@@ -128,7 +119,7 @@ def _check_key(key: str, place: Place) -> None:
 
 
 def _too_deep(place: Place) -> InvalidInputError:
-    return _refused(place, f"has lists and objects more than {MAX_DEPTH} deep; fewer would do")
+    return _refused(place, f"has lists and objects more than {MAX_DEPTH} deep; use fewer")
 
 
 def _refused(place: Place, problem: str) -> InvalidInputError:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.web.hostile_json import MAX_KEY_LENGTH, check_json, check_text, dotted
+from swiftkv_platform.web.middleware import Middleware
 
 MAX_QUERY_VALUE_LENGTH = 2048
 """Characters of a query parameter's value."""
@@ -20,7 +21,7 @@ _IN_PLACE = 1 << 16
 """Bytes of a body up to which checking takes less time than a thread."""
 
 
-class InputGuard:
+class InputGuard(Middleware):
     """Answers what cannot be meant as the application itself answers an `InvalidInputError`.
 
     It reads a JSON body whole before the application sees the request, so it belongs inside the limit of its size.
@@ -30,13 +31,10 @@ class InputGuard:
     """
 
     def __init__(self, app: ASGIApp, *, allow_nul: bool = False) -> None:
-        self._app = app
+        super().__init__(app)
         self._allow_nul = allow_nul
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             _check_path(scope)
             _check_query(scope)

@@ -31,10 +31,27 @@ class PageFiles(StaticFiles):
         return response
 
 
+class Middleware:
+    """An ASGI application around another one, which `handle` asks for a request's answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self.handle(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        raise NotImplementedError
+
+
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 
 
-class RequestTimes:
+class RequestTimes(Middleware):
     """Tells how long each request takes to the head of its answer: a stream may go on for hours.
 
     Args:
@@ -42,13 +59,10 @@ class RequestTimes:
     """
 
     def __init__(self, app: ASGIApp, *, answered: Callable[[str, str, int, float], None]) -> None:
-        self._app = app
+        super().__init__(app)
         self._answered = answered
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, told = time.perf_counter(), False
 
         def tell(status: int) -> None:
@@ -71,7 +85,7 @@ class RequestTimes:
             raise
 
 
-class BodyLimit:
+class BodyLimit(Middleware):
     """Refuses bodies of more than `max_bytes`, announced or not.
 
     Args:
@@ -88,15 +102,12 @@ class BodyLimit:
         refuse: Callable[[str, str], ASGIApp],
         larger: Mapping[str, int] | None = None,
     ) -> None:
-        self._app = app
+        super().__init__(app)
         self._max_bytes = max_bytes
         self._refuse = refuse
         self._larger = larger or {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         most = self._larger.get(scope["path"], self._max_bytes)
         detail = f"the body has more than {most} bytes, which is the limit"
         announced = Headers(scope=scope).get("content-length", "")

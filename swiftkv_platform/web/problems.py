@@ -1,6 +1,5 @@
-"""Errors as problem documents (RFC 9457): their statuses, types and headers, the same in every application of ours.
-
-The one place where errors become HTTP. Knows no route; how an application words a refused body is its own business.
+"""Errors as problem documents (RFC 9457), and below `/v1` in the shape that OpenAI's clients read: their statuses,
+types and headers, the same in every application of ours. The one place where errors become HTTP. Knows no route.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class FieldProblem(BaseModel):
     value: Any = None
     """Value as it was sent; null where it is missing or long."""
     message: str
-    """Statement of the problem, and of what would do."""
+    """Statement of the problem, and of what is accepted."""
 
 
 class Problem(BaseModel):
@@ -162,3 +161,53 @@ def _has_room_for(value: Any) -> bool:
             pending.extend(item)
             pending.extend(item.values() if isinstance(item, dict) else ())
     return room >= 0
+
+
+_OPENAI = "/v1/"
+_TYPES: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class OpenAIError(BaseModel):
+    """An error as OpenAI's clients know it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    message: str
+    type: str
+    param: str | None
+    """Dotted path of the field that was refused."""
+    code: str
+    """Stable machine-readable name."""
+
+
+class OpenAIErrorBody(BaseModel):
+    """Body of an answer with an error."""
+
+    error: OpenAIError
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": OpenAIErrorBody, "description": "An error in OpenAI's shape"} for status in ("4XX", "default")
+}
+"""Documentation of routes below `/v1`."""
+
+
+def openai_error(problem: Problem) -> dict[str, Any]:
+    """A problem in OpenAI's shape."""
+    kind = "server_error" if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    kind, param = _TYPES.get(problem.status, kind), problem.errors[0].field if problem.errors else None
+    return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
+
+
+def error_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer to a request that failed, in the shape that its path asks for."""
+    if _OPENAI not in problem.instance:
+        return problem_response(problem, headers)
+    # OpenAI's clients know bad input as 400.
+    bad_input = problem.status == HTTPStatus.UNPROCESSABLE_ENTITY
+    status = HTTPStatus.BAD_REQUEST if bad_input else problem.status
+    return AsciiJSON(openai_error(problem), status, {**problem_headers(problem.status), **(headers or {})})

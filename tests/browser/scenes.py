@@ -110,12 +110,7 @@ def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | No
     with serve(replicas or Script()) as serve_url:
         database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
         parts = make_components(database, LocalObjectStore(tmp_path / "store"), clock=WallClock())
-        settings = Settings(
-            home=tmp_path,
-            serve_url=serve_url,
-            publish_targets=(PUBLISH_TARGET,),
-            _env_file=None,
-        )
+        settings = Settings(home=tmp_path, serve_url=serve_url, publish_targets=(PUBLISH_TARGET,), _env_file=None)
         with served_control_plane(parts, settings) as url, httpx.Client(base_url=url) as client:
             yield Server(client, parts, settings)
 

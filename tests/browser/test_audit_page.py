@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.database.audit import SqlAudit
+from swiftkv_platform.database.access import SqlAudit
 from swiftkv_platform.orchestration.audit import AuditEntry
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -13,7 +14,7 @@ from swiftkv_platform.database.session import Database
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
-from tests.s3_servers import S3, RcloneServer, S3Server, run_moto, run_rclone, run_seaweedfs, use
+from tests.s3_servers import OTHERS, S3, RcloneServer, S3Server, run_moto, run_rclone, run_seaweedfs, use
 
 
 @pytest.fixture(scope="session")
@@ -34,12 +35,14 @@ def moto_server() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["local", "memory", *S3])
+@pytest.fixture(params=["local", "memory", *S3, *OTHERS])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     if request.param == "local":
         return open_store(str(tmp_path / "store"))
     if request.param == "memory":
         return InMemoryObjectStore()
+    if request.param in OTHERS:
+        return open_store(f"{request.param}/{uuid4().hex}")
     return open_store(use(_server(request, request.param), monkeypatch))
 
 

@@ -1,4 +1,4 @@
-"""Backup and restore, from each kind of database into each: everything comes back, or nothing does."""
+"""Backup and restore, from each kind of database into the other: everything comes back, or nothing does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.access import SqlSessions, StoredSession
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.sessions import SqlSessions, StoredSession
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, ObjectNotFoundError
 from swiftkv_platform.local.backup import back_up, restore
 from swiftkv_platform.orchestration.deployment import Deployment
@@ -62,10 +62,14 @@ def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     return job.id, spec.id
 
 
-def test_everything_comes_back(database: Database, fresh: Database, objects: LocalObjectStore, tmp_path: Path) -> None:
+def test_everything_comes_back_in_a_database_of_the_other_kind(
+    database: Database, fresh: Database, objects: LocalObjectStore, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     job_id, deployment_id = fill(database, objects)
     made = back_up(database, objects, tmp_path / "backup")
     assert made.has_objects
+    if database.is_sqlite:
+        fresh = Database(emptied(request.getfixturevalue("postgres_url")))
     elsewhere = LocalObjectStore(tmp_path / "elsewhere")
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
@@ -76,47 +80,46 @@ def test_everything_comes_back(database: Database, fresh: Database, objects: Loc
         restored, job = after.get(job_id, tenant=TENANT), before.get(job_id, tenant=TENANT)
         assert replace(restored, artifact_uri=None) == replace(job, artifact_uri=None)
         deployment = SqlRegistry(fresh).get_deployment(deployment_id, tenant=TENANT)
-        assert (
-            restored.artifact_uri == deployment.spec.artifact_uri == f"{elsewhere.uri}/{job.attempt_id.artifact_prefix}"
-        )
+        uri = f"{elsewhere.uri}/{job.attempt_id.artifact_prefix}"
+        assert restored.artifact_uri == deployment.spec.artifact_uri == uri
         assert SqlRegistry(fresh).promotions(tenant=TENANT) == SqlRegistry(database).promotions(tenant=TENANT)
         counts = {**SqlRetention(database).count_rows(), "sessions": 0}
         assert SqlRetention(fresh).count_rows() == counts
         assert after.recall(TENANT, Idempotency("once", "a")) == restored
         assert list(elsewhere.list("")) == list(objects.list(""))
-        again = after.update(restored, events=[message(job, "goes on")])
-        assert after.events(job_id, page).items[-1].message == "goes on"
+        again = after.update(restored, events=[message(job, "numbers go on after the greatest")])
+        assert after.events(job_id, page).items[-1].message == "numbers go on after the greatest"
         assert again.version == restored.version + 1
 
 
-def test_a_backup_of_sqlite_goes_into_postgresql(
-    sqlite_database: Database, postgres_url: str, objects: LocalObjectStore, tmp_path: Path
+def test_nothing_is_restored_over_what_is_there_or_into_another_schema(
+    sqlite_database: Database, objects: LocalObjectStore, tmp_path: Path
 ) -> None:
-    job_id, _ = fill(sqlite_database, objects)
+    fill(sqlite_database, objects)
     back_up(sqlite_database, objects, tmp_path / "backup")
-    with closing(Database(emptied(postgres_url))) as database:
-        database.upgrade()
-        restore(database, objects, tmp_path / "backup")
-        jobs = SqlJobRepository(database)
-        job = jobs.get(job_id, tenant=TENANT)
-        assert job == SqlJobRepository(sqlite_database).get(job_id, tenant=TENANT)
-        jobs.update(job, events=[message(job, "numbers go on after the greatest")])
-        assert len(jobs.events(job_id, Page(limit=100)).items) == 5
-
-
-def test_nothing_is_restored_over_what_is_there(database: Database, objects: LocalObjectStore, tmp_path: Path) -> None:
-    fill(database, objects)
-    back_up(database, objects, tmp_path / "backup")
     with pytest.raises(ConflictError, match="not empty"):
-        back_up(database, objects, tmp_path / "backup")
+        back_up(sqlite_database, objects, tmp_path / "backup")
     elsewhere = LocalObjectStore(tmp_path / "elsewhere")
     with pytest.raises(ConflictError, match="1 rows in jobs"):
-        restore(database, elsewhere, tmp_path / "backup")
+        restore(sqlite_database, elsewhere, tmp_path / "backup")
     assert list(elsewhere.list("")) == []
+    with (
+        closing(Database(f"sqlite:///{tmp_path / 'none.db'}")) as none,
+        pytest.raises(InvalidInputError, match="the database none"),
+    ):
+        restore(none, objects, tmp_path / "backup")
 
 
-@pytest.mark.parametrize("file", ["tables/jobs.jsonl", "objects.jsonl", "backup.json", "objects"])
-@pytest.mark.parametrize("damage", ["changed", "missing"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("tables/jobs.jsonl", "changed"),
+        ("objects.jsonl", "missing"),
+        ("backup.json", "changed"),
+        ("objects", "changed"),
+        ("objects", "missing"),
+    ],
+)
 def test_a_damaged_backup_writes_no_row(
     sqlite_database: Database, fresh: Database, objects: LocalObjectStore, tmp_path: Path, file: str, damage: str
 ) -> None:
@@ -161,15 +164,6 @@ def test_an_interrupted_restore_is_repeated(
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
     assert elsewhere.get_bytes(done.key) == objects.get_bytes(done.key)
-
-
-def test_another_schema_is_refused(sqlite_database: Database, objects: LocalObjectStore, tmp_path: Path) -> None:
-    back_up(sqlite_database, objects, tmp_path / "backup")
-    with (
-        closing(Database(f"sqlite:///{tmp_path / 'none.db'}")) as none,
-        pytest.raises(InvalidInputError, match="the database none"),
-    ):
-        restore(none, objects, tmp_path / "backup")
 
 
 class Vanishing(InMemoryObjectStore):

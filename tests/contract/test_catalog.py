@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import ConflictError, NotFoundError, UnreadableRowError
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus, Holdings
-from swiftkv_platform.orchestration.job import (
-    Model,
-    new_id,
-)
+from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import Page
+from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.records import TENANT, make_job, make_model, store
+from tests.threads import at_once
 
 
 def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, catalog: SqlCatalog) -> None:
@@ -129,3 +129,32 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
             text("UPDATE deployments SET spec = :spec WHERE id = :id"), {"spec": document, "id": stored.spec.id}
         )
     assert catalog.all_deployments() == [stored]
+
+
+def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
+    database: Database, catalog: SqlCatalog, model: Model
+) -> None:
+    made = at_once(partial(catalog.create_deployment, make_deployment(model)) for _ in range(8))
+    [holder] = [each for each in made if isinstance(each, Deployment)]
+    assert sum(isinstance(each, ConflictError) for each in made) == 7
+
+    def change(number: int) -> Deployment:
+        def more(present: Deployment, _held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
+            engine = {**present.spec.engine, f"option_{number}": number}
+            return present.spec.model_copy(update={"engine": engine}), present.state
+
+        return catalog.change_deployment(holder.spec.id, more, tenant=TENANT)
+
+    versions = [each.version for each in at_once(partial(change, number) for number in range(8))]
+    assert sorted(versions) == list(range(2, 10))
+    assert len(catalog.get_deployment(holder.spec.id, tenant=TENANT).spec.engine) == 9
+    registry = SqlRegistry(database)
+    service = RegistryService(registry, clock=lambda: 1.0)
+    at_once(
+        partial(service.promote, model.id, f"alias{number % 2}", tenant=TENANT, by="ann", reason="better")
+        for number in range(8)
+    )
+    assert sorted((each.alias, each.version) for each in registry.promotions(tenant=TENANT)) == [
+        ("alias0", 1),
+        ("alias1", 1),
+    ]

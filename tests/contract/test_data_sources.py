@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.files import StoredFile, file_key, new_file_id
+from swiftkv_platform.contract.attempts import StoredFile, file_key, new_file_id
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.jobs.attempt.downloads import StoreFiles

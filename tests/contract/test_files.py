@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from swiftkv_platform.contract.files import new_file_id
+from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
@@ -16,6 +16,7 @@ from swiftkv_platform.orchestration.files import File
 from swiftkv_platform.orchestration.job import JobStatus, status_event
 from swiftkv_platform.orchestration.ports import Page
 from tests.records import TENANT, make_job, store
+from tests.threads import at_once
 
 
 def make_file(*, tenant: str = TENANT, size: int = 10, expires_at: int | None = None) -> File:
@@ -79,45 +80,16 @@ def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
 
 def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: SqlFiles, jobs: SqlJobRepository) -> None:
     for _ in range(5):
-        file, start_line, refused = files.add(make_file()), threading.Barrier(2), list[str]()
-
-        def submit(file: File = file, start: threading.Barrier = start_line, told: list[str] = refused) -> None:
-            job = make_job(data=using(file))
-            start.wait()
-            try:
-                jobs.create(job, status_event(job, now=100))
-            except InvalidInputError:
-                told.append("job")
-
-        def delete(file: File = file, start: threading.Barrier = start_line, told: list[str] = refused) -> None:
-            start.wait()
-            try:
-                files.remove(file.id, tenant=TENANT)
-            except ConflictError:
-                told.append("deletion")
-
-        threads = [threading.Thread(target=each) for each in (submit, delete)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(refused) == 1, refused
+        file = files.add(make_file())
+        job = make_job(data=using(file))
+        create = partial(jobs.create, job, status_event(job, now=100))
+        outcomes = at_once([create, partial(files.remove, file.id, tenant=TENANT)])
+        refused = [outcome for outcome in outcomes if isinstance(outcome, InvalidInputError | ConflictError)]
+        assert len(refused) == 1, outcomes
 
 
 def test_of_many_uploads_at_once_as_many_are_kept_as_the_quota_holds(files: SqlFiles) -> None:
-    start_line, refused = threading.Barrier(6), []
-
-    def upload() -> None:
-        start_line.wait()
-        try:
-            files.add(make_file(size=10), max_bytes=35)
-        except QuotaExceededError as error:
-            refused.append(error.field)
-
-    threads = [threading.Thread(target=upload) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    uploads = at_once(partial(files.add, make_file(size=10), max_bytes=35) for _ in range(6))
+    refused = [outcome.field for outcome in uploads if isinstance(outcome, QuotaExceededError)]
     assert (files.used_bytes(TENANT), refused) == (30, ["max_stored_bytes"] * 3)
     assert files.used_bytes("other") == 0

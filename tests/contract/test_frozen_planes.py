@@ -1,6 +1,6 @@
 """Control planes that are frozen and go on, whose ticks outlast their lease: no limit is passed, nothing starts twice.
 
-Two processes reconcile on one database and one object store; Ray is a directory. 10 rounds; 100 with `SWIFTKV_SOAK=1`.
+Two processes reconcile on one database and one object store; Ray is a directory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -33,16 +33,21 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster
-from tests.postgres import emptied
 from tests.records import make_job, store
 
-ROUNDS = 100 if "SWIFTKV_SOAK" in os.environ else 10
+ROUNDS = 100
+
 JOBS, RUNNING = 10, 4
+
 LEASE_S = 0.4
+
 TICK_S = 0.1
 """A request to Ray: with four jobs a tick takes as long as the lease, with its requests to start others longer."""
+
 LONGEST_FREEZE_S = 1.0
+
 ROUND_DEADLINE_S = 120.0
+
 QUOTAS = {"a": TenantPolicy(max_running_jobs=2), "b": TenantPolicy(max_running_jobs=3)}
 
 
@@ -148,23 +153,16 @@ def most_at_once(runs: list[tuple[float, float]]) -> int:
     return max(held)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgresql":
-        return emptied(request.getfixturevalue("postgres_url"))
-    address = f"sqlite:///{tmp_path / 'test.db'}"
-    with closing(Database(address)) as database:
-        database.upgrade()
-    return address
+JOBS, RUNNING = 10, 4
 
 
-@pytest.mark.slow  # freezes processes for tens of seconds
-def test_frozen_control_planes_pass_no_limit_and_submit_nothing_twice(url: str, tmp_path: Path) -> None:
+@pytest.mark.soak("freezes processes, a hundred times")
+def test_frozen_control_planes_pass_no_limit_and_submit_nothing_twice(database: Database, tmp_path: Path) -> None:
     ray = tmp_path / "ray"
     ray.mkdir()
     rng = random.Random(os.environ.get("SWIFTKV_SEED", "1"))
-    with closing(Database(url)) as database, two_planes(url, tmp_path) as planes:
-        jobs = SqlJobRepository(database)
+    jobs, url = SqlJobRepository(database), database._engine.url.render_as_string(hide_password=False)
+    with two_planes(url, tmp_path) as planes:
         for number in range(ROUNDS):
             told = [store(jobs, make_job(tenant=rng.choice("ab"))) for _ in range(JOBS)]
             deadline = time.monotonic() + ROUND_DEADLINE_S

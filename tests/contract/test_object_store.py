@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,9 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
-from tests.s3_servers import S3, RcloneServer, S3Server, client_environment, free_port, use
+from tests.s3_servers import OTHERS, S3, RcloneServer, S3Server, client_environment, free_port, use
 
-MULTIPART_BYTES = (9 << 20) + 17  # boto3 splits uploads from 8 MiB on
+MULTIPART_BYTES = (9 << 20) + 17  # uploads are split from 8 MiB on
 
 
 def keys(infos: Iterator[ObjectInfo]) -> list[str]:
@@ -80,8 +81,8 @@ def test_if_absent_keeps_what_is_there(store: ObjectStore) -> None:
     assert store.get_bytes("k") == b"first"
 
 
-# rclone ignores If-None-Match, which moto and SeaweedFS obey: there a race may have two winners (see s3_store).
-@pytest.mark.parametrize("store", ["local", "memory", *S3[1:]], indirect=True)
+# rclone ignores If-None-Match, which moto and SeaweedFS obey: there a race may have two winners (see bucket_store).
+@pytest.mark.parametrize("store", ["local", "memory", *S3[1:], *OTHERS], indirect=True)
 def test_of_many_writers_at_once_one_creates_the_object(store: ObjectStore) -> None:
     barrier = threading.Barrier(8)
 
@@ -120,7 +121,7 @@ def test_bad_keys_are_refused(store: ObjectStore, bad: str) -> None:
 # ---- directories
 
 
-@pytest.mark.parametrize("store", ["local", "memory", *S3[:2]], indirect=True)
+@pytest.mark.parametrize("store", ["local", "memory", *S3[:2], *OTHERS], indirect=True)
 def test_lists_in_key_order_below_a_directory(store: ObjectStore) -> None:
     names = ["a/b-1", "a/b.txt", "a/b/1", "a/b/c/2", "a/b0", "ab", "z"]
     put_all(store, *reversed(names))
@@ -149,7 +150,7 @@ def test_seaweedfs_lists_a_directorys_own_objects_in_key_order(
 
 
 # SeaweedFS names a directory that has been emptied until it has cleaned up, some time later.
-@pytest.mark.parametrize("store", ["local", "memory", *S3[:2]], indirect=True)
+@pytest.mark.parametrize("store", ["local", "memory", *S3[:2], *OTHERS], indirect=True)
 def test_names_the_directories_that_hold_something(store: ObjectStore) -> None:
     put_all(store, "top", "r/10/x", "r/9/x/y", "r/file", "r/gone/x")
     store.delete("r/gone/x")
@@ -247,6 +248,20 @@ def test_a_missing_bucket_is_named(s3_store: ObjectStore, monkeypatch: pytest.Mo
     for call in calls:
         with pytest.raises(StorageError, match="bucket 'no-such-bucket' does not exist"):
             call()
+
+
+@pytest.mark.integration
+def test_a_profile_has_the_credentials(
+    rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    uri = use(rclone_server.server, monkeypatch)
+    key, secret = (os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    (tmp_path / "profiles").write_text(f"[other]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "profiles"))
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    open_store(uri).ping()
 
 
 def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

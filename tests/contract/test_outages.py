@@ -1,21 +1,16 @@
 """Outages under a control plane whose jobs run and end meanwhile: an S3 that answers 503, a PostgreSQL that restarts, a
 full disk. Nothing crashes, and what was accepted or said is there afterwards.
-
-To the control plane's clock an outage of the store takes ten minutes; with `SWIFTKV_SOAK=1` it really does.
 """
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import os
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,68 +28,15 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
 from tests.requirements import missing, required_module
-from tests.s3_servers import client_environment, free_port, run_moto
+from tests.s3_servers import Front, client_environment, run_moto
 from tests.unit.api.conftest import SPEC, Clock, Server, control_plane
 
 OUTAGE_S = 600.0
-"""Length of an outage by the control plane's clock."""
-SOAK = "SWIFTKV_SOAK" in os.environ
+"""Length of an outage of the store by the control plane's clock."""
+
+
 ROUNDS = 6
 """Rounds of the control plane during an outage, at least; each waits seconds for the store's client to try again."""
-
-pytestmark = pytest.mark.timeout(1200 if SOAK else 300)
-
-
-class Refusing:
-    """An S3 endpoint that passes requests on to another one, or answers 503."""
-
-    def __init__(self, port: int) -> None:
-        self.port = free_port()
-        self.away = False
-        self.refused = 0
-        self._behind = port
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), type("_Bound", (_Passing,), {"front": self}))
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def passed_on(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
-        connection.request(method, path, body, headers)
-        return connection.getresponse()
-
-
-class _Passing(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    front: Refusing
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.front.away:
-            self.front.refused += 1
-            error = b"<Error><Code>ServiceUnavailable</Code><Message>Please reduce your request rate.</Message></Error>"
-            self._send(503, {}, b"" if self.command == "HEAD" else error)
-            return
-        answer = self.front.passed_on(self.command, self.path, body, dict(self.headers))
-        kept = {name: value for name, value in answer.getheaders() if name.lower() in {"content-type", "etag"}}
-        length = answer.getheader("Content-Length") if self.command == "HEAD" else None
-        self._send(answer.status, kept, answer.read(), length=length)
-
-    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
-
-    def _send(self, status: int, headers: dict[str, str], body: bytes, *, length: str | None = None) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", length or str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 @contextmanager
@@ -147,48 +89,69 @@ def steps(server: Server, job_id: str) -> list[int]:
     return [point["step"] for point in server.get(f"/jobs/{job_id}/metrics", limit=100)["data"]]
 
 
+def through_an_outage(
+    server: Server, *, begin_outage: Callable[[], object], end_outage: Callable[[str], object], lasting_s: float = 0.0
+) -> None:
+    """Have one job end and another say more while the object store is away; nothing is given up, and nothing lost.
+
+    Args:
+        end_outage: is given the id of the job that runs.
+        lasting_s: what the outage takes in real seconds, at least.
+    """
+    ending, running = begin(server, "ending"), begin(server, "running")
+    server.worker(ending).artifact()
+    metrics = MetricsBuffer(Reporter(server.parts.objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
+    metrics.add({"step": 1})
+    metrics.flush()
+
+    begin_outage()
+    back = time.monotonic() + lasting_s
+    end(server, ending)
+    waiting = server.submit(name="waiting")["id"]
+    for number in itertools.count():
+        if number < ROUNDS:
+            metrics.add({"step": 2 + 2 * number})
+            metrics.add({"step": 3 + 2 * number})
+        elif time.monotonic() >= back:
+            break
+        server.tick()
+        server.wait(OUTAGE_S / ROUNDS)
+        assert status(server, ending) == status(server, running) == "running", "nothing is given up"
+    assert status(server, waiting) in {"queued", "starting"}
+    assert server.client.get("/readyz/object_store").status_code == 503
+    assert server.client.get("/readyz/database").status_code == 200
+
+    end_outage(running)
+    metrics.close()
+    finish(server, running)
+    settle(server, ending, running)
+    assert sorted(steps(server, running)) == list(range(1, 2 * ROUNDS + 2))
+    server.worker(waiting).say("status", status="running")
+    finish(server, waiting)
+    settle(server, waiting)
+
+
+@pytest.mark.soak("ten minutes of an S3 that is away")
+@pytest.mark.timeout(1200)
 def test_jobs_run_and_end_while_s3_answers_503(
     tmp_path: Path, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with run_moto() as moto, closing(Refusing(moto.port)) as front:
+    with run_moto() as moto, closing(Front(moto.port)) as front:
         for name, value in client_environment(front.port).items():
             monkeypatch.setenv(name, value)
         objects = open_store(moto.uri("outage"), patient=False)
         with serving_jobs(make_components(sqlite_database, objects, clock=Clock()), tmp_path) as server:
-            ending, running = begin(server, "ending"), begin(server, "running")
-            server.worker(ending).artifact()
-            metrics = MetricsBuffer(Reporter(objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
-            metrics.add({"step": 1})
-            metrics.flush()
 
-            front.away, back = True, time.monotonic() + OUTAGE_S * SOAK
-            end(server, ending)
-            waiting = server.submit(name="waiting")["id"]
-            for number in itertools.count():
-                if number < ROUNDS:
-                    metrics.add({"step": 2 + 2 * number})
-                    metrics.add({"step": 3 + 2 * number})
-                elif time.monotonic() >= back:
-                    break
-                server.tick()
-                server.wait(OUTAGE_S / ROUNDS)
-                assert status(server, ending) == status(server, running) == "running", "nothing is given up"
-            assert status(server, waiting) in {"queued", "starting"}
-            assert server.client.get("/readyz/object_store").status_code == 503
-            assert server.client.get(f"/jobs/{running}/checkpoints").status_code == 503
-            assert server.client.get("/readyz/database").status_code == 200
-            assert front.refused > 0
+            def end_outage(running: str) -> None:
+                assert server.client.get(f"/jobs/{running}/checkpoints").status_code == 503
+                assert front.refused > 0
+                front.away = False
 
-            front.away = False
-            metrics.close()
-            finish(server, running)
-            settle(server, ending, running)
-            assert sorted(steps(server, running)) == list(range(1, 2 * ROUNDS + 2))
-            server.worker(waiting).say("status", status="running")
-            finish(server, waiting)
-            settle(server, waiting)
+            begin_outage = partial(setattr, front, "away", True)
+            through_an_outage(server, begin_outage=begin_outage, end_outage=end_outage, lasting_s=OUTAGE_S)
 
 
+@pytest.mark.soak("starts a PostgreSQL of its own, over and over")
 def test_jobs_go_on_when_postgresql_restarts(tmp_path: Path) -> None:
     pgserver = required_module("pgserver")
     with tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True) as directory:
@@ -197,10 +160,7 @@ def test_jobs_go_on_when_postgresql_restarts(tmp_path: Path) -> None:
             database = Database(f"postgresql+psycopg://postgres@/postgres?host={quote(directory, safe='')}")
             database.upgrade()
             objects = LocalObjectStore(tmp_path / "store")
-            with (
-                closing(database),
-                serving_jobs(make_components(database, objects, clock=Clock()), tmp_path) as server,
-            ):
+            with closing(database), serving_jobs(make_components(database, objects, clock=Clock()), tmp_path) as server:
                 _through_restarts(server, postgres)
         finally:
             postgres.cleanup_mode = "stop"
@@ -269,36 +229,7 @@ def fill(directory: Path) -> Path:
     return filler
 
 
-def test_jobs_run_and_end_while_the_stores_disk_is_full(
-    sqlite_database: Database, small_disk: Path, tmp_path: Path
-) -> None:
-    objects = LocalObjectStore(small_disk / "store")
-    with serving_jobs(make_components(sqlite_database, objects, clock=Clock()), tmp_path) as server:
-        ending, running = begin(server, "ending"), begin(server, "running")
-        server.worker(ending).artifact()
-        metrics = MetricsBuffer(Reporter(objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
-        metrics.add({"step": 1})
-        metrics.flush()
-
-        filler = fill(small_disk)
-        with pytest.raises(StorageError):
-            objects.put_bytes("more", b"\0" * 8192)
-        end(server, ending)  # its log finds no room
-        metrics.add({"step": 2})
-        metrics.flush()
-        for _ in range(ROUNDS):
-            server.tick()
-            server.wait(OUTAGE_S / ROUNDS)
-            assert status(server, ending) == status(server, running) == "running"
-        assert server.client.get("/readyz/object_store").status_code == 503
-
-        filler.unlink()
-        metrics.close()
-        finish(server, running)
-        settle(server, ending, running)
-        assert steps(server, running) == [1, 2]
-
-
+@pytest.mark.soak("fills a disk with jobs")
 def test_nothing_accepted_is_lost_when_the_databases_disk_is_full(
     empty_database: Path, small_disk: Path, tmp_path: Path
 ) -> None:
@@ -329,3 +260,17 @@ def test_nothing_accepted_is_lost_when_the_databases_disk_is_full(
         finish(server, running)
         settle(server, running)
         assert steps(server, running) == [1]
+
+
+def test_jobs_run_and_end_while_the_stores_disk_is_full(
+    sqlite_database: Database, small_disk: Path, tmp_path: Path
+) -> None:
+    objects = LocalObjectStore(small_disk / "store")
+
+    def begin_outage() -> None:
+        fill(small_disk)
+        with pytest.raises(StorageError):
+            objects.put_bytes("more", b"\0" * 8192)
+
+    with serving_jobs(make_components(sqlite_database, objects, clock=Clock()), tmp_path) as server:
+        through_an_outage(server, begin_outage=begin_outage, end_outage=lambda _: (small_disk / "filler").unlink())

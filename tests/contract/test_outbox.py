@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import StaleVersionError
 from swiftkv_platform.orchestration.job import start
 from tests.records import make_job, store
+from tests.threads import at_once
 
 HOOK = {"url": "https://a.example/hook", "secret_ref": "signing"}
 
@@ -62,18 +62,14 @@ def test_a_claim_that_nobody_settles_runs_out(jobs: SqlJobRepository, outbox: Sq
 def test_of_many_who_claim_at_once_one_gets_each(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
     for _ in range(20):
         store(jobs, make_job(webhook=HOOK))
-    start_line, claimed = threading.Barrier(4), []
 
-    def claim() -> None:
-        start_line.wait()
+    def claim() -> list[int]:
+        claimed: list[int] = []
         while found := outbox.claim(now=200.0, until=260.0, limit=3):
-            claimed.extend(delivery.sequence for delivery in found)
+            claimed += [delivery.sequence for delivery in found]
+        return claimed
 
-    threads = [threading.Thread(target=claim) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    claimed = [sequence for found in at_once([claim] * 4) for sequence in found]
     assert len(claimed) == len(set(claimed)) == 20
 
 

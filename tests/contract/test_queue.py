@@ -1,10 +1,10 @@
-"""Contract of a database for the queue: what waits, what is held, places given once. SQLite and PostgreSQL alike."""
+"""Contract of a database for the queue and its leases: places given once. SQLite and PostgreSQL alike."""
 
 from __future__ import annotations
 
 import random
-import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,11 +12,11 @@ from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import LeaseLostError
-from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.demand import Claim, Demand
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.orchestration.ports import Fence
-from swiftkv_platform.orchestration.standing import Claim
 from tests.records import TENANT, make_job, standing_of, store
+from tests.threads import at_once
 
 
 def anything_fits(_tenant: str, _held: Demand, _demand: Demand) -> bool:
@@ -52,10 +52,14 @@ def test_the_queue_is_what_the_jobs_say(jobs: SqlJobRepository) -> None:
         own = [job for job in made if job.tenant == tenant]
         assert usage.waiting == sum(job.status in (JobStatus.QUEUED, JobStatus.PAUSED) for job in own)
         assert usage.held == found.held.get(tenant, Demand())
-    assert [item.id for item in jobs.on_cluster()] == sorted(job.id for job in made if job.status.holds_cluster)
+    held = {job.id: job.attempt.number for job in made if job.status.holds_cluster}
+    assert [item.id for item in jobs.on_cluster()] == sorted(held)
+    assert jobs.attempts_on_cluster() == held
     ids = [job.id for job in made]
     assert jobs.live_among(ids) == {job.id for job in made if not job.status.is_terminal}
     assert jobs.load(ids[::-1]) == made[::-1]
+    counts = {status: sum(job.status is status for job in made) for status in JobStatus}
+    assert jobs.count_by_status() == counts
 
 
 def starting(waiting: list[Job]) -> list[tuple[Job, Event]]:
@@ -65,18 +69,8 @@ def starting(waiting: list[Job]) -> list[tuple[Job, Event]]:
 def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: SqlJobRepository) -> None:
     """Each wants other jobs, as planes do whose views of the queue differ."""
     waiting = [store(jobs, make_job(tenant=f"t{number % 2}")) for number in range(16)]
-    start_line, claimed = threading.Barrier(4), list[Job]()
-
-    def claim(number: int) -> None:
-        start_line.wait()
-        for job in waiting[number::4]:
-            claimed.extend(jobs.claim(starting([job]), most=6, fits=at_most(4)))
-
-    threads = [threading.Thread(target=claim, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    claims = at_once(partial(jobs.claim, starting([job]), most=6, fits=at_most(4)) for job in waiting)
+    claimed = [job for found in claims for job in found]
     assert len(claimed) == 6
     assert {job.id for job in claimed} == {item.id for item in jobs.on_cluster()}
     assert max(demand.jobs for demand in jobs.standing(most=1, now=0.0).held.values()) <= 4
@@ -97,6 +91,21 @@ def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does
     assert jobs.get(first.id, tenant="a").status is JobStatus.STARTING
     assert jobs.get(cancelled.id, tenant="a").status is JobStatus.CANCELLING
     assert jobs.claim(starting([large]), most=1, fits=anything_fits) == [], "two are on the cluster"
+
+
+def test_a_lease_is_held_by_one_until_it_runs_out_or_is_given_up(database: Database) -> None:
+    leases = SqlLeases(database)
+    assert leases.take("jobs", "a", now=100.0, until=105.0)
+    assert leases.take("deployments", "b", now=100.0, until=105.0)
+    assert not leases.take("jobs", "b", now=104.0, until=109.0)
+    assert leases.take("jobs", "a", now=104.0, until=109.0), "renewed"
+    assert not leases.take("jobs", "b", now=108.0, until=113.0)
+    assert leases.take("jobs", "b", now=109.0, until=114.0), "run out"
+    leases.give_up("jobs", "a")
+    assert not leases.take("jobs", "a", now=110.0, until=115.0), "not its own to give up"
+    leases.give_up("jobs", "b")
+    takers = [partial(leases.take, "jobs", str(number), now=110.0, until=115.0) for number in range(8)]
+    assert sum(token is not None for token in at_once(takers)) == 1
 
 
 def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jobs: SqlJobRepository) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import EventRow
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     InvalidInputError,
@@ -18,7 +21,9 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.orchestration.job import (
     Attempt,
+    Event,
     Failure,
+    Job,
     JobStatus,
     MetricPoint,
     Pace,
@@ -28,14 +33,12 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.orchestration.ports import (
-    JobFilter,
-    Page,
-)
+from swiftkv_platform.orchestration.ports import JobFilter, Page
 from tests.records import TENANT, make_job, make_model, message, store
+from tests.threads import at_once
 
 
-def test_a_job_comes_back_as_it_was_stored(jobs: SqlJobRepository) -> None:
+def test_a_job_comes_back_as_it_was_stored_to_its_tenant_alone(jobs: SqlJobRepository) -> None:
     job = replace(
         make_job(metadata={"team": "blue"}),
         attempt=Attempt(
@@ -53,10 +56,6 @@ def test_a_job_comes_back_as_it_was_stored(jobs: SqlJobRepository) -> None:
     )
     store(jobs, job)
     assert jobs.get(job.id, tenant=TENANT) == job
-
-
-def test_another_tenants_job_does_not_exist(jobs: SqlJobRepository) -> None:
-    job = store(jobs, make_job())
     with pytest.raises(NotFoundError, match=job.id):
         jobs.get(job.id, tenant="other")
     assert jobs.list(Page(), tenant="other").items == []
@@ -70,32 +69,14 @@ def test_an_update_of_an_old_version_changes_nothing(jobs: SqlJobRepository) -> 
     with pytest.raises(StaleVersionError):
         jobs.update(cancelled, events=[late], points=[MetricPoint(1, 1, 0.0, {})], model=make_model(read))
     assert jobs.get(read.id, tenant=TENANT) == stored
-    assert [item.data["status"] for item in jobs.events(read.id, Page(order="asc")).items] == [
-        "queued",
-        "starting",
-    ]
-    assert jobs.points(read.id, Page()).items == []
+    statuses = [item.data["status"] for item in jobs.events(read.id, Page(order="asc")).items]
+    assert (statuses, jobs.points(read.id, Page()).items) == (["queued", "starting"], [])
 
 
 def test_of_updates_at_the_same_time_one_wins(jobs: SqlJobRepository) -> None:
     job = store(jobs, make_job())
-    outcomes: list[str] = []
-    barrier = threading.Barrier(4)
-
-    def contend(number: int) -> None:
-        barrier.wait()
-        try:
-            jobs.update(job, events=[message(job, str(number))])
-            outcomes.append("won")
-        except StaleVersionError:
-            outcomes.append("stale")
-
-    threads = [threading.Thread(target=contend, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["stale", "stale", "stale", "won"]
+    outcomes = at_once(partial(jobs.update, job, events=[message(job, str(number))]) for number in range(4))
+    assert sum(isinstance(outcome, StaleVersionError) for outcome in outcomes) == 3
     assert len(jobs.events(job.id, Page()).items) == 2
 
 
@@ -110,19 +91,7 @@ def test_a_key_stands_for_one_job_of_its_tenant(jobs: SqlJobRepository) -> None:
 
 
 def test_one_key_from_many_requests_at_once_gives_one_job(jobs: SqlJobRepository) -> None:
-    barrier = threading.Barrier(6)
-    found: list[str] = []
-
-    def submit() -> None:
-        barrier.wait()
-        found.append(store(jobs, make_job(), key="k").id)
-
-    threads = [threading.Thread(target=submit) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6
+    found = at_once(lambda: store(jobs, make_job(), key="k").id for _ in range(6))
     assert set(found) == {job.id for job in jobs.list(Page(), tenant=TENANT).items}
     assert len(set(found)) == 1
 
@@ -157,16 +126,6 @@ def test_lists_are_filtered(jobs: SqlJobRepository) -> None:
     assert ids(status=JobStatus.STARTING, model="org/big") == [red.id]
 
 
-def test_live_jobs_are_those_that_have_not_ended(jobs: SqlJobRepository) -> None:
-    waiting = store(jobs, make_job())
-    ended = store(jobs, make_job(tenant="other"))
-    failed, event = transition(ended, JobStatus.FAILED, now=101, reason=Reason("data_error", "empty"))
-    jobs.update(failed, events=[event])
-    assert jobs.live_among([waiting.id, ended.id]) == {waiting.id}
-    counts = jobs.count_by_status()
-    assert (counts[JobStatus.QUEUED], counts[JobStatus.FAILED], counts[JobStatus.RUNNING]) == (1, 1, 0)
-
-
 def test_events_keep_the_order_in_which_they_were_stored(jobs: SqlJobRepository) -> None:
     job = store(jobs, make_job())
     for start_number in range(0, 60, 20):
@@ -198,30 +157,40 @@ def test_a_repeated_step_replaces_the_earlier_one(jobs: SqlJobRepository) -> Non
 
 def test_of_many_jobs_at_once_the_queue_takes_as_many_as_the_quota_says(jobs: SqlJobRepository) -> None:
     store(jobs, make_job(tenant="other"))
-    start_line, refused = threading.Barrier(8), []
 
-    def submit() -> None:
+    def submit() -> Job:
         job = make_job()
-        start_line.wait()
-        try:
-            jobs.create(job, status_event(job, now=100), max_waiting=3)
-        except QuotaExceededError as error:
-            refused.append(error.field)
+        return jobs.create(job, status_event(job, now=100), max_waiting=3)
 
-    threads = [threading.Thread(target=submit) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    refused = [outcome for outcome in at_once([submit] * 8) if isinstance(outcome, QuotaExceededError)]
     assert len(jobs.list(Page(), tenant=TENANT).items) == 3
-    assert refused == ["max_queued_jobs"] * 5
+    assert [error.field for error in refused] == ["max_queued_jobs"] * 5
 
 
-def test_jobs_on_the_cluster_are_told_with_their_attempt(jobs: SqlJobRepository) -> None:
-    store(jobs, make_job())
-    on_it = store(jobs, replace(make_job(), attempt=Attempt(number=3)))
-    started, event = start(on_it, now=101)
-    jobs.update(started, events=[event])
-    paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=102)
-    jobs.update(paused, events=[event])
-    assert jobs.attempts_on_cluster() == {on_it.id: 3}
+def told(job: Job, *steps: int) -> Event:
+    points = [{"step": step, "loss": 1.0 / step} for step in steps]
+    return Event(new_id("evt"), job.id, 100, "metrics", "steps", data={"points": points, "total_steps": 9})
+
+
+def measured(*steps: int, attempt: int = 1, loss: float | None = None) -> list[MetricPoint]:
+    return [MetricPoint(step, attempt, 5.0, {"loss": loss or 1.0 / step}) for step in steps]
+
+
+def test_points_are_stored_once_and_events_tell_them(database: Database, jobs: SqlJobRepository) -> None:
+    """Those that no series holds stay in their event."""
+    job = store(jobs, make_job())
+    first, second, said, kept = told(job, 1, 2), told(job, 3), message(job, "hello"), told(job, 4, 5)
+    jobs.update(job, events=[first, said, second, kept], points=measured(1, 2, 3, 4))
+    with database.reading() as session:
+        rows = session.scalars(select(EventRow).where(EventRow.type == "metrics").order_by(EventRow.sequence)).all()
+    steps = [{"total_steps": 9, "steps": [1, 2]}, {"total_steps": 9, "steps": [3, 3]}]
+    assert [row.data for row in rows] == [*steps, kept.data]
+    assert jobs.events(job.id, Page(order="asc")).items[1:] == [first, said, second, kept]
+
+
+def test_a_repeated_step_is_told_with_its_newest_values(jobs: SqlJobRepository) -> None:
+    job = store(jobs, make_job())
+    job = jobs.update(job, events=[told(job, 1, 2)], points=measured(1, 2))
+    jobs.update(job, points=measured(2, attempt=2, loss=7.0))
+    [event] = jobs.events(job.id, Page(limit=1)).items
+    assert event.data["points"] == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 7.0}]

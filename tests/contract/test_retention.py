@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.database.access import SqlSessions, StoredSession
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.sessions import SqlSessions, StoredSession
 from swiftkv_platform.errors import ConflictError, NotFoundError
 from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.job import Job, JobStatus, MetricPoint, Model, transition

@@ -11,14 +11,11 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database, alembic_config
 from swiftkv_platform.database.tables import Base
-from swiftkv_platform.errors import (
-    DatabaseUnavailableError,
-    InvalidInputError,
-)
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.orchestration.registry import RegistryService
 from tests.records import TENANT, make_job, make_model, store
 

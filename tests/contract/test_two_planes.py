@@ -1,7 +1,4 @@
-"""Two control planes behind sockets on one PostgreSQL, asked by many clients at once. Only Ray is a stand-in.
-
-60 jobs of 20 clients; 500 of 50 with `SWIFTKV_SOAK=1`.
-"""
+"""Two control planes behind sockets on one PostgreSQL, asked by many clients at once. Only Ray is a stand-in."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.client import Client
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.ports import SubmissionStatus
@@ -32,7 +29,9 @@ from tests.postgres import emptied
 from tests.servers import serving
 
 JOBS, CLIENTS = (500, 50) if "SWIFTKV_SOAK" in os.environ else (60, 20)
+
 DEADLINE_S = 240.0
+
 SPEC = {"name": "test", "model": {"name_or_path": "org/teacher"}}
 
 
@@ -41,7 +40,7 @@ class InstantCluster(FakeCluster):
 
     def __init__(self, objects: LocalObjectStore) -> None:
         super().__init__()
-        self._objects = objects
+        self.objects = objects
         self._lock = threading.Lock()
         self.calls: list[str] = []
 
@@ -50,43 +49,52 @@ class InstantCluster(FakeCluster):
             self.calls.append(submission_id)
             super().submit(submission_id, entrypoint, env)
         job_id, _, attempt = submission_id.rpartition("-")
-        worker = FakeWorker(self._objects, job_id, int(attempt))
+        worker = FakeWorker(self.objects, job_id, int(attempt))
         worker.say("status", status="running", time=time.time())
         worker.artifact()
         self.finish(submission_id, SubmissionStatus.SUCCEEDED)
 
 
+JOBS, CLIENTS = 500, 50
+
+
+@dataclass
+class Ground:
+    """What the control planes share."""
+
+    url: str
+    home: Path
+    cluster: InstantCluster
+
+    def plane(self) -> AbstractContextManager[str]:
+        settings = Settings(home=self.home, reconcile_interval_s=0.05, max_running_jobs=8, _env_file=None)
+        parts = make_components(Database(self.url), self.cluster.objects, cluster=self.cluster)
+        return serving(create_app(settings, components=parts))
+
+
 @pytest.fixture
-def planes(postgres_url: str, tmp_path: Path) -> Iterator[tuple[list[str], InstantCluster]]:
-    url, objects = emptied(postgres_url), LocalObjectStore(tmp_path / "store")
-    cluster = InstantCluster(objects)
-    settings = Settings(home=tmp_path, reconcile_interval_s=0.05, max_running_jobs=8, _env_file=None)
-
-    def plane() -> Components:
-        return make_components(Database(url), objects, cluster=cluster)
-
-    with ExitStack() as stack:
-        yield [stack.enter_context(serving(create_app(settings, components=plane()))) for _ in range(2)], cluster
+def ground(postgres_url: str, tmp_path: Path) -> Ground:
+    return Ground(emptied(postgres_url), tmp_path, InstantCluster(LocalObjectStore(tmp_path / "store")))
 
 
-def test_every_key_is_one_job_and_every_job_is_submitted_once(planes: tuple[list[str], InstantCluster]) -> None:
-    urls, cluster = planes
+@pytest.mark.soak("500 jobs of 50 clients")
+def test_every_key_is_one_job_and_every_job_is_submitted_once(ground: Ground) -> None:
     stop = threading.Event()
     with ExitStack() as stack, ThreadPoolExecutor(CLIENTS + 2) as pool:
+        urls = [stack.enter_context(ground.plane()) for _ in range(2)]
         clients = [stack.enter_context(Client(url)) for url in urls]
         readers = [pool.submit(read_pages, url, stop) for url in urls]
         ids = list(pool.map(lambda number: submit(clients, number), range(JOBS)))
         stop.set()
         assert min(reader.result() for reader in readers) > 0
-    assert len(set(ids)) == JOBS
-    with Client(urls[0]) as client:
-        deadline = time.monotonic() + DEADLINE_S
+        assert len(set(ids)) == JOBS
+        client, deadline = clients[0], time.monotonic() + DEADLINE_S
         while {job.status for job in client.jobs.list()} != {"succeeded"}:
             assert time.monotonic() < deadline, Counter(job.status for job in client.jobs.list())
             time.sleep(0.2)
         assert sorted(job.id for job in client.jobs.list()) == sorted(ids)
         assert Counter(model.job_id for model in client.models.list()) == Counter(ids)
-    assert Counter(cluster.calls) == Counter(f"{job_id}-1" for job_id in ids)
+    assert Counter(ground.cluster.calls) == Counter(f"{job_id}-1" for job_id in ids)
 
 
 def submit(clients: list[Client], number: int) -> str:
@@ -119,15 +127,11 @@ def read_pages(url: str, stop: threading.Event) -> int:
     return walks
 
 
-def test_leadership_passes_on_when_a_control_plane_stops(postgres_url: str, tmp_path: Path) -> None:
-    """The one that is left goes on with the jobs of both."""
-    url, objects = emptied(postgres_url), LocalObjectStore(tmp_path / "store")
-    cluster = InstantCluster(objects)
-    settings = Settings(home=tmp_path, reconcile_interval_s=0.05, max_running_jobs=2, _env_file=None)
-    parts, other = (make_components(Database(url), objects, cluster=cluster) for _ in range(2))
-    with serving(create_app(settings, components=parts)) as second, Client(second) as client:
-        with serving(create_app(settings, components=other)) as first, Client(first) as leaving:
-            ids = [leaving.jobs.create(SPEC).id for _ in range(4)]
+def test_leadership_passes_on_when_a_control_plane_stops(ground: Ground) -> None:
+    """The one that is left goes on with the jobs of both; a key that both are sent is one job."""
+    with ground.plane() as second, Client(second) as client:
+        with ground.plane() as first, Client(first) as leaving:
+            ids = [submit([client, leaving], number) for number in range(6)]
         for job_id in ids:
             assert client.jobs.wait(job_id, timeout=60, poll_interval=0.1).status == "succeeded"
-    assert Counter(cluster.calls) == Counter(f"{job_id}-1" for job_id in ids)
+    assert Counter(ground.cluster.calls) == Counter(f"{job_id}-1" for job_id in ids)

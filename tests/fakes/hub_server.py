@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks as much of its protocol as publishing needs: repositories, large files, commits."""
+"""A hub on this machine that speaks as much of its protocol as models need that are published or fetched."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tests.fakes.scripted_server import running
 
 TOKEN = "hf_publisher"
 _REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -31,21 +35,25 @@ class Hub:
     uploads: int = 0
     fail_uploads: int = 0
     """Uploads of large files that are still to fail."""
+    fetched: set[str] = field(default_factory=set)
+    """Files that were downloaded."""
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Make this the hub of this process, with an empty cache."""
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", self.url)
+        files = self.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
 @contextmanager
 def run_hub() -> Iterator[Hub]:
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with running(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,7 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/main", path):
+        if match := re.fullmatch(rf"/{_REPOSITORY}/resolve/\w+/(?P<file>.+)", path):
+            self._file(self.hub.repositories[match["repo"]].get(match["file"]), match["file"])
+        elif match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/\w+", path):
             files = self.hub.repositories[match["repo"]]
             rows = [{"type": "file", "path": p, "size": len(data), "oid": _blob(data)} for p, data in files.items()]
             self._answer(rows)
@@ -66,16 +76,30 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer({"error": f"no such address {path}"}, status=404)
 
+    do_HEAD = do_GET  # noqa: N815
+
+    def _file(self, data: bytes | None, name: str) -> None:
+        self.send_response(200 if data is not None else 404)
+        if data is None:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{_blob(data or b"")}"')
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
+        if self.command == "GET" and data is not None:
+            self.hub.fetched.add(name)
+            self.wfile.write(data)
+
     def do_PUT(self) -> None:
         data, oid = self._body(), self.path.rpartition("/")[2]
         if self.hub.fail_uploads:
             self.hub.fail_uploads -= 1
             self._answer({"error": "refused"}, status=403)
-            return
-        assert hashlib.sha256(data).hexdigest() == oid
-        self.hub.objects[oid] = data
-        self.hub.uploads += 1
-        self._answer({})
+        else:
+            assert hashlib.sha256(data).hexdigest() == oid
+            self.hub.objects[oid] = data
+            self.hub.uploads += 1
+            self._answer({})
 
     def do_POST(self) -> None:
         body, path = self._body(), self.path.partition("?")[0]
@@ -152,7 +176,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
 
 def _blob(data: bytes) -> str:

@@ -107,7 +107,7 @@ def run_issuer() -> Iterator[Issuer]:
     server.daemon_threads = True
     issuer.url = f"http://127.0.0.1:{server.server_port}"
     issuer.rotate("first")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield issuer

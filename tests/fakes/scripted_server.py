@@ -21,6 +21,7 @@ class Request:
     headers: dict[str, str]
     """Names in lower case."""
     body: Any
+    raw: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,10 @@ def serve(script: Script) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def _handle(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            raw = self.rfile.read(length)
-            parts = urlsplit(self.path)
-            headers = {name.lower(): value for name, value in self.headers.items()}
+            raw, parts = self.rfile.read(int(self.headers.get("Content-Length") or 0)), urlsplit(self.path)
+            headers, query = {name.lower(): value for name, value in self.headers.items()}, dict(parse_qsl(parts.query))
             body = json.loads(raw) if raw else None
-            self._send(script.answer(Request(self.command, parts.path, dict(parse_qsl(parts.query)), headers, body)))
+            self._send(script.answer(Request(self.command, parts.path, query, headers, body, raw)))
 
         def _send(self, answer: Answer) -> None:
             if answer.cut:
@@ -117,7 +116,14 @@ def serve(script: Script) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server's name)
             """Silent."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with running(Handler) as url:
+        yield url
+
+
+@contextmanager
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server in a thread; yields its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""A Ray of a test module's own, and patience with it."""
+"""The Ray of the run, and patience with it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,6 @@ def wait_for(what: Callable[[], Any]) -> Any:
         time.sleep(0.2)
 
 
-@pytest.fixture(scope="module")
-def dashboard_url() -> Iterator[str]:
-    """The dashboard of a Ray of the module's own; this process has its token."""
-    with ray_head(_SERVE, num_cpus=4) as head, environment(auth_environment(head.token_file)):
-        yield head.dashboard_url
-
-
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     with run_moto() as server:
@@ -63,37 +56,43 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def train_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    """A Ray with room for two workers, whose processes have credentials for the S3 server."""
-    with ray_head(_train_environment(s3_server, tmp_path_factory), num_cpus=2) as head:
-        yield head
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(train_head: RayHead) -> RayCluster:
-    """The same Ray, for control planes."""
-    return RayCluster.of(train_head)
-
-
-@pytest.fixture(scope="module")
-def cluster(train_head: RayHead, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its address; this process is one of its drivers."""
-    import ray
-
-    own = {**_train_environment(s3_server, tmp_path_factory), **auth_environment(train_head.token_file)}
-    with environment(own):
-        ray.init(train_head.address)
-        yield train_head.address
-        ray.shutdown()
-
-
-def _train_environment(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def variables(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of the run's Ray and its drivers: homes of their own, credentials for the S3 server."""
     return {
         **s3_server.environment,
         "HOME": str(tmp_path_factory.mktemp("home")),
         "SWIFTKV_HOME": str(tmp_path_factory.mktemp("swiftkv")),
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     }
+
+
+@pytest.fixture(scope="session")
+def head(variables: dict[str, str]) -> Iterator[RayHead]:
+    """The Ray of the whole run, with room for two workers and two replicas; this process has its token."""
+    with ray_head({**_SERVE, **variables}, num_cpus=4) as head, environment(auth_environment(head.token_file)):
+        yield head
+
+
+@pytest.fixture(scope="session")
+def dashboard_url(head: RayHead) -> str:
+    return head.dashboard_url
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(head: RayHead) -> RayCluster:
+    """The same Ray, for control planes."""
+    return RayCluster.of(head)
+
+
+@pytest.fixture(scope="module")
+def cluster(head: RayHead, variables: dict[str, str]) -> Iterator[str]:
+    """Its address; this process is one of its drivers."""
+    import ray
+
+    with environment(variables):
+        ray.init(head.address)
+        yield head.address
+        ray.shutdown()
 
 
 @contextmanager
@@ -105,6 +104,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serve_port() -> int:
+    """The port of the run's Serve."""
     return free_port()

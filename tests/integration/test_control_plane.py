@@ -6,10 +6,8 @@ The stand-in is described in `planes.py`.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.ports import JobCluster, SubmissionStatus
 from tests.fakes.cluster import FakeCluster
-from tests.integration.planes import Plane, RayCluster, eventually, spec
+from tests.integration.planes import Plane, RayCluster, eventually
 from tests.rays import free_port
 
 pytestmark = pytest.mark.integration
@@ -82,39 +80,6 @@ def test_cancelling_ends_the_process(plane: Plane) -> None:
     assert job.status == "cancelled"
     eventually(lambda: not Path(f"/proc/{process}").exists(), "the process is gone")
     assert job.error is None
-
-
-def test_one_key_gives_one_job(plane: Plane) -> None:
-    first = plane.client.jobs.create(spec(), idempotency_key="once")
-    again = plane.client.jobs.create(spec(), idempotency_key="once")
-    assert first.id == again.id
-    plane.client.jobs.wait(first.id, timeout=60)
-    assert len(plane.ledger(first.id)) == 1
-
-
-def test_poison_in_every_slot_stops_no_good_job(tmp_path: Path, ray_cluster: RayCluster) -> None:
-    """A job that starts without a submission to its name cannot be followed: handling it raises each time."""
-    plane = Plane(tmp_path / "poisoned", ray_cluster, {"SWIFTKV_MAX_RUNNING_JOBS": "2"})
-    plane.start()
-    try:
-        running = [plane.submit(wait="poisoned") for _ in range(2)]
-        for job_id in running:
-            plane.wait_for_step(job_id, 1)
-        poison, good = ([plane.submit() for _ in range(2)] for _ in range(2))
-        plane.kill()
-        with closing(sqlite3.connect(plane.home / "swiftkv.db")) as database, database:
-            database.executemany("UPDATE jobs SET status = 'starting' WHERE id = ?", [(job_id,) for job_id in poison])
-        plane.start()
-        (plane.gates / "poisoned").touch()
-        for job_id in poison:
-            failed = plane.client.jobs.wait(job_id, timeout=60)
-            assert failed.status == "failed"
-            assert failed.error is not None
-            assert failed.error.code == "internal"
-        for job_id in [*running, *good]:
-            assert plane.client.jobs.wait(job_id, timeout=60).status == "succeeded"
-    finally:
-        plane.stop()
 
 
 def test_readiness_sees_every_part(plane: Plane) -> None:

@@ -16,7 +16,7 @@ from tests.requirements import missing
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="the real model, twice: many minutes"),
+    pytest.mark.soak("the real model, twice: many minutes"),
 ]
 
 

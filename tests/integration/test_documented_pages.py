@@ -20,7 +20,7 @@ from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.state import RunDirectory, StackState
 from tests.documented import Block, blocks
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.soak("types whole pages, minutes"), pytest.mark.timeout(900)]
 
 SMALL: dict[str, Any] = {
     "data": {"max_length": 128, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 40}]},

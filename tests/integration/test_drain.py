@@ -19,7 +19,7 @@ from tests.integration.conftest import environment, wait_for
 from tests.integration.planes import ROOT
 from tests.rays import NodeProcess, ray_head, ray_node
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.soak("drains nodes, minutes"), pytest.mark.timeout(900)]
 
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 

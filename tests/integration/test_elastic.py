@@ -21,7 +21,7 @@ from tests.rays import NodeProcess, ray_head, ray_node
 from tests.s3_servers import S3Server
 from tests.tiny_models import save_teacher
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.soak("loses and gains nodes, minutes"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 BOTH, ALONE = 7, 14

@@ -26,7 +26,6 @@ from tests.security.hostile_sources import (
     DATA,
     Listener,
     Stage,
-    card_with_pictures,
     lay_out_hub_data,
     lay_out_hub_model,
     listening,
@@ -35,7 +34,11 @@ from tests.security.hostile_sources import (
     write_task,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.soak("starts a Ray of its own that is traced"),
+    pytest.mark.timeout(400),
+]
 
 _AUDIT = """
 import os, sys
@@ -156,8 +159,8 @@ def _refused_at_the_door(site: Site) -> int:
     """Data sets whose directories say at once that they lead elsewhere, and a task's file; returns how many."""
     specs: list[dict[str, Any]] = [
         {"data": {"sources": [{"name_or_path": str(lay_out(site.stage))}]}}
-        for lay_out in DATA
-        if lay_out is not card_with_pictures  # whose text may be read
+        for name, lay_out in DATA.items()
+        if name != "pictures"  # whose text may be read
     ]
     specs.append({"evaluation": {"tasks": [str(write_task(site.stage.root / "notes.txt", site.stage))]}})
     answers = [(spec, *site.post(**spec)) for spec in specs]

@@ -1,7 +1,7 @@
 """Jobs on a real Ray that lose a worker, their driver or their control plane, or are paused: they end as if nothing had
 been.
 
-`SWIFTKV_SEED` chooses the steps at which it happens; `make soak` tries five.
+`SWIFTKV_SEED` chooses the steps at which it happens; `make soak` tries several.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def uninterrupted(cluster: str, spec: JobSpec, tmp_path_factory: pytest.TempPath
     return final_weights(store, path / "checkpoint")
 
 
+@pytest.mark.soak("a minute")
 def test_a_job_on_s3_survives_the_loss_of_a_worker(
     cluster: str,
     s3_server: S3Server,
@@ -172,6 +173,7 @@ def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec:
     assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 2)) is None
 
 
+@pytest.mark.soak("a minute")
 def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
     """One worker's starts the workers again at the step they got to, the driver's ends the job and frees them."""
     store = open_store(str(tmp_path / "store"))
@@ -198,6 +200,7 @@ def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, cor
     assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 1)) is None
 
 
+@pytest.mark.soak("three attempts")
 def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
     cluster: str,
     spec: JobSpec,
@@ -228,7 +231,7 @@ def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
 
 
 def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends_as_if_nothing_had_been(
-    train_head: RayHead,
+    head: RayHead,
     spec: JobSpec,
     tmp_path: Path,
     uninterrupted: dict[str, torch.Tensor],
@@ -240,7 +243,7 @@ def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends
     ledger.directory.mkdir()
     holds = f"2:{unattended} 2:{widowed} 2:{orphaned}"
     spec = spec.model_copy(update={"metadata": {"ledger": str(ledger.directory), "hold": holds}})
-    plane = Plane(tmp_path / "plane", RayCluster.of(train_head), entrypoint=("-m", "tests.ledger"))
+    plane = Plane(tmp_path / "plane", RayCluster.of(head), entrypoint=("-m", "tests.ledger"))
     store = open_store(str(plane.home / "store"))
     plane.start()
     try:

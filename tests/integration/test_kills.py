@@ -23,7 +23,7 @@ from swiftkv_platform.client.errors import ServerError, UnreachableError
 from tests.integration.planes import Plane, RayCluster, eventually, spec
 from tests.postgres import emptied
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak("kills the control plane over and over")]
 
 T = TypeVar("T")
 KILLS = 200 if "SWIFTKV_SOAK" in os.environ else 10

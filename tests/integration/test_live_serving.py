@@ -32,9 +32,8 @@ from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.integration
 
-NUM_SWAPS = int(os.environ.get("SWIFTKV_SOAK_SWAPS", "3"))
-LOAD_TEST_S = float(os.environ.get("SWIFTKV_SOAK_SECONDS", "20"))
-"""The soak: 20 swaps, 120 seconds."""
+NUM_SWAPS = 20 if "SWIFTKV_SOAK" in os.environ else 2
+LOAD_TEST_S = 60.0
 
 CONTEXT = 2048
 ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache_bytes": 4 << 20}
@@ -81,6 +80,7 @@ def cluster(dashboard_url: str, serve_port: int) -> Iterator[RayServe]:
     with closing(RayServe(dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
         wait_for(lambda: cluster.status() == {})
         yield cluster
+        cluster.apply([])
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +158,7 @@ def test_the_official_client_streams_what_it_answers(cluster: RayServe, spec: Re
         assert [model.id for model in client.models.list()] == ["one"]
 
 
+@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
 def test_clients_that_leave_take_nothing_with_them(
     cluster: RayServe, spec: ResolvedDeployment, url: str, expected: Expected
 ) -> None:
@@ -210,6 +211,7 @@ def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) ->
         return
 
 
+@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
 def test_more_than_it_can_do_is_refused_at_once_and_nothing_hangs(
     cluster: RayServe, spec: ResolvedDeployment, url: str
 ) -> None:
@@ -247,6 +249,7 @@ def test_more_than_it_can_do_is_refused_at_once_and_nothing_hangs(
     wait_for(lambda: metrics(url)["swiftkv:kv_cache_usage_perc"] == 0)
 
 
+@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
 def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
     cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str
 ) -> None:
@@ -273,6 +276,7 @@ def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
     assert min(map(skewed.count, set(skewed))) >= len(skewed) // 8, "the other one helps"
 
 
+@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
 def test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing(
     cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str, expected: Expected
 ) -> None:
@@ -290,6 +294,7 @@ def test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_on
     assert (load.failed, load.wrong) == ([], [])
 
 
+@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
 def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
     cluster: RayServe, spec: ResolvedDeployment, url: str
 ) -> None:
@@ -316,6 +321,7 @@ def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
     wait_for(lambda: cluster.status()["dep_live"].replicas == 1)
 
 
+@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
 def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
     cluster: RayServe, spec: ResolvedDeployment, artifacts: Path, url: str, expected: Expected
 ) -> None:
@@ -337,6 +343,7 @@ def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
     assert health(url)["replica"] == replica
 
 
+@pytest.mark.soak("Serve scales, or a crowd asks: a minute")
 def test_without_requests_no_replica_is_left_and_the_first_one_brings_it_back(
     cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str, expected: Expected
 ) -> None:

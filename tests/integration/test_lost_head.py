@@ -12,7 +12,7 @@ import pytest
 from tests.integration.planes import ROOT, Plane, RayCluster, eventually
 from tests.rays import HeadProcess
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak("kills and restarts a head")]
 
 
 @pytest.fixture

@@ -21,17 +21,23 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
 from tests.integration.conftest import environment, wait_for
 from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, replica_pids
-from tests.rays import HeadProcess, NodeProcess, ray_node
+from tests.rays import HeadProcess, NodeProcess, free_port, ray_node
 from tests.redis_server import redis_server
 from tests.unit.engine.tiny_models import save_swiftkv
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak("kills and restarts a head under load")]
 
 RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 """Time for which workers wait for a new head, as KubeRay sets it where there are `gcsFaultToleranceOptions`."""
 
 CONTEXT = 256
 ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache_bytes": 4 << 20}
+
+
+@pytest.fixture(scope="module")
+def serve_port() -> int:
+    """The port of this module's own Serve."""
+    return free_port()
 
 
 @pytest.fixture(scope="module")

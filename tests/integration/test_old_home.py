@@ -1,7 +1,7 @@
-"""A home directory of version 0.1.0 opens: jobs listed, a paused one resumed, a deployment back, its artifact served.
+"""Home directories of earlier versions open: jobs listed, a paused one resumed, a deployment back, its artifact served.
 
-`tests/fixtures/home-0.1.0.tar.xz` was written by `swiftkv up` of that version below `/tmp/swiftkv-old`: a tiny random
-teacher, a job that ended, its model deployed, and a job paused at step 22.
+`tests/fixtures/home-*.tar.xz` were written below `/tmp/swiftkv-old` by `swiftkv up` of 548348b (version 0.1.0) and of
+d4594dd: a tiny random teacher, a job that ended, its model deployed, and a paused job.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from swiftkv_platform.client.errors import ResourceNotFoundError, ServiceUnavail
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
 from tests.integration.planes import eventually
-from tests.old_home import ARCHIVE
+from tests.old_home import ARCHIVES
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.soak("starts a platform on each old home"), pytest.mark.timeout(600)]
 
 WRITTEN_AT = "/tmp/swiftkv-old"
-PAUSED_AT_STEP = 22
+PAUSED_AT_STEP = {"0.1.0": 22, "d4594dd": 33}
 
 
-def unpack(directory: Path) -> Path:
+@pytest.fixture(scope="module", params=PAUSED_AT_STEP)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def unpack(version: str, directory: Path) -> Path:
     """The home in `directory`, with the addresses in its database and its store made those of this machine."""
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(ARCHIVES / f"home-{version}.tar.xz") as archive:
         archive.extractall(directory, filter="data")
     home = directory / "home"
     for path in (home / "store").rglob("attempt.json"):
@@ -46,9 +51,9 @@ def unpack(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def client(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     directory = tmp_path_factory.mktemp("old")
-    home = unpack(directory)
+    home = unpack(version, directory)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HOME", str(directory))
         stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
@@ -84,7 +89,7 @@ def test_the_deployment_returns_and_serves_the_old_artifact(client: Client) -> N
     assert len(eventually(answer, "it answers again", seconds=240)) == 4
 
 
-def test_the_paused_job_goes_on_where_it_was(client: Client) -> None:
+def test_the_paused_job_goes_on_where_it_was(client: Client, version: str) -> None:
     (paused,) = [job for job in client.jobs.list() if job.name == "paused"]
     client.jobs.resume(paused.id)
 
@@ -92,6 +97,8 @@ def test_the_paused_job_goes_on_where_it_was(client: Client) -> None:
         events = client.jobs.events(paused.id, follow=False)
         return [event.data["step"] for event in events if event.message.startswith("training begins at step")]
 
-    eventually(lambda: PAUSED_AT_STEP in begun(), "the second attempt begins at the checkpoint's step", seconds=240)
+    eventually(
+        lambda: PAUSED_AT_STEP[version] in begun(), "the second attempt begins at the checkpoint's step", seconds=240
+    )
     client.jobs.cancel(paused.id)
     eventually(lambda: client.jobs.get(paused.id).status == "cancelled", "it is cancelled")

@@ -17,12 +17,18 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
 from tests.integration.conftest import environment, wait_for
 from tests.prometheus import Prometheus, program, prometheus
-from tests.rays import ray_head
+from tests.rays import free_port, ray_head
 from tests.unit.engine.tiny_models import save_swiftkv
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak("starts Prometheus beside a Ray of its own")]
 
 NUM_TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def serve_port() -> int:
+    """The port of this module's own Serve."""
+    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,6 @@ import httpx
 import pytest
 
 from swiftkv_platform.cluster.ray_serve import RayServe
-from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.model import export_adapter
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
@@ -144,44 +142,12 @@ def test_a_corrupt_artifact_is_refused_and_the_status_says_why(
     assert not response.is_success
 
 
-def test_generate_answers_as_the_engine_does(client: httpx.Client, artifacts: Path) -> None:
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    expected = LLMEngine.from_pretrained(artifacts / "good").generate(["hello"], params)[0]
-    answer = generate(client, prompt="hello", **GREEDY).json()
-    assert answer["model"] == "mdl_good"
-    assert answer["choices"][0]["token_ids"] == list(expected.token_ids)
-    assert answer["choices"][0]["text"] == expected.text
-    assert answer["usage"]["prefill_layers_skipped_tokens"] == 4
-
-
 def test_an_adapter_answers_as_the_whole_artifact_does(client: httpx.Client, serve_port: int) -> None:
     body = {"prompt": "hello", "logprobs": 5, **GREEDY}
     urls = (f"http://127.0.0.1:{serve_port}/{name}/generate" for name in ("good", "adapter"))
     whole, adapted = (client.post(url, json=body) for url in urls)
     assert adapted.json()["model"] == "mdl_adapter"
     assert adapted.json()["choices"] == whole.json()["choices"]
-
-
-def test_a_stream_joins_to_the_answer(client: httpx.Client) -> None:
-    whole = generate(client, prompt="hello", **GREEDY).json()["choices"][0]
-    body = {"prompt": "hello", "stream": True, "stream_interval_s": 0, **GREEDY}
-    with client.stream("POST", "/generate", json=body) as response:
-        data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert data.pop() == "[DONE]"
-    choices = [json.loads(event)["choices"][0] for event in data]
-    assert len(choices) == 12
-    assert "".join(choice["text"] for choice in choices) == whole["text"]
-    assert choices[-1]["finish_reason"] == "length"
-
-
-def test_bad_requests_are_problems(client: httpx.Client) -> None:
-    response = generate(client, prompt="hello", max_tokens=0)
-    assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
-    assert response.json()["errors"][0]["field"] == "max_tokens"
-    assert response.json()["instance"] == "/good/generate"
-    response = generate(client, prompt=[1] * CONTEXT)
-    assert response.status_code == 422
-    assert f"prompt has {CONTEXT} tokens; the context of {CONTEXT} tokens" in response.json()["detail"]
 
 
 def test_a_full_queue_is_refused_and_a_client_that_leaves_a_stream_frees_it(client: httpx.Client) -> None:

@@ -84,6 +84,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     assert left == []
 
 
+@pytest.mark.soak("two attempts of a sweep more")
 @pytest.mark.usefixtures("cluster")
 def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher: Path, tmp_path: Path) -> None:
     """Only the pause ends the first attempt; the second one's spec asks for a few steps more than were done."""

@@ -20,7 +20,7 @@ import pytest
 from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.state import RunDirectory, StackState
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak("starts and stops a platform several times")]
 
 
 @dataclass

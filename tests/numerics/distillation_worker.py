@@ -7,14 +7,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors, load_whole_state
 from swiftkv_platform.distillation.course import CourseNote
@@ -30,21 +31,15 @@ from swiftkv_platform.storage.addresses import open_store
 from tests.numerics.spawning import run_in_group
 from tests.tiny_models import family_teacher, random_teacher
 
+CHECKPOINTS = AttemptId("j", 1).checkpoints_prefix
+"""Below a run's store."""
 VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2
 
 
 def tiny_teacher() -> Any:
-    return random_teacher(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    small = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS}
+    special = {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
+    return random_teacher(**small, **special, num_attention_heads=4, initializer_range=0.2)
 
 
 def tiny_student(*, group_size: int = 2, early_exit: bool = False, family: str | None = None) -> Any:
@@ -110,32 +105,31 @@ class Outcome:
     """Bytes of weights that this worker read, as a share of the checkpoint's."""
 
 
+def assert_equal_weights(actual: Outcome, expected: Outcome) -> None:
+    for name, tensor in expected.trained.items():
+        assert actual.trained[name].equal(tensor), name
+
+
 def job_spec(sections: dict[str, Any]) -> JobSpec:
-    base: dict[str, Any] = {
-        "model": {"dtype": "float32"},
-        "training": {"batch_size": 4, "micro_batch_size": 1, "max_steps": 4},
-        "optimizer": {"learning_rate": 1e-2, "warmup_ratio": 0.25},
-        "resources": {"num_workers": 1},
-        "checkpoint": {"every_steps": 2},
-        "sharding": {"strategy": "ddp"},
-    }
-    return JobSpec.model_validate(
-        {key: {**base.get(key, {}), **sections.get(key, {})} for key in base | sections} | {"name": "n"}
-    )
+    base: dict[str, Any] = {"model": {"dtype": "float32"}, "resources": {"num_workers": 1}}
+    base |= {"checkpoint": {"every_steps": 2}, "sharding": {"strategy": "ddp"}}
+    base["training"] = {"batch_size": 4, "micro_batch_size": 1, "max_steps": 4}
+    base["optimizer"] = {"learning_rate": 1e-2, "warmup_ratio": 0.25}
+    merged = {key: {**base.get(key, {}), **sections.get(key, {})} for key in base | sections}
+    return JobSpec.model_validate({**merged, "name": "n"})
 
 
 class _KilledError(Exception):
     """Ends a run in the middle."""
 
 
-class _Recorder:
+class Recorder:
     """Keeps the metrics of every step, and ends the run after one of them."""
 
-    def __init__(self, stop_after: int | None, stop_requests: dict[int, StopRequest]) -> None:
+    def __init__(self, stop_after: int | None = None, stop_requests: dict[int, StopRequest] | None = None) -> None:
         self.steps: list[StepMetrics] = []
         self.notes: list[CourseNote] = []
-        self._stop_requests = stop_requests
-        self._stop_after = stop_after
+        self._stop_after, self._stop_requests = stop_after, stop_requests or {}
 
     def on_start(self, progress: Progress) -> None:
         """The first step tells as much."""
@@ -158,9 +152,8 @@ def run(scenario: Run) -> Outcome:
     dtype = getattr(torch, spec.model.dtype)
     lazy, student = None, tiny_student(early_exit=scenario.early_exit, family=scenario.family)
     if scenario.teacher is not None:
-        shape: dict[str, Any] = {"num_key_value_layers": NUM_KEY_VALUE_LAYERS, "prefill_reduction": None}
-        shape |= {"key_value_group_size": 2}
-        shape |= {"early_exit": scenario.early_exit, "sharing": "gqa"}
+        shape: dict[str, Any] = {"num_key_value_layers": NUM_KEY_VALUE_LAYERS, "key_value_group_size": 2}
+        shape |= {"prefill_reduction": None, "early_exit": scenario.early_exit, "sharing": "gqa"}
         student = convert(scenario.teacher, **shape, dtype=dtype)
         if spec.sharding.shards_parameters:
             lazy = LazyStudent.open(scenario.teacher, {}, dtype=dtype, **shape)
@@ -176,24 +169,18 @@ def run(scenario: Run) -> Outcome:
     )
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
     weights = None if lazy is None else _Watched(lazy, fork)
-    parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"), weights=weights)
+    with counted_reads() as sizes:
+        parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"), weights=weights)
     if scenario.parent is not None:
         _continue(parallel, scenario.parent, with_optimizer=spec.training.load_optimizer_state)
     request = AttemptRequest(job_id="j", attempt=scenario.attempt, spec=spec, resume_from=_key(scenario), run_id="r")
     store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
     checkpointer = Checkpointer(parallel, store, local_rank=dist.get_rank())
     told = scenario.stop_requests if dist.get_rank() == dist.get_world_size() - 1 else {}
-    recorder = _Recorder(scenario.stop_after, told)
-    total_steps = spec.training.max_steps or 0
-    trainer = Trainer(
-        parallel,
-        tiny_rows(),
-        checkpointer,
-        spec,
-        total_steps=total_steps,
-        listener=recorder,
-        held_out=tiny_rows(9, seed=1) if scenario.held_out else None,
-    )
+    recorder = Recorder(scenario.stop_after, told)
+    held_out = tiny_rows(9, seed=1) if scenario.held_out else None
+    options: Any = {"total_steps": spec.training.max_steps or 0, "listener": recorder, "held_out": held_out}
+    trainer = Trainer(parallel, tiny_rows(), checkpointer, spec, **options)
     with suppress(_KilledError):
         trainer.run()
     after = {name: _whole(p) for name, p in student.named_parameters()}
@@ -202,7 +189,7 @@ def run(scenario: Run) -> Outcome:
         notes=recorder.notes,
         trained={name: after[name] for name in trained_names},
         largest_share=1.0 if weights is None else max(weights.held),
-        share_read=1.0 if weights is None else weights.share_read(),
+        share_read=1.0 if lazy is None else sum(sizes) / lazy.stored_bytes,
         frozen_changed=[name for name in before if name not in trained_names and not before[name].equal(after[name])],
     )
 
@@ -216,13 +203,12 @@ def _continue(parallel: Parallel, pattern: str, *, with_optimizer: bool) -> None
 
 
 class _Watched:
-    """Weights of a lazy student, with what is held and read of them."""
+    """Weights of a lazy student, with what is held of them."""
 
     def __init__(self, lazy: LazyStudent, fork: Fork) -> None:
         lazy.attach(fork)
         self._lazy, self._fork = lazy, fork
         self.held: list[float] = []
-        self._bytes = CountedReads.install()
 
     def fill(self, module: torch.nn.Module, *, read: bool = True) -> None:
         self._lazy.fill(module, read=read)
@@ -232,32 +218,19 @@ class _Watched:
         self._lazy.fill_shards(root)
         self.held.append(_share_held(self._fork))
 
-    def share_read(self) -> float:
-        self._bytes.remove()
-        return self._bytes.num_bytes / self._lazy.stored_bytes
 
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Bytes of every tensor, or part of one, that comes out of checkpoint files."""
+    read, sizes = checkpoint._read, []
 
-class CountedReads:
-    """Bytes of tensors that come out of checkpoint files, from `install` on."""
+    def count(*arguments: Any) -> Tensor:
+        tensor = read(*arguments)
+        sizes.append(tensor.nbytes)
+        return tensor
 
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._read = checkpoint._read
-
-    @classmethod
-    def install(cls) -> CountedReads:
-        counted = cls()
-
-        def read(file: Any, name: str, rows: slice | None) -> Tensor:
-            tensor = counted._read(file, name, rows)
-            counted.num_bytes += tensor.nbytes
-            return tensor
-
-        checkpoint._read = read
-        return counted
-
-    def remove(self) -> None:
-        checkpoint._read = self._read
+    with patch.object(checkpoint, "_read", count):
+        yield sizes
 
 
 def _share_held(fork: Fork) -> float:

@@ -21,11 +21,9 @@ import swiftkv_platform.distillation.weights as weights
 import swiftkv_platform.jobs.worker.evaluate as evaluation
 import swiftkv_platform.jobs.worker.measure as measure
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import parallelize
@@ -47,7 +45,7 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from tests.numerics.distillation_worker import tiny_rows
+from tests.numerics.distillation_worker import Recorder, tiny_rows
 from tests.numerics.spawning import run_in_group
 
 CPU = torch.device("cpu")
@@ -73,7 +71,6 @@ class Case:
     @property
     def request(self) -> AttemptRequest:
         sections: dict[str, Any] = {
-            "name": "phases",
             "model": {"name_or_path": self.teacher, "dtype": "float32"},
             "swiftkv": {"num_key_value_layers": 2, "key_value_group_size": 2, "calibration_tokens": 1024},
             "data": {"max_length": 24},
@@ -83,8 +80,7 @@ class Case:
             "resources": {"num_workers": 4},
             "tracking": {"wandb": {"mode": "disabled"}},
         }
-        merged = {key: {**sections[key], **self.spec.get(key, {})} for key in sections if key != "name"}
-        merged |= {key: value for key, value in self.spec.items() if key not in sections}
+        merged = {key: sections.get(key, {}) | self.spec.get(key, {}) for key in sections | self.spec}
         spec = JobSpec.model_validate({**merged, "name": "phases"})
         return AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r")
 
@@ -97,25 +93,6 @@ class Outcome:
     manifest: Manifest | None
     grown_bytes: list[dict[str, int]]
     """By worker and phase, the most anonymous memory beyond what the process had before the first phase."""
-
-
-class _Steps:
-    """Listener to the trainer."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepMetrics] = []
-
-    def on_start(self, progress: Progress) -> None:
-        """The steps tell as much."""
-
-    def on_course(self, note: CourseNote) -> None:
-        """The steps tell as much."""
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        self.steps.append(metrics)
-
-    def stop_request(self) -> StopRequest:
-        return StopRequest.NONE
 
 
 class AnonymousMemory:
@@ -181,9 +158,8 @@ def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckp
     fork = Fork(lazy.model, spec.distillation, dtype=compute_dtype(spec))
     lazy.attach(fork)
     parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=CPU, weights=lazy)
-    listener = _Steps()
+    listener = Recorder()
     checkpointer = Checkpointer(parallel, checkpoints, local_rank=dist.get_rank())
-    assert spec.training.max_steps is not None
     Trainer(parallel, rows, checkpointer, spec, total_steps=spec.training.max_steps, listener=listener).run()
     return listener.steps
 
@@ -200,7 +176,6 @@ def run_evaluation(case: Case) -> Outcome:
     prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
     newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
     checkpoint = workers.from_first(newest)
-    assert checkpoint is not None
     keep = StoredParts.put
 
     def put(self: StoredParts, name: str, data: bytes) -> None:
@@ -225,14 +200,8 @@ def count_flops(case: Case) -> list[int]:
     counter = FlopCounterMode(display=False)
     with counter:
         evaluate(measured.student, rows, max_tokens=settings.max_tokens, batch_size=4, workers=workers)
-        compare_continuations(
-            measured.student,
-            rows,
-            num_prompts=settings.continuations,
-            num_tokens=settings.continuation_tokens,
-            batch_size=4,
-            workers=workers,
-        )
+        prompts = {"num_prompts": settings.continuations, "num_tokens": settings.continuation_tokens}
+        compare_continuations(measured.student, rows, **prompts, batch_size=4, workers=workers)
         tasks = resolve_tasks(settings.tasks)
         run_tasks(measured.student, load_tokenizer(spec, case.teacher), tasks, settings, workers=workers)
     return workers.gather(counter.get_total_flops())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.configs.adapter import ADAPTER
@@ -60,10 +60,7 @@ def logits(path: Path, **arguments: Any) -> torch.Tensor:
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -109,14 +106,14 @@ def test_what_differs_is_found_by_comparing_not_by_name(base: Path, full: Path, 
 
 
 def test_a_changed_tail_without_its_teacher_stays_without(base: Path, full: Path, tmp_path: Path) -> None:
+    """Another student gets it back from the base."""
     served = export(full, tmp_path / "served", teacher=False)
+    assert export_adapter(served, tmp_path / "back", base=base).dropped == ()
+    assert torch.equal(logits(tmp_path / "back"), logits(served))
+    assert torch.equal(logits(tmp_path / "back", swiftkv=False), logits(full, swiftkv=False))
     weights = tensors_of(served)
-    (index,) = served.glob("*.index.json")
-    index.unlink()
-    for file in served.glob("*.safetensors"):
+    for file in (*served.glob("*.index.json"), *served.glob("*.safetensors")):
         file.unlink()
-    from safetensors.torch import save_file
-
     weights["model.layers.3.mlp.up_proj.weight"] = weights["model.layers.3.mlp.up_proj.weight"] + 1
     save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
     written = export_adapter(served, tmp_path / "adapter", base=base)
@@ -126,22 +123,13 @@ def test_a_changed_tail_without_its_teacher_stays_without(base: Path, full: Path
         logits(tmp_path / "adapter", swiftkv=False)
 
 
-def test_a_student_exported_without_its_teacher_gets_it_back_from_the_base(
-    base: Path, full: Path, tmp_path: Path
-) -> None:
-    served = export(full, tmp_path / "served", teacher=False)
-    assert export_adapter(served, tmp_path / "adapter", base=base).dropped == ()
-    assert torch.equal(logits(tmp_path / "adapter"), logits(served))
-    assert torch.equal(logits(tmp_path / "adapter", swiftkv=False), logits(full, swiftkv=False))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_student_in_another_type_than_its_base(base: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_student_in_another_type_than_its_base(base: Path, tmp_path: Path) -> None:
     full = save(disturb(convert(base, **SHAPE, dtype=torch.bfloat16)), tmp_path / "full")
     written = export_adapter(full, tmp_path / "adapter", base=base)
     assert written.replaced == ()
     assert set(written.cast.values()) == {"bfloat16"}
-    assert torch.equal(logits(tmp_path / "adapter", dtype=dtype), logits(full, dtype=dtype))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(logits(tmp_path / "adapter", dtype=dtype), logits(full, dtype=dtype))
     export(tmp_path / "adapter", tmp_path / "again", teacher=True)
     assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
 
@@ -168,26 +156,21 @@ def test_another_base_is_refused_by_the_tensor_that_differs(base: Path, full: Pa
     assert f"fits '{base}' with digest {written.base.digest}" in caught.value.message
 
 
-OTHER_SHAPES: list[tuple[Callable[[], Any], str]] = [
-    (lambda: family_teacher("llama", num_hidden_layers=4), r"lacks 9 tensors: model\.layers\.4\."),
-    (lambda: family_teacher("llama", num_hidden_layers=6), r"also holds 9 tensors: model\.layers\.5\."),
-    (
-        lambda: family_teacher("llama", intermediate_size=80),
-        r"mlp\.down_proj\.weight of .* is \[64, 80\], .* \[64, 96\]",
-    ),
-    (lambda: family_teacher("llama").to(torch.bfloat16), "is bfloat16, and the adapter was made of float32"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), OTHER_SHAPES)
-def test_a_base_of_another_shape_is_refused_before_weights_are_read(
-    make: Callable[[], Any], message: str, base: Path, full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_of_another_shape_is_refused_before_weights_are_read(base: Path, full: Path, tmp_path: Path) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
-    other = save(make(), tmp_path / "other")
-    monkeypatch.setattr("swiftkv_platform.model.checkpoint.Checkpoint.tensors", None)
-    with pytest.raises(ModelError, match=message):
-        logits(tmp_path / "adapter", base_model=str(other))
+    shape = r"mlp\.down_proj\.weight of .* is \[64, 80\], .* \[64, 96\]"
+    for number, (teacher, message) in enumerate(
+        [
+            (family_teacher("llama", num_hidden_layers=4), r"lacks 9 tensors: model\.layers\.4\."),
+            (family_teacher("llama", num_hidden_layers=6), r"also holds 9 tensors: model\.layers\.5\."),
+            (family_teacher("llama", intermediate_size=80), shape),
+            (family_teacher("llama").to(torch.bfloat16), "is bfloat16, and the adapter was made of float32"),
+        ]
+    ):
+        other = save(teacher, tmp_path / f"other-{number}")
+        reads = patch("swiftkv_platform.model.checkpoint.Checkpoint.tensors", None)
+        with reads, pytest.raises(ModelError, match=message):
+            logits(tmp_path / "adapter", base_model=str(other))
 
 
 def test_a_base_that_has_moved_is_named(base: Path, full: Path, tmp_path: Path) -> None:
@@ -197,11 +180,8 @@ def test_a_base_that_has_moved_is_named(base: Path, full: Path, tmp_path: Path) 
     with pytest.raises(ModelError, match=str(base)):
         logits(tmp_path / "adapter")
     assert torch.equal(logits(tmp_path / "adapter", base_model=tmp_path / "moved"), expected)
-
-
-def test_a_base_for_a_whole_model_is_refused(base: Path, full: Path) -> None:
     with pytest.raises(ModelError, match="is no adapter; leave it out"):
-        logits(full, base_model=base)
+        logits(full, base_model=tmp_path / "moved")
 
 
 def test_a_flipped_bit_of_the_base_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
@@ -214,33 +194,22 @@ def test_a_flipped_bit_of_the_base_is_refused(base: Path, full: Path, tmp_path: 
         logits(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(
-    ("spoil", "field", "message"),
-    [
-        (lambda document: document | {"format_version": 2}, ADAPTER, "format_version"),
-        (lambda document: document | {"added": document["added"][1:]}, "adapter", "has no place for 1 tensor"),
-        (lambda document: document | {"added": [*document["added"], "x"]}, "adapter", "lacks 1 tensor: x"),
-        (
-            lambda document: document | {"swiftkv": document["swiftkv"] | {"key_value_group_size": 1}},
-            "key_value_group_size",
-            "key_value_group_size is 2 in config.json .* and 1 in its",
-        ),
-    ],
-)
-def test_a_damaged_adapter_is_refused(
-    spoil: Callable[[dict[str, Any]], dict[str, Any]],
-    field: str,
-    message: str,
-    base: Path,
-    full: Path,
-    tmp_path: Path,
-) -> None:
+def test_a_damaged_adapter_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
     path = tmp_path / "adapter" / ADAPTER
-    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
-    with pytest.raises(ModelError, match=message) as caught:
-        logits(tmp_path / "adapter")
-    assert caught.value.field == field
+    document = json.loads(path.read_text())
+    grouped = document["swiftkv"] | {"key_value_group_size": 1}
+    regrouped = "key_value_group_size is 2 in config.json .* and 1 in its"
+    for changes, field, message in (
+        ({"format_version": 2}, ADAPTER, "format_version"),
+        ({"added": document["added"][1:]}, "adapter", "has no place for 1 tensor"),
+        ({"added": [*document["added"], "x"]}, "adapter", "lacks 1 tensor: x"),
+        ({"swiftkv": grouped}, "key_value_group_size", regrouped),
+    ):
+        path.write_text(json.dumps(document | changes))
+        with pytest.raises(ModelError, match=message) as caught:
+            logits(tmp_path / "adapter")
+        assert caught.value.field == field
 
 
 def test_tensors_as_they_stream_by_are_checked_and_applied(base: Path, full: Path, tmp_path: Path) -> None:
@@ -264,20 +233,17 @@ def test_tensors_as_they_stream_by_are_checked_and_applied(base: Path, full: Pat
             apply(tensors)
 
 
-def test_an_adapter_of_everything_is_refused_with_its_size(base: Path, full: Path, tmp_path: Path) -> None:
-    change(full, "")
-    with pytest.raises(ModelError, match=r"[\d,]+ of the student's [\d,]+ bytes .* whole model") as caught:
-        export_adapter(full, tmp_path / "adapter", base=base)
-    assert caught.value.field == "adapter"
-    assert not (tmp_path / "adapter").exists()
-
-
-def test_an_adapter_of_an_adapter_and_a_used_directory_are_refused(base: Path, full: Path, tmp_path: Path) -> None:
+def test_what_makes_no_adapter_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
     with pytest.raises(ModelError, match="is an adapter already"):
         export_adapter(tmp_path / "adapter", tmp_path / "other", base=base)
     with pytest.raises(ConflictError, match="not empty"):
         export_adapter(full, tmp_path / "adapter", base=base)
+    change(full, "")
+    with pytest.raises(ModelError, match=r"[\d,]+ of the student's [\d,]+ bytes .* whole model") as caught:
+        export_adapter(full, tmp_path / "of-everything", base=base)
+    assert caught.value.field == "adapter"
+    assert not (tmp_path / "of-everything").exists()
 
 
 def test_a_whole_export_outlives_adapter_and_base(base: Path, full: Path, tmp_path: Path) -> None:

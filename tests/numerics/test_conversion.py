@@ -1,4 +1,5 @@
-"""Students written file by file equal those made in memory, bit for bit; exports lose the teacher and nothing else."""
+"""Students written file by file equal those made in memory, bit for bit; exports lose the teacher and nothing else.
+Faults of a checkpoint are reported before weights are read, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,16 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from swiftkv_platform.errors import ModelError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests.checkpoints import BLOCKS, ROWS, SHAPE, TENSORS, rewrite, save, save_fp8
-from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, teacher_config
-
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    return torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(7))
+from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens, teacher_config
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
@@ -50,8 +46,7 @@ def test_streamed_equals_in_memory(name: str, tmp_path: Path) -> None:
     assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
 
 
-@pytest.mark.parametrize("sharing", ["mqa", "mha"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("sharing", "dtype"), [("mqa", torch.float32), ("mha", torch.bfloat16)])
 def test_streamed_from_one_file_with_shared_heads(sharing: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     teacher = save(random_teacher(attention_bias=True, tie_word_embeddings=True).to(dtype), tmp_path / "teacher")
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 3, "sharing": sharing}
@@ -66,10 +61,10 @@ def test_streamed_from_one_file_with_shared_heads(sharing: Any, dtype: torch.dty
 
 def test_streamed_from_the_calibrated_start(tmp_path: Path) -> None:
     teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
-    tokens = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(1))
     shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": 2}
-    convert(teacher, **shape, calibration=[tokens]).save_pretrained(tmp_path / "in-memory")
-    convert_checkpoint(teacher, tmp_path / "streamed", **shape, calibration=[tokens])
+    shape["calibration"] = [random_tokens(8, 64, seed=1)]
+    convert(teacher, **shape).save_pretrained(tmp_path / "in-memory")
+    convert_checkpoint(teacher, tmp_path / "streamed", **shape)
     assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
 
 
@@ -100,14 +95,7 @@ def test_saving_over_a_student_leaves_its_teacher_alone(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in teacher.iterdir()} == before
 
 
-def test_progress_counts_every_tensor(tmp_path: Path) -> None:
-    teacher = save(random_teacher(), tmp_path / "teacher")
-    seen: list[tuple[int, int]] = []
-    written = convert_checkpoint(teacher, tmp_path / "student", **SHAPE, progress=lambda *step: seen.append(step))
-    assert seen == [(n, written.num_new_tensors) for n in range(1, written.num_new_tensors + 1)]
-
-
-def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+def test_progress_counts_every_tensor_and_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     teacher = save(random_teacher(), tmp_path / "teacher")
 
     def fail(done: int, _total: int) -> None:
@@ -117,6 +105,9 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(teacher, tmp_path / "student", **SHAPE, max_shard_bytes=1, progress=fail)
     assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+    seen: list[tuple[int, int]] = []
+    written = convert_checkpoint(teacher, tmp_path / "student", **SHAPE, progress=lambda *step: seen.append(step))
+    assert seen == [(n, written.num_new_tensors) for n in range(1, written.num_new_tensors + 1)]
 
 
 def test_converting_takes_the_memory_of_a_few_tensors(tmp_path: Path) -> None:
@@ -149,10 +140,11 @@ print(highest - before)
     assert int(result.stdout.split()[-1]) < size // 6
 
 
-@pytest.mark.parametrize("own_output_projection", [False, True])
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
-def test_export_drops_the_teacher_and_nothing_else(
+@pytest.mark.parametrize(
+    ("name", "streamed", "own_output_projection"),
+    [("llama", False, True), ("qwen2", True, False), ("mistral", True, True)],
+)
+def test_export_drops_the_teacher(
     name: str, streamed: bool, own_output_projection: bool, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     student = convert(family_teacher(name), **SHAPE, early_exit=True, own_output_projection=own_output_projection)
@@ -168,10 +160,16 @@ def test_export_drops_the_teacher_and_nothing_else(
     of_output = {"o_proj"} if own_output_projection else set()
     assert {name.split(".")[2] for name in lost} == {"q_proj", "k_proj", "v_proj"} | of_output
     assert torch.equal(exported(prompt[None]).logits, expected)
-    with pytest.raises(ModelError, match="exported without"):
-        exported.swiftkv(False)
-    with pytest.raises(ModelError, match="exported without"):
-        export(tmp_path / "export", tmp_path / "again", teacher=True)
+    for teacher_mode in (
+        lambda: exported.swiftkv(False),
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "export", swiftkv=False),
+        lambda: type(exported).from_pretrained(tmp_path / "export", swiftkv=False),
+        lambda: export(tmp_path / "export", tmp_path / "again", teacher=True),
+    ):
+        with pytest.raises(ModelError, match="exported without"):
+            teacher_mode()
+    exported.save_pretrained(tmp_path / "again")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(prompt[None]).logits, expected)
     student.swiftkv(False)(prompt[None])  # the model in memory is what it was
 
 
@@ -182,16 +180,13 @@ def test_export_with_the_teacher_is_the_student(tmp_path: Path) -> None:
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "two"), student)
 
 
-def test_a_teacher_cannot_be_exported(tmp_path: Path) -> None:
+def test_a_teacher_is_not_exported_and_a_student_not_converted_again(tmp_path: Path) -> None:
     teacher = save(random_teacher(), tmp_path / "teacher")
     with pytest.raises(ModelError, match="without SwiftKV; convert it first"):
         export(teacher, tmp_path / "export")
-
-
-def test_a_student_is_not_converted_again(tmp_path: Path) -> None:
-    convert(random_teacher(), **SHAPE).save_pretrained(tmp_path)
+    convert(random_teacher(), **SHAPE).save_pretrained(tmp_path / "student")
     with pytest.raises(ModelError, match="is a SwiftKV student already"):
-        convert(tmp_path, **SHAPE)
+        convert(tmp_path / "student", **SHAPE)
 
 
 def test_new_files_are_as_readable_as_others(tmp_path: Path) -> None:
@@ -208,7 +203,7 @@ def test_new_files_are_as_readable_as_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [ROWS, TENSORS, BLOCKS], ids=["fbgemm", "compressed-tensors", "fine-grained"])
-def test_fp8_teachers_become_what_their_weights_stand_for(
+def test_fp8_teachers_become_what_they_stand_for(
     quantization: dict[str, Any], prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     exact = save_fp8(tmp_path / "teacher", quantization)
@@ -222,7 +217,6 @@ def test_fp8_teachers_become_what_their_weights_stand_for(
     assert not hasattr(student.config, "quantization_config")
     assert student(prompt[None]).logits.isfinite().all()
     student.save_pretrained(tmp_path / "in-memory")
-
     streamed = convert_checkpoint(tmp_path / "teacher", tmp_path / "streamed", **SHAPE).path
     assert (streamed / "teacher-00001-of-00001.safetensors").samefile(tmp_path / "teacher" / "model.safetensors")
     assert_equal(*(AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("streamed", "in-memory")))
@@ -264,3 +258,93 @@ def test_a_configuration_of_the_reference_is_enough(prompt: torch.Tensor, tmp_pa
         assert torch.equal(loaded.swiftkv(False)(prompt[None]).logits, student.swiftkv(False)(prompt[None]).logits)
     loaded.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["swiftkv"] is True
+
+
+# Faults.
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "missing": (lambda t: t.pop("model.layers.4.mlp.up_proj.weight"), r"lacks 1 tensor .*layers\.4\.mlp\.up_proj"),
+    "of an export": (lambda t: t.pop("model.layers.4.self_attn.k_proj.weight"), r"lacks 1 tensor .*self_attn\.k"),
+    "added": (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), r"holds 1 tensor .*no place for.*layers\.9\.x"),
+    "shape": (
+        lambda t: t.update({"model.norm.weight": torch.zeros(65)}),
+        r"of another shape.*model\.norm\.weight is \[65\], not \[64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("how", ["convert_checkpoint", "student"])
+def test_tensors_that_do_not_fit_are_named(what: str, how: str, tmp_path: Path) -> None:
+    change, message = BROKEN[what]
+    path = tmp_path / "model"
+    attempts: list[Any] = [lambda: AutoModelForCausalLM.from_pretrained(path)]
+    if how != "student":
+        attempts = [lambda: convert(path, **SHAPE), lambda: convert_checkpoint(path, tmp_path / "student", **SHAPE)]
+    (convert(random_teacher(), **SHAPE) if how == "student" else random_teacher()).save_pretrained(path)
+    rewrite(path, change)
+    for attempt in attempts:
+        with pytest.raises(ModelError, match=message):
+            attempt()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    shard = sorted((tmp_path / "teacher").glob("*.safetensors"))[1]
+    shard.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=f"its index names {shard.name}, which is not there"):
+        convert(tmp_path / "teacher", **SHAPE)
+    (tmp_path / "elsewhere").rename(shard)
+    index = tmp_path / "teacher" / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["weight_map"]["model.norm.weight"] = shard.name
+    index.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=r"holds model\.norm\.weight, which it does not"):
+        convert(tmp_path / "teacher", **SHAPE)
+
+
+def test_truncated_files_and_pickles_are_refused(tmp_path: Path) -> None:
+    model = save(random_teacher(), tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="not all of one"):
+        convert(model, **SHAPE)
+    weights.rename(model / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickles"):
+        convert(model, **SHAPE)
+
+
+@pytest.mark.parametrize("function", [convert_checkpoint, export])
+def test_an_output_that_is_not_empty_is_refused(function: Any, tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "precious").write_text("")
+    with pytest.raises(ConflictError, match="exists and is not empty"):
+        function(tmp_path / "no-such-model", tmp_path / "output")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [({"num_key_value_layers": 6}, r"1\.\.5"), (SHAPE | {"key_value_group_size": 5}, r"1\.\.4")]
+)
+def test_out_of_range_is_refused_by_the_configuration_alone(
+    shape: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    random_teacher().config.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(InvalidInputError, match=message):
+        convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **shape)
+    with pytest.raises(InvalidInputError, match=message):
+        convert(tmp_path / "teacher", **shape)
+
+
+def test_a_model_that_is_unknown_or_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 4}')
+    with pytest.raises(ModelError, match=r"gpt2.*llama"):
+        convert(tmp_path, num_key_value_layers=2)
+    with pytest.raises(ModelError, match="no-such-model"):
+        convert(tmp_path / "no-such-model", num_key_value_layers=2)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    save(random_teacher(vocab_size=200, bos_token_id=1, eos_token_id=2), tmp_path / "teacher")
+    with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
+        convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **SHAPE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import StopRequest
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.distillation.parallel import native
@@ -19,23 +18,17 @@ from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, Los
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (
+    CHECKPOINTS,
     NUM_KEY_VALUE_LAYERS,
     NUM_LAYERS,
     Outcome,
     Run,
-    group_of_one,
+    assert_equal_weights,
     run,
     tiny_rows,
     tiny_student,
 )
-
-STRATEGIES = ("ddp", "fsdp2")
-
-
-@pytest.fixture(scope="module")
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with group_of_one(tmp_path_factory.mktemp("group")):
-        yield
+from tests.parameters import pairwise
 
 
 def _gradients(fork: Fork) -> dict[str, torch.Tensor]:
@@ -62,16 +55,15 @@ def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: flo
     }
 
 
-@pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("objective", ["logits", "lm"])
-@pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
+@pytest.mark.parametrize(
+    ("trainable", "objective", "group_size"), pairwise(["qkv", "tail", "all"], ["logits", "lm"], [1, 2])
+)
 def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str, group_size: int) -> None:
     """Losses and gradients; rows are packed, so this also holds attention and positions to the samples' borders."""
     student = tiny_student(group_size=group_size, early_exit=True)
     spec = DistillationSpec.model_validate({"objective": objective, "trainable": trainable})
     fork = Fork(student, spec, dtype=torch.float32)
     batch = to_tensors(tiny_rows().batch([0, 1, 2]))
-
     sums = fork(**batch)
     sum(weight * sums[name] for name, weight in fork.loss_weights.items()).backward()
     actual = _gradients(fork)
@@ -79,7 +71,6 @@ def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str,
     expected_sums = _naive_losses(student, batch, spec.temperature)
     sum(weight * expected_sums[name] for name, weight in fork.loss_weights.items()).backward()
     expected = _gradients(fork)
-
     assert sums.keys() == fork.loss_weights.keys()
     for name in sums:
         torch.testing.assert_close(sums[name], expected_sums[name], rtol=1e-5, atol=1e-5)
@@ -95,22 +86,18 @@ def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
     fork = Fork(student, DistillationSpec(), dtype=torch.float32)
     outputs: list[torch.Tensor] = []
     student.model.layers[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-
     fork(**to_tensors(tiny_rows().batch([0])))["logits_loss"].backward()
-
     assert len(outputs) == 1
     assert not outputs[0].requires_grad
     assert all(p.grad is None for layer in student.model.layers[:NUM_KEY_VALUE_LAYERS] for p in layer.parameters())
 
 
-@pytest.mark.parametrize("layer", [-1, -2, NUM_LAYERS])
+@pytest.mark.parametrize("layer", [-2, NUM_LAYERS])
 def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
     student = tiny_student()
     spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=layer)
     batch = to_tensors(tiny_rows().batch([0, 1]))
-
     actual = Fork(student, spec, dtype=torch.float32)(**batch)["hidden_loss"]
-
     states = []
     for enabled in (True, False):
         output = student.swiftkv(enabled)(
@@ -120,10 +107,10 @@ def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
     torch.testing.assert_close(actual, (states[0] - states[1]).square().mean(-1).sum(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [-4, 2, 6])
-def test_a_hidden_layer_below_the_fork_is_refused(layer: int) -> None:
-    with pytest.raises(InvalidInputError, match=r"hidden_loss_layer.*-3\.\.-1"):
-        hidden_loss_index(tiny_student().config, DistillationSpec(hidden_loss_layer=layer))
+def test_a_hidden_layer_below_the_fork_is_refused() -> None:
+    for layer in (-4, 2, 6):
+        with pytest.raises(InvalidInputError, match=r"hidden_loss_layer.*-3\.\.-1"):
+            hidden_loss_index(tiny_student().config, DistillationSpec(hidden_loss_layer=layer))
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
@@ -136,7 +123,6 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
         fork(**batch)["logits_loss"].backward()
         gradients.append(_gradients(fork))
         assert len(calls) == (3 if checkpointing else 2)  # teacher, student, and once again in the backward pass
-
     for name in gradients[0]:
         torch.testing.assert_close(gradients[1][name], gradients[0][name], msg=name)
 
@@ -151,7 +137,6 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         teacher = student.swiftkv(False)(**inputs, use_cache=False).logits
         student.swiftkv(True)
-
     fork(**batch)["logits_loss"].backward()
     upper = student.model.layers[NUM_KEY_VALUE_LAYERS]
     assert upper.mlp.down_proj.weight.grad is not None
@@ -164,33 +149,26 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.sign(), alpha=0.1)
         kept = fork.kept_teacher
-        assert kept is not None
         context = student.model.begin(**inputs)
         hidden = kept.teacher_upper(kept.lower(context), context)
     torch.testing.assert_close(student.lm_head(hidden), teacher)
 
 
-def _run(tmp_path: Path, name: str, **changes: Any) -> Run:
-    store = tmp_path / name
-    return Run(store=str(store), **changes)
-
-
-def _assert_same_course(actual: Outcome, expected: Outcome, *, tolerance: float = 1e-5) -> None:
-    assert [m.step for m in actual.steps] == [m.step for m in expected.steps]
-    assert [m.tokens for m in actual.steps] == [m.tokens for m in expected.steps]
-    for mine, other in zip(actual.steps, expected.steps, strict=True):
-        assert mine.losses == pytest.approx(other.losses, rel=tolerance)
-        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=tolerance)
-    assert actual.trained.keys() == expected.trained.keys()
-    for name, tensor in expected.trained.items():
-        # As a whole: Adam turns the rounding of a gradient near zero into a step of full size for that one element.
-        assert (actual.trained[name] - tensor).norm() < 1e-3 * tensor.norm(), name
+def train(tmp_path: Path, name: str = "s", strategy: str = "ddp", **changes: Any) -> Outcome:
+    spec = {"sharding": {"strategy": strategy}} | changes.pop("spec", {})
+    return run(Run(store=str(tmp_path / name), spec=spec, **changes))
 
 
 @pytest.fixture(scope="module")
 def reference(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Four steps by one worker, one row at a time."""
-    return run(_run(tmp_path_factory.mktemp("reference"), "reference", early_exit=True))
+    return train(tmp_path_factory.mktemp("reference"), early_exit=True)
+
+
+@pytest.fixture(scope="module")
+def whole(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The same without an exit head."""
+    return train(tmp_path_factory.mktemp("whole"))
 
 
 def test_training_learns_and_leaves_the_frozen_alone(reference: Outcome) -> None:
@@ -199,49 +177,34 @@ def test_training_learns_and_leaves_the_frozen_alone(reference: Outcome) -> None
     assert any("exit_head" in name for name in reference.trained)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("micro_batch_size", [2, 4])
-def test_micro_batches_make_no_difference(
-    reference: Outcome, tmp_path: Path, strategy: str, micro_batch_size: int
-) -> None:
-    changes = {"training": {"micro_batch_size": micro_batch_size}, "sharding": {"strategy": strategy}}
-    _assert_same_course(run(_run(tmp_path, "s", early_exit=True, spec=changes)), reference)
+@pytest.mark.parametrize(("strategy", "micro_batch_size"), [("ddp", 2), ("fsdp2", 4)])
+def test_micro_batches_change_nothing(reference: Outcome, tmp_path: Path, strategy: str, micro_batch_size: int) -> None:
+    """As a whole: Adam turns the rounding of a gradient near zero into a step of full size for that one element."""
+    training = {"training": {"micro_batch_size": micro_batch_size}}
+    outcome = train(tmp_path, strategy=strategy, early_exit=True, spec=training)
+    assert [(m.step, m.tokens) for m in outcome.steps] == [(m.step, m.tokens) for m in reference.steps]
+    for mine, other in zip(outcome.steps, reference.steps, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=1e-5)
+        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+    assert outcome.trained.keys() == reference.trained.keys()
+    for name, tensor in reference.trained.items():
+        assert (outcome.trained[name] - tensor).norm() < 1e-3 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_loss_of_weight_zero_still_reaches_every_trained_parameter(
-    process_group: None, tmp_path: Path, strategy: str
-) -> None:
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_loss_of_weight_zero_still_reaches_every_trained_parameter(tmp_path: Path, strategy: str) -> None:
     """Without the logits, nothing pulls at the last layer: its gradient is zero, not missing."""
-    changes = {
-        "sharding": {"strategy": strategy, "cpu_offload": True},
-        "distillation": {"logits_loss_weight": 0.0, "hidden_loss_weight": 1.0},
-    }
-    outcome = run(_run(tmp_path, "s", spec=changes))
-
+    hidden = {"distillation": {"logits_loss_weight": 0.0, "hidden_loss_weight": 1.0}}
+    outcome = train(tmp_path, spec={"sharding": {"strategy": strategy, "cpu_offload": True}, **hidden})
     first, *_, last = (metrics.losses for metrics in outcome.steps)
     assert first["loss"] == pytest.approx(first["hidden_loss"])
     assert first["logits_loss"] > 0
     assert last["loss"] < first["loss"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    process_group: None, tmp_path: Path, strategy: str
-) -> None:
-    changes = {"sharding": {"strategy": strategy}}
-    whole = run(_run(tmp_path, "whole", spec=changes))
-    first = run(_run(tmp_path, "cut", spec=changes, stop_after=3))
-    second = run(_run(tmp_path, "cut", spec=changes))
-
-    assert [m.step for m in first.steps] == [1, 2, 3]
-    assert [m.step for m in second.steps] == [3, 4]  # the newest checkpoint is that of step 2
-    for name, tensor in whole.trained.items():
-        assert second.trained[name].equal(tensor), name
-
-
-def test_a_worker_that_is_alone_has_nothing_done_by_gloos_threads(
-    process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_alone_uses_no_threads_of_gloo(
+    whole: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would keep OpenMP teams, and more of its threads than cores sleep between the operators of every step."""
 
@@ -252,73 +215,45 @@ def test_a_worker_that_is_alone_has_nothing_done_by_gloos_threads(
     monkeypatch.setattr(native, "DistributedDataParallel", Forbidden)
     for name in ("gather_object", "scatter_object_list"):
         monkeypatch.setattr(torch.distributed, name, Forbidden)
-    changes = {"sharding": {"strategy": "ddp"}}
-    run(_run(tmp_path, "cut", spec=changes, stop_after=3))
-    resumed = run(_run(tmp_path, "cut", spec=changes))
-    assert [m.step for m in resumed.steps] == [3, 4]
+    train(tmp_path, stop_after=3)
+    resumed = train(tmp_path)
+    assert [m.step for m in resumed.steps] == [3, 4]  # the newest checkpoint is that of step 2
+    assert_equal_weights(resumed, whole)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    process_group: None, tmp_path: Path, strategy: str
-) -> None:
-    changes = {"sharding": {"strategy": strategy}}
-    whole = run(_run(tmp_path, "whole", spec=changes))
-    checkpoints = tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix
-    run(_run(tmp_path, "s", spec={**changes, "checkpoint": {"every_steps": 1}}, stop_after=3))
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole: Outcome, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "s" / CHECKPOINTS
+    train(tmp_path, spec={"checkpoint": {"every_steps": 1}}, stop_after=3)
     (newest,) = checkpoints.glob("step-00000002-*")  # that of step 3 is not begun
     (damaged,) = newest.glob("*.distcp")
     damaged.write_bytes(damaged.read_bytes()[::-1])
-
-    second = run(_run(tmp_path, "s", spec=changes))
-
+    second = train(tmp_path)
     assert [m.step for m in second.steps] == [2, 3, 4]
-    for name, tensor in whole.trained.items():
-        assert second.trained[name].equal(tensor), name
-    for directory in checkpoints.iterdir():
-        for file in directory.glob("*.distcp"):
-            file.write_bytes(b"")
+    assert_equal_weights(second, whole)
+    for file in checkpoints.glob("*/*.distcp"):
+        file.write_bytes(b"")
     with pytest.raises(ArtifactCorruptError):
-        run(_run(tmp_path, "s", spec=changes))
+        train(tmp_path)
 
 
 @pytest.mark.parametrize("stop_request", [StopRequest.LEAVE, StopRequest.STOP, StopRequest.PAUSE])
-def test_a_run_told_to_end_saves_first_and_loses_no_step(
-    process_group: None, tmp_path: Path, stop_request: StopRequest
-) -> None:
+def test_a_run_told_to_end_saves_and_loses_no_step(whole: Outcome, tmp_path: Path, stop_request: StopRequest) -> None:
     seldom = {"checkpoint": {"every_steps": 100}}
-    whole = run(_run(tmp_path, "whole", spec=seldom))
-    first = run(_run(tmp_path, "cut", spec=seldom, stop_requests={1: StopRequest.SAVE, 3: stop_request}))
-    saved = sorted(path.name[:13] for path in (tmp_path / "cut" / AttemptId("j", 1).checkpoints_prefix).iterdir())
-    second = run(_run(tmp_path, "cut", spec=seldom))
-
+    first = train(tmp_path, spec=seldom, stop_requests={1: StopRequest.SAVE, 3: stop_request})
+    saved = sorted(path.name[:13] for path in (tmp_path / "s" / CHECKPOINTS).iterdir())
+    second = train(tmp_path, spec=seldom)
     assert saved == ["step-00000001", "step-00000003"]
     assert [m.step for m in first.steps] == [1, 2, 3]
     assert [m.step for m in second.steps] == [4]
-    for name, tensor in whole.trained.items():
-        assert second.trained[name].equal(tensor), name
+    assert_equal_weights(second, whole)
 
 
-def test_another_attempt_goes_on_where_it_is_told_to_and_a_finished_run_trains_no_more(
-    process_group: None, tmp_path: Path
-) -> None:
-    run(_run(tmp_path, "s"))
-    (newest,) = sorted((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).glob("step-00000004-*"))
-    key = f"{AttemptId('j', 1).checkpoints_prefix}/{newest.name}"
-
-    again = run(_run(tmp_path, "s", attempt=2, resume_from=key))
-
-    assert again.steps == []
-    assert not (tmp_path / "s" / AttemptId("j", 2).checkpoints_prefix).exists()
-
-
-def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(
-    process_group: None, tmp_path: Path
-) -> None:
-    changes = {"training": {"max_steps": 5}, "checkpoint": {"every_steps": 1, "keep": 2}}
-    outcome = run(_run(tmp_path, "s", spec=changes))
-
-    directories = sorted((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).iterdir())
+@pytest.mark.usefixtures("process_group")
+def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(tmp_path: Path) -> None:
+    """Another attempt that is told to go on from the last one has nothing left to train."""
+    spec = {"training": {"max_steps": 5}, "checkpoint": {"every_steps": 1, "keep": 2}}
+    outcome = train(tmp_path, spec=spec)
+    directories = sorted((tmp_path / "s" / CHECKPOINTS).iterdir())
     assert [directory.name[:16] for directory in directories] == ["step-00000004-w1", "step-00000005-w1"]
     tensors = dict(TrainedTensors(directories[-1]))
     assert tensors.keys() == outcome.trained.keys()
@@ -326,12 +261,14 @@ def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(
     load_trained(student, tensors)
     for name, tensor in outcome.trained.items():
         assert student.get_parameter(name).equal(tensor), name
+    again = train(tmp_path, spec=spec, attempt=2, resume_from=f"{CHECKPOINTS}/{directories[-1].name}")
+    assert again.steps == []
+    assert not (tmp_path / "s" / AttemptId("j", 2).checkpoints_prefix).exists()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
-    process_group: None, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("process_group")
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     changes = {"optimizer": {"learning_rate": 1e30, "warmup_ratio": 0.0}, "checkpoint": {"every_steps": 1}}
     with pytest.raises(LossNotFiniteError, match="learning_rate"):
-        run(_run(tmp_path, "s", spec=changes))
-    assert list((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).glob("step-*/manifest.json"))
+        train(tmp_path, spec=changes)
+    assert list((tmp_path / "s" / CHECKPOINTS).glob("step-*/manifest.json"))

@@ -9,22 +9,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, kernels, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
+from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, load_dense
-from swiftkv_platform.model.packed_attention import VarlenOperator
-from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
+from tests.parameters import in_turn
+from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, kv_cache_bytes=1 << 20)
 
 
-def prompts() -> list[list[int]]:
-    """Longer than the sliding windows, and shorter."""
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, 256, (size,), generator=generator).tolist() for size in (40, 3, 25)]
+PROMPTS = [random_tokens(size, seed=size).tolist() for size in (40, 3, 25)]
+"""Longer than the sliding windows, and shorter."""
 
 
 @torch.no_grad()
@@ -34,7 +32,6 @@ def check(plain: Any, output: RequestOutput) -> None:
     logits = plain(text, use_cache=False).logits[0, :-1]
     size = len(output.prompt_token_ids)
     behind = logits.amax(-1) - logits.gather(1, text[0, 1:, None]).squeeze(1)
-    assert len(output.token_ids) == PARAMS.max_tokens
     assert behind[size - 1 :].max() < 1e-4
     expected = logits.log_softmax(-1).gather(1, text[0, 1:, None])[: size - 1, 0].tolist()
     if output.prompt_logprobs is None:
@@ -43,41 +40,33 @@ def check(plain: Any, output: RequestOutput) -> None:
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("operator", [None, reference_varlen_attn], ids=["runs", "block tables"])
-@pytest.mark.parametrize("name", FAMILY_CONFIGS)
-@pytest.mark.parametrize("g", [2, None], ids=["student", "dense"])
-def test_every_family_is_served(name: str, g: int | None, operator: VarlenOperator | None, tmp_path: Path) -> None:
-    model: Any = family_teacher(name)
-    if g is not None:
-        model = disturb(convert(model, num_key_value_layers=2, key_value_group_size=g))
-    model.save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path) if g else load_dense(tmp_path)
-    with patch.object(memory, "choose_operator", return_value=operator):
-        engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
-    for params in (PARAMS, replace(PARAMS, prompt_logprobs=None)):
-        for output in engine.generate(prompts(), params):
-            check(plain.eval(), output)
-    engine.check()
-    assert engine.num_free_blocks == engine.num_blocks
+@pytest.mark.parametrize(("name", "by_tables"), in_turn(FAMILY_CONFIGS, [False, True]))
+def test_every_family_is_served(name: str, by_tables: bool, tmp_path: Path) -> None:
+    """The student and the dense model; attention reads runs of slots, or block tables."""
+    family_teacher(name).save_pretrained(tmp_path / "dense")
+    student = disturb(convert(tmp_path / "dense", num_key_value_layers=2, key_value_group_size=2))
+    student.save_pretrained(tmp_path / "student")
+    for path, plain in ((tmp_path / "student", student), (tmp_path / "dense", load_dense(tmp_path / "dense"))):
+        with patch.object(memory, "choose_operator", return_value=reference_varlen_attn if by_tables else None):
+            engine = LLMEngine.from_pretrained(path, CONFIG)
+        for params in (PARAMS, replace(PARAMS, prompt_logprobs=None)):
+            for output in engine.generate(PROMPTS, params):
+                assert len(output.token_ids) == PARAMS.max_tokens
+                check(plain.eval(), output)
+        engine.check()
+        assert engine.num_free_blocks == engine.num_blocks
 
 
-@pytest.mark.parametrize("sharing", [1, 8])
-def test_students_with_their_own_number_of_heads_are_served(sharing: int, tmp_path: Path) -> None:
-    student = convert(
-        family_teacher("llama"),
-        num_key_value_layers=2,
-        key_value_group_size=2,
-        sharing={1: "mqa", 8: "mha"}[sharing],
-        own_output_projection=sharing == 1,
-    )
-    disturb(student).save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    for output in LLMEngine.from_pretrained(tmp_path, CONFIG).generate(prompts(), PARAMS):
-        check(plain, output)
+@pytest.mark.parametrize("sharing", ["mqa", "mha"])
+def test_students_with_their_own_number_of_heads_are_served(sharing: Any, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "sharing": sharing}
+    student = disturb(convert(family_teacher("llama"), **shape, own_output_projection=sharing == "mqa")).eval()
+    student.save_pretrained(tmp_path)
+    for output in LLMEngine.from_pretrained(tmp_path, CONFIG).generate(PROMPTS, PARAMS):
+        check(student, output)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILY_CONFIGS if not name.startswith("deepseek")])
-@pytest.mark.parametrize("g", [2, None], ids=["student", "dense"])
+@pytest.mark.parametrize(("name", "g"), in_turn((name for name in FAMILY_CONFIGS if "deepseek" not in name), [2, None]))
 def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None, tmp_path: Path) -> None:
     model: Any = family_teacher(name, head_dim=32)
     if g is not None:
@@ -86,10 +75,101 @@ def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None,
 
     def logprobs(**options: Any) -> torch.Tensor:
         engine = LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update=options))
-        found = [output.prompt_logprobs for output in engine.generate(prompts(), PARAMS)]
+        found = [output.prompt_logprobs for output in engine.generate(PROMPTS, PARAMS)]
         engine.check()
         return torch.tensor([next(iter(one.values())) for some in found if some for one in some if one is not None])
 
     exact, native, by_torch = logprobs(dtype="float32"), logprobs(), logprobs(native_kernels=False)
     assert torch.equal(native, by_torch) != kernels.available()
     assert (native - exact).square().mean().sqrt() < 1.3 * (by_torch - exact).square().mean().sqrt()
+
+
+# Lower precision: KV in 8 bits, bfloat16 with reordered weights; close to float32 however it is batched.
+
+
+@pytest.fixture(scope="module")
+def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("student")
+    disturb(convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2)).save_pretrained(directory)
+    return directory
+
+
+def serve(directory: Path, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
+    engine = LLMEngine.from_pretrained(directory, EngineConfig(kv_cache_bytes=1 << 20, block_size=8, **options))
+    return engine.generate(prompts, replace(PARAMS, max_tokens=8))
+
+
+def prompt_logprobs(output: RequestOutput) -> torch.Tensor:
+    return torch.tensor([next(iter(one.values())) for one in output.prompt_logprobs if one is not None])
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"kv_cache_dtype": "int8"}, 0.05),
+        ({"kv_cache_dtype": "fp8"}, 0.15),
+        ({"kv_cache_dtype": "bfloat16"}, 0.05),
+        ({"dtype": "bfloat16"}, 0.3),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, 0.4),
+    ],
+    ids=str,
+)
+def test_lower_precision_is_close_however_batched(student_dir: Path, options: dict[str, Any], tolerance: float) -> None:
+    prompt = PROMPTS[0]
+    exact = prompt_logprobs(serve(student_dir, [prompt])[0])
+    for prompts, more in (([prompt], {}), ([prompt[:7], prompt, prompt[::-1]], {"max_num_batched_tokens": 11})):
+        output = serve(student_dir, prompts, **options, **more)[prompts.index(prompt)]
+        error = (prompt_logprobs(output) - exact).abs().max()
+        assert 0 < error < tolerance
+
+
+def test_eight_bits_make_room_for_almost_twice_the_blocks(student_dir: Path) -> None:
+    blocks = {
+        dtype: LLMEngine.from_pretrained(
+            student_dir, EngineConfig(dtype="bfloat16", kv_cache_dtype=dtype, kv_cache_bytes=512_000)
+        ).num_blocks
+        for dtype in ("auto", "fp8", "int8", "float32")
+    }
+    # 5 cache layers of K and V, 2 heads of 8 numbers: 16 tokens take 5,120 bytes in bfloat16; in 8 bits a head takes 10
+    # bytes instead of 16, of which 2 are its scale.
+    assert blocks == {"float32": 50, "auto": 100, "fp8": 160, "int8": 160}
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(student_dir: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"kv_cache_bytes is 100; one block of 16 tokens takes \d+ bytes"):
+        LLMEngine.from_pretrained(student_dir, EngineConfig(kv_cache_bytes=100))
+    engine = LLMEngine.from_pretrained(student_dir, EngineConfig(kv_cache_bytes=1 << 15, block_size=4))
+    slots = engine.num_blocks * 4
+    with pytest.raises(InvalidInputError, match=rf"needs the KV of {slots + 1} tokens .* cache holds {slots}"):
+        engine.add_request([1] * 10, SamplingParams(max_tokens=slots - 8))
+    assert engine.generate([[1] * 10], SamplingParams(max_tokens=slots - 9, ignore_eos=True))[0].finished
+
+
+# LongRoPE: rotary factors for short sequences and others for long ones.
+
+ORIGINAL, EXTENDED = 32, 128
+
+
+@pytest.fixture(scope="module")
+def longrope_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": EXTENDED / ORIGINAL}
+    rope |= {"original_max_position_embeddings": ORIGINAL, "short_factor": [1.0] * 4}
+    rope["long_factor"] = [1.0, 2.0, 4.0, 8.0]
+    path = tmp_path_factory.mktemp("longrope")
+    random_teacher(num_hidden_layers=3, max_position_embeddings=EXTENDED, rope_parameters=rope).save_pretrained(path)
+    return path
+
+
+def test_longrope_within_its_original_length_is_the_plain_forward(longrope_dir: Path) -> None:
+    """And does not depend on the lengths of other requests; lengths at which factors would change are refused."""
+    for length in (None, ORIGINAL + 1):
+        with pytest.raises(ModelError, match=f"max_model_len is {length or EXTENDED}.*{ORIGINAL}") as error:
+            LLMEngine.from_pretrained(longrope_dir, EngineConfig(max_model_len=length))
+        assert error.value.field == "max_model_len"
+    config = EngineConfig(max_model_len=ORIGINAL, max_num_batched_tokens=7, enable_prefix_caching=False)
+    engine, plain = LLMEngine.from_pretrained(longrope_dir, config), load_dense(longrope_dir)
+    assert engine.max_model_len == ORIGINAL
+    short, long = list(range(20)), list(range(100, 130))
+    for prompts in ([short, long], [short], [long]):
+        for output in engine.generate(prompts, replace(PARAMS, max_tokens=1)):
+            check(plain, output)

@@ -32,28 +32,19 @@ from swiftkv_platform.planning.flops import prefill_flops
 from swiftkv_platform.planning.prefill import dense_layer_map
 
 VOCAB, MAX_LENGTH, NUM_LAYERS = 97, 32, 4
+TEACHER = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS}
+TEACHER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+LENGTHS = [7, 32, 20, 11, 5, 3, 2, 30, 17]
 
 
 def make_student(
     num_key_value_layers: int, key_value_group_size: int = 1, *, early_exit: bool = False, std: float = 0.4
 ) -> Any:
+    """Its weights are far from uniform, so that the modes really differ."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=std,  # far from uniform, so that the modes really differ
-    )
-    return convert(
-        LlamaForCausalLM(config).eval(),
-        num_key_value_layers=num_key_value_layers,
-        key_value_group_size=key_value_group_size,
-        early_exit=early_exit,
-    )
+    model = LlamaForCausalLM(LlamaConfig(**TEACHER, initializer_range=std)).eval()
+    shape = {"num_key_value_layers": num_key_value_layers, "key_value_group_size": key_value_group_size}
+    return convert(model, **shape, early_exit=early_exit)
 
 
 def make_rows(lengths: list[int], *, packing: bool = True) -> PackedRows:
@@ -64,9 +55,6 @@ def make_rows(lengths: list[int], *, packing: bool = True) -> PackedRows:
     counts[starts[:-1]], counts[starts[1:] - 1] = True, False
     samples = Samples(rng.integers(VOCAB, size=starts[-1]).astype(np.int32), counts, starts)
     return pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
-
-
-LENGTHS = [7, 32, 20, 11, 5, 3, 2, 30, 17]
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +82,8 @@ def naive(model: Any, rows: PackedRows) -> tuple[TeacherQuality, Quality]:
     return TeacherQuality(perplexity=math.exp(nll[0])), student
 
 
-@pytest.mark.parametrize("logits_per_chunk", [VOCAB * 5, 1 << 22])
-@pytest.mark.parametrize("packing", [True, False])
-def test_figures_equal_a_naive_computation(
+@pytest.mark.parametrize(("packing", "logits_per_chunk"), [(True, VOCAB * 5), (False, 1 << 22)])
+def test_figures_equal_naive_ones(
     student: Any, packing: bool, logits_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed rows, forked layers and chunks against whole logits of each sample by itself."""
@@ -123,9 +110,7 @@ def test_bins_hold_each_position_by_its_place_and_its_prompt(student: Any, packi
         counts[start : start + prompt] = False
     samples = Samples(rng.integers(VOCAB, size=starts[-1]).astype(np.int32), counts, starts)
     rows = pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
-
     totals = evaluate(student, rows, max_tokens=1 << 20, batch_size=2)
-
     places = [place for prompt, length in zip(prompts, lengths, strict=True) for place in range(length - prompt - 1)]
     before = [prompt for prompt, length in zip(prompts, lengths, strict=True) for _ in range(length - prompt - 1)]
     kl = []
@@ -157,25 +142,9 @@ def test_a_student_that_computes_what_its_teacher_does_has_no_kl() -> None:
     assert changed.teacher == same.teacher
 
 
-@pytest.mark.parametrize("mode", [False, True])
-@torch.no_grad()
-def test_a_packed_sample_gets_the_logits_it_gets_alone(student: Any, mode: bool) -> None:
-    rows = make_rows([7, 11, 5, 3])
-    student.swiftkv(mode)
-    batch = to_tensors(rows.batch([0]))
-    packed = student(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
-    begin = 0
-    for member in rows.members:
-        ids = rows.samples.tokens[rows.samples.starts[member] : rows.samples.starts[member + 1]]
-        alone = student(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
-        torch.testing.assert_close(packed[begin : begin + len(ids)], alone, rtol=1e-4, atol=1e-4)
-        begin += len(ids)
-    joined = student(batch["input_ids"], use_cache=False).logits[0]
-    assert (joined[8:] - packed[8:]).abs().max() > 0.1  # without the restarts samples do see each other
-
-
-def test_shares_of_workers_add_up(student: Any) -> None:
+def test_shares_of_workers_add_up_and_the_model_is_as_it_was(student: Any) -> None:
     rows = make_rows(LENGTHS)
+    student.swiftkv(False).train()
     indices = list(range(len(rows)))
     whole = measure(student, rows, indices, batch_size=3)
     parts = measure(student, rows, indices[::2], batch_size=3) + measure(student, rows, indices[1::2], batch_size=3)
@@ -183,11 +152,6 @@ def test_shares_of_workers_add_up(student: Any) -> None:
     assert parts.by_position.positions == whole.by_position.positions
     assert parts.by_prompt_length.kl == pytest.approx(whole.by_prompt_length.kl, rel=1e-6)
     assert (parts.kl, parts.teacher_nll) == pytest.approx((whole.kl, whole.teacher_nll), rel=1e-6)
-
-
-def test_evaluation_leaves_the_model_as_it_was(student: Any) -> None:
-    student.swiftkv(False).train()
-    evaluate(student, make_rows(LENGTHS), max_tokens=64, batch_size=2)
     measure_prefill(student, prompt_length=8, rounds=1)
     assert student.training
     assert not student.model.swiftkv_enabled
@@ -223,9 +187,7 @@ def test_the_exit_head_is_binned_by_its_confidence() -> None:
         for i in np.flatnonzero(rows.samples.counts[begin:end]):
             positions[int(p[i] / 0.05)] += 1
             agreements[int(p[i] / 0.05)] += bool(agrees[i])
-
     counts = evaluate(model, rows, max_tokens=1 << 20, batch_size=2).exit_head
-
     assert counts == ExitCounts(tuple(positions), tuple(agreements))
     assert sum(counts.positions) == rows.num_counted_tokens
     assert sum(count > 0 for count in positions) > 5
@@ -249,11 +211,8 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     teacher_tokens = plain_greedy(model.swiftkv(False), to_tensors(rows.batch([0]))["input_ids"][:, :12], 6)
     model.generation_config.eos_token_id = None if end is None else teacher_tokens[2]
     model.swiftkv(False)
-
     quality = compare_continuations(model, rows, num_prompts=7, num_tokens=6, batch_size=4, decode=repr)
-
     assert not model.model.swiftkv_enabled
-    assert quality is not None
     assert (quality.num_prompts, quality.prompt_length, quality.num_tokens) == (6, 12, 6)
     matched, written, identical, texts = 0, 0, 0, []
     for row in range(len(rows)):
@@ -285,16 +244,11 @@ def test_continuations_are_plain_greedy_whatever_the_model_ships(student: Any) -
         assert student.generation_config.num_beams == 4, "the model keeps what it ships"
     finally:
         student.generation_config = shipped
+    for num_prompts, rows in ((0, make_rows(LENGTHS)), (4, make_rows([1, 1]))):
+        assert compare_continuations(student, rows, num_prompts=num_prompts, num_tokens=4, batch_size=4) is None
 
 
-def test_no_prompts_give_no_continuations(student: Any) -> None:
-    assert compare_continuations(student, make_rows(LENGTHS), num_prompts=0, num_tokens=4, batch_size=4) is None
-    assert compare_continuations(student, make_rows([1, 1]), num_prompts=4, num_tokens=4, batch_size=4) is None
-
-
-@pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("implementation", "group_size", "batch_size"), [("sdpa", 1, 3), ("eager", 2, 1)])
 def test_prefill_cost_is_counted_right(implementation: str, group_size: int, batch_size: int) -> None:
     model, num_tokens = make_student(2, group_size), 40
     model.set_attn_implementation(implementation)
@@ -307,10 +261,7 @@ def test_prefill_cost_is_counted_right(implementation: str, group_size: int, bat
     assert cost.kv_bytes_ratio == (2 + 2 // group_size) / NUM_LAYERS
     assert cost.dense.ttft_ms > 0 < cost.swiftkv.ttft_ms
     assert model.config._attn_implementation == implementation
-
-
-@pytest.mark.parametrize("prompt_length", [0, 257])
-def test_a_prompt_beyond_the_context_is_refused(student: Any, prompt_length: int) -> None:
-    with pytest.raises(InvalidInputError, match=r"takes 1\.\.256 tokens") as caught:
-        measure_prefill(student, prompt_length=prompt_length, rounds=1)
-    assert caught.value.value == prompt_length
+    for prompt_length in (0, 257):
+        with pytest.raises(InvalidInputError, match=r"takes 1\.\.256 tokens") as caught:
+            measure_prefill(model, prompt_length=prompt_length, rounds=1)
+        assert caught.value.value == prompt_length

@@ -9,30 +9,36 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.model import FAMILIES, convert, load_dense
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests import reference
-from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
+from tests.parameters import WIDE, in_turn
+from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
+LAYER_MAPS = {"short-last-group": (2, 2), "l=L-1": (4, 1), "g=1": (2, 1), "g=2": (1, 2)}
+"""l and g, of 5 layers; the first has groups of two layers and of one."""
 every_family = pytest.mark.parametrize("name", FAMILY_CONFIGS)
-latent_families = pytest.mark.parametrize("name", [name for name in FAMILY_CONFIGS if name.startswith("deepseek")])
-layer_maps = pytest.mark.parametrize(
-    ("l", "g"), [(4, 1), (2, 1), (1, 2), (2, 2)], ids=["l=L-1", "g=1", "g=2", "short-last-group"]
-)  # of 5 layers
+
+
+def layer_maps(*others: int) -> pytest.MarkDecorator:
+    """Each family with the first map, and with one of those numbered `others`, which they take in turn."""
+    cases = []
+    for at, name in enumerate((*FAMILY_CONFIGS, "llama-biased")):
+        also = others[at % len(others)] if others else 0
+        for number, (of, pair) in enumerate(LAYER_MAPS.items()):
+            cases.append(pytest.param(name, *pair, id=f"{name}-{of}", marks=[] if number in (0, also) else WIDE))
+    return pytest.mark.parametrize(("name", "l", "g"), cases)
+
+
 GENERATE = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 256}
 
 
 def make_student(name: str, l: int = 2, g: int = 2) -> Any:  # noqa: E741  # the paper's l
     return disturb(convert(family_teacher(name), num_key_value_layers=l, key_value_group_size=g))
-
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    """Longer than the sliding windows."""
-    return torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(7))
 
 
 @torch.no_grad()
@@ -49,43 +55,35 @@ def test_the_table_is_covered() -> None:
     assert {name.partition("-")[0] for name in FAMILY_CONFIGS} == set(FAMILIES)
 
 
-@every_family
-@layer_maps
+@layer_maps(1, 2, 3)
 @torch.no_grad()
 def test_both_modes_equal_the_reference(name: str, l: int, g: int, prompt: torch.Tensor) -> None:  # noqa: E741
     student = make_student(name, l, g)
     state, inv_freq = student.state_dict(), student.model.rotary_emb.inv_freq
-    for swiftkv in (True, False):
-        expected = reference.logits(state, student.config, prompt, inv_freq, swiftkv=swiftkv)
-        actual = student.swiftkv(swiftkv)(prompt[None], use_cache=False).logits[0]
-        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    for implementation in ("sdpa", "eager"):
+        student.set_attn_implementation(implementation)
+        for swiftkv in (True, False):
+            expected = reference.logits(state, student.config, prompt, inv_freq, swiftkv=swiftkv)
+            actual = student.swiftkv(swiftkv)(prompt[None], use_cache=False).logits[0]
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @every_family
 @torch.no_grad()
-def test_teacher_mode_equals_the_family_class(name: str, prompt: torch.Tensor) -> None:
-    teacher = family_teacher(name)
-    expected = teacher(prompt[None]).logits
-    tokens = teacher.generate(prompt[None], **GENERATE)
-    student = disturb(convert(teacher, num_key_value_layers=2, key_value_group_size=2)).swiftkv(False)
-    torch.testing.assert_close(student(prompt[None]).logits, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(student.generate(prompt[None], **GENERATE), tokens)
-
-
-@every_family
-@torch.no_grad()
-def test_a_dense_model_is_the_teacher(name: str, prompt: torch.Tensor, tmp_path: Path) -> None:
+def test_teacher_mode_and_dense_models_equal_the_familys_class(name: str, prompt: torch.Tensor, tmp_path: Path) -> None:
     teacher = family_teacher(name)
     teacher.save_pretrained(tmp_path)
     dense = load_dense(tmp_path)
     assert dense.state_dict().keys() == teacher.state_dict().keys()
     assert dense.dtype == torch.float32
-    torch.testing.assert_close(dense(prompt[None]).logits, teacher(prompt[None]).logits, atol=1e-5, rtol=1e-5)
-    assert torch.equal(dense.generate(prompt[None], **GENERATE), teacher.generate(prompt[None], **GENERATE))
+    expected, tokens = teacher(prompt[None]).logits, teacher.generate(prompt[None], **GENERATE)
+    student = disturb(convert(teacher, num_key_value_layers=2, key_value_group_size=2)).swiftkv(False)
+    for model in (dense, student):
+        torch.testing.assert_close(model(prompt[None]).logits, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(model.generate(prompt[None], **GENERATE), tokens)
 
 
-@every_family
-@layer_maps
+@layer_maps()
 @torch.no_grad()
 def test_every_way_to_decode_gives_the_same_tokens(name: str, l: int, g: int, prompt: torch.Tensor) -> None:  # noqa: E741
     student = make_student(name, l, g)
@@ -111,43 +109,48 @@ def test_every_way_to_decode_gives_the_same_tokens(name: str, l: int, g: int, pr
     assert len(cache.layers) == student.config.layer_map.num_kv_cache_layers
 
 
-@every_family
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("llama", "eager"), ("mistral", "eager"), *((name, "sdpa") for name in FAMILY_CONFIGS)]
+)
 @torch.no_grad()
-def test_skipped_prefill_equals_full_depth(name: str, prompt: torch.Tensor) -> None:
+def test_logits_to_keep_select_without_changing(name: str, implementation: str, prompt: torch.Tensor) -> None:
     student = make_student(name)
+    student.set_attn_implementation(implementation)
     full = student(prompt[None], use_cache=False).logits
-    for keep in (1, 5, torch.tensor([30, -2])):
+    sevenths = torch.arange(40) % 7 == 0
+    for keep in (1, 5, 40, 0, torch.tensor([30, -2]), torch.tensor([[7, 3]]), sevenths, sevenths[None]):
         kept = student(prompt[None], use_cache=True, logits_to_keep=keep).logits
-        expected = full[:, keep] if isinstance(keep, torch.Tensor) else full[:, -keep:]
+        expected = full[:, keep.flatten()] if isinstance(keep, torch.Tensor) else full[:, -keep:]
+        if keep is not sevenths and isinstance(keep, torch.Tensor) and keep.dtype == torch.bool:
+            expected = expected[0]  # rows may keep different numbers of positions, so transformers flattens them
         torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
 
 
-@every_family
-@torch.no_grad()
-def test_packed_rows_keep_samples_apart(name: str, prompt: torch.Tensor) -> None:
-    """Training's input, on both of transformers' attention functions that a CPU has."""
-    student = make_student(name)
-    positions = torch.cat((torch.arange(25), torch.arange(15)))[None]
-    expected = torch.cat([student(part[None], use_cache=False).logits[0] for part in prompt.split([25, 15])])
-    for implementation in ("sdpa", "eager"):
-        student.set_attn_implementation(implementation)
-        packed = student(prompt[None], position_ids=positions, use_cache=False).logits[0]
-        torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
-
-
-@every_family
+@pytest.mark.parametrize("name", [*FAMILY_CONFIGS, "llama-biased"])
 @torch.no_grad()
 def test_round_trip(name: str, prompt: torch.Tensor, tmp_path: Path) -> None:
-    """A teacher that transformers saved converts; the student comes back whole, its teacher included."""
+    """A teacher that transformers saved converts; the student comes back whole, its teacher included, in the mode that
+    is asked for and not the one that it was saved in."""
     teacher = family_teacher(name)
     teacher.save_pretrained(tmp_path / "teacher")
-    student = disturb(convert(tmp_path / "teacher", num_key_value_layers=2, key_value_group_size=2))
-    student.save_pretrained(tmp_path / "student")
+    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": name != "mistral"}
+    student = disturb(convert(tmp_path / "teacher", **shape))
+    expected = student(prompt[None]).logits
+    student.swiftkv(False).save_pretrained(tmp_path / "student")
     on_disk = Checkpoint.open(tmp_path / "student").shards
-    assert {name for name in on_disk if "swiftkv" not in name} == Checkpoint.open(tmp_path / "teacher").shards.keys()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
-    assert loaded.config.model_type == f"{name.partition('-')[0]}_swiftkv"
-    assert torch.equal(loaded(prompt[None]).logits, student(prompt[None]).logits)
+    of_teacher = {name for name in on_disk if "swiftkv" not in name and not name.startswith("exit_")}
+    assert of_teacher == Checkpoint.open(tmp_path / "teacher").shards.keys()
+    for load in (AutoModelForCausalLM.from_pretrained, type(student).from_pretrained):
+        in_teacher_mode = load(tmp_path / "student", swiftkv=False)
+        assert in_teacher_mode.config.swiftkv
+        assert torch.equal(in_teacher_mode(prompt[None]).logits, student(prompt[None]).logits)
+        loaded, _ = load(tmp_path / "student", output_loading_info=True)
+        assert type(loaded) is type(student)
+        assert loaded.config.model_type == f"{name.partition('-')[0]}_swiftkv"
+        assert torch.equal(loaded(prompt[None]).logits, expected)
+    if shape["early_exit"]:
+        x = torch.randn(2, student.config.hidden_size)
+        assert torch.equal(loaded.exit_logits(x), student.exit_logits(x))
     teacher_logits = loaded.swiftkv(False)(prompt[None]).logits
     torch.testing.assert_close(teacher_logits, teacher(prompt[None]).logits, atol=1e-5, rtol=1e-5)
 
@@ -165,7 +168,7 @@ def test_rope_scaling_as_published_checkpoints_spell_it(name: str, prompt: torch
     assert torch.equal(loaded(prompt[None]).logits, student(prompt[None]).logits)
 
 
-@every_family
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v2-lora"])
 @torch.no_grad()
 def test_one_matrix_product_for_all_groups(name: str, prompt: torch.Tensor) -> None:
     student = make_student(name)
@@ -180,10 +183,9 @@ def test_one_matrix_product_for_all_groups(name: str, prompt: torch.Tensor) -> N
 
 
 @pytest.mark.parametrize(("swiftkv", "layers"), [(True, 4), (False, 5)])
-@latent_families
 @torch.no_grad()
-def test_latent_attention_caches_latents(name: str, swiftkv: bool, layers: int, prompt: torch.Tensor) -> None:
-    student = make_student(name).swiftkv(swiftkv)
+def test_latent_attention_caches_latents(swiftkv: bool, layers: int, prompt: torch.Tensor) -> None:
+    student = make_student("deepseek_v2-lora").swiftkv(swiftkv)
     cache = student(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
     rank, rope = student.config.kv_lora_rank, student.config.qk_rope_head_dim
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 1, 40, rank)] * layers
@@ -200,11 +202,10 @@ def test_a_mixed_group_keeps_its_longest_window(prompt: torch.Tensor) -> None:
     assert cache.layers[3].keys.shape[2] == WINDOW - 1  # the token that comes next takes the last place
 
 
-@every_family
-@pytest.mark.parametrize("g", [1, 2])
+@pytest.mark.parametrize(("name", "g"), in_turn(FAMILY_CONFIGS, [1, 2]))
 @torch.no_grad()
 def test_calibration_improves_every_family(name: str, g: int) -> None:
-    tokens = torch.randint(0, 256, (32, 64), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(32, 64, seed=1)
 
     def error(calibration: Any) -> float:
         student = convert(family_teacher(name), num_key_value_layers=2, key_value_group_size=g, calibration=calibration)
@@ -212,3 +213,41 @@ def test_calibration_improves_every_family(name: str, g: int) -> None:
         return float(difference.norm())
 
     assert error(tokens[:24].split(8)) < error(None)
+
+
+@torch.no_grad()
+def test_greedy_text_is_the_references(prompt: torch.Tensor) -> None:
+    """Of both modes, with and without a cache."""
+    student = disturb(convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2))
+    student.generation_config.eos_token_id = None
+    arguments = student.state_dict(), student.config, prompt.tolist(), student.model.rotary_emb.inv_freq, 12
+    for swiftkv in (True, False):
+        expected = reference.greedy(*arguments, swiftkv=swiftkv)
+        for use_cache in (True, False):
+            found = student.swiftkv(swiftkv).generate(prompt[None], use_cache=use_cache, **GENERATE)
+            assert found[0, len(prompt) :].tolist() == expected, f"{swiftkv=} {use_cache=}"
+
+
+GOLDEN = sorted((Path(__file__).parents[3] / "shared" / "golden").glob("*"))
+
+
+@pytest.mark.skipif(not GOLDEN, reason="the reference implementation's outputs are not on this machine")
+@pytest.mark.parametrize("directory", GOLDEN, ids=lambda path: path.name)
+@torch.no_grad()
+def test_reference_implementation_outputs(directory: Path, tmp_path: Path) -> None:
+    """As their files are, and saved again."""
+    expected = load_file(directory / "expected.safetensors")
+    AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path)
+    assert Checkpoint.open(tmp_path).shards.keys() == Checkpoint.open(directory).shards.keys()
+    greedy = expected["greedy"]
+    for path in (directory, tmp_path):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        for swiftkv, name in ((False, "teacher_logits"), (True, "student_logits")):
+            actual = model.swiftkv(swiftkv)(expected["input_ids"], use_cache=False).logits
+            torch.testing.assert_close(actual, expected[name], atol=1e-4, rtol=0)
+        model.generation_config.eos_token_id = None
+        arguments = GENERATE | {"max_new_tokens": greedy.shape[1] - 20}
+        for use_cache in (True, False):
+            assert torch.equal(model.generate(greedy[:, :20], use_cache=use_cache, **arguments), greedy), (
+                f"{use_cache=}"
+            )

@@ -17,25 +17,17 @@ from swiftkv_platform.model import causal_lm, convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache, stored_dtype
 from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.selection import TokenSelection
-from tests.tiny_models import WINDOW, disturb, family_teacher, random_teacher
+from tests.tiny_models import WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
 ARGUMENTS = {"max_new_tokens": 10, "pad_token_id": 256, "eos_token_id": None, "do_sample": False}
 SAMPLING = {"do_sample": True, "temperature": 1.3, "top_k": 20}
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": SAMPLING,
-    "several sequences": {**SAMPLING, "num_return_sequences": 3},
-    "beam search": {"num_beams": 3},
-    "beam sampling": {**SAMPLING, "num_beams": 3},
-    "guidance": {"guidance_scale": 1.5},
-    "repetition penalty": {"repetition_penalty": 1.4},
-}
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "static": {"cache_implementation": "static"},
     "chunked": {"prefill_chunk_size": 7},
     "chunked static": {"prefill_chunk_size": 7, "cache_implementation": "static"},
 }
+students = pytest.mark.parametrize("student", ["llama", "mistral"], indirect=True)
 
 
 def make_teacher(name: str) -> Any:
@@ -48,34 +40,48 @@ def make_student(name: str, l: int = 2, g: int = 2, **arguments: Any) -> Any:  #
     return disturb(convert(make_teacher(name), num_key_value_layers=l, key_value_group_size=g, **arguments))
 
 
-@pytest.fixture(params=["llama", "mistral"])
+@pytest.fixture
 def student(request: pytest.FixtureRequest) -> Any:
-    return make_student(request.param)
+    return make_student(getattr(request, "param", "llama"))
 
 
 @pytest.fixture
 def prompts() -> torch.Tensor:
     """[2, 40]; each row repeats itself, so that prompt lookup finds something."""
-    half = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(7))
+    half = random_tokens(2, 20)
     return torch.cat((half, half), dim=1)
 
 
-def generate(model: Any, prompts: torch.Tensor, **arguments: Any) -> torch.Tensor:
+def generate(model: Any, prompts: torch.Tensor, **arguments: Any) -> Any:
     torch.manual_seed(1)
-    tokens: torch.Tensor = model.generate(prompts, **{**ARGUMENTS, **arguments})
-    return tokens
+    return model.generate(prompts, **{**ARGUMENTS, **arguments})
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_mode_gives_what_it_gives_without_a_cache(mode: str, cache: str, student: Any, prompts: torch.Tensor) -> None:
-    expected = generate(student, prompts, use_cache=False, **MODES[mode])
-    assert torch.equal(generate(student, prompts, **MODES[mode], **CACHES[cache]), expected)
+@pytest.mark.parametrize(
+    ("student", "mode"),
+    [
+        ("llama", {}),
+        ("mistral", {}),
+        ("llama", SAMPLING),
+        ("mistral", {**SAMPLING, "num_return_sequences": 3}),
+        ("llama", {"num_beams": 3}),
+        ("mistral", {"num_beams": 3}),
+        ("llama", {**SAMPLING, "num_beams": 3}),
+        ("mistral", {"guidance_scale": 1.5}),
+        ("llama", {"repetition_penalty": 1.4}),
+    ],
+    ids=str,
+    indirect=["student"],
+)
+def test_a_mode_gives_what_it_gives_without_a_cache(mode: dict[str, Any], student: Any, prompts: torch.Tensor) -> None:
+    expected = generate(student, prompts, use_cache=False, **mode)
+    for name, cache in CACHES.items():
+        assert torch.equal(generate(student, prompts, **mode, **cache), expected), name
 
 
-def test_a_static_cache_under_torch_compile(prompts: torch.Tensor) -> None:
+@pytest.mark.slow("torch traces the whole model")
+def test_a_static_cache_under_torch_compile(student: Any, prompts: torch.Tensor) -> None:
     """One graph, without breaks; on a GPU `generate()` compiles by itself where the cache is static."""
-    student = make_student("llama")
     expected = generate(student, prompts, use_cache=False)
     compile_config = CompileConfig(backend="eager", fullgraph=True, mode=None)  # traced, not generated
     compile_config._compile_all_devices = True
@@ -87,7 +93,11 @@ def test_a_static_cache_under_torch_compile(prompts: torch.Tensor) -> None:
     assert torch.equal(compiled, expected)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize(
+    ("student", "kv_cache_dtype"),
+    [("llama", "auto"), ("mistral", "auto"), ("llama", "int8"), ("mistral", "fp8")],
+    indirect=["student"],
+)
 def test_drafts_change_no_token(kv_cache_dtype: str, student: Any, prompts: torch.Tensor) -> None:
     """Rejected drafts are cropped from the cache, a window's and an 8-bit one's too."""
     one, teacher = prompts[:1], make_teacher(student.config.model_type.removesuffix("_swiftkv"))
@@ -103,71 +113,53 @@ def test_drafts_change_no_token(kv_cache_dtype: str, student: Any, prompts: torc
     assert torch.equal(generate(teacher, one, assistant_model=student), expected), "a student that drafts"
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize(("student", "kv_cache_dtype"), [("llama", "fp8"), ("mistral", "int8")], indirect=["student"])
 def test_eight_bits_in_every_mode(kv_cache_dtype: str, student: Any, prompts: torch.Tensor) -> None:
     arguments = {"kv_cache_dtype": kv_cache_dtype, "return_dict_in_generate": True}
     for mode in ({}, {"num_beams": 3}):
-        output: Any = generate(student, prompts, **mode, **arguments)
+        output = generate(student, prompts, **mode, **arguments)
         cache, rows = output.past_key_values, prompts.shape[0] * mode.get("num_beams", 1)
         num_tokens = WINDOW - 1 if student.config.model_type == "mistral_swiftkv" else 49
         assert len(cache.layers) == 4
         assert cache_bytes(cache) == 4 * 2 * rows * 2 * num_tokens * (8 + 2)  # two heads of 8 elements and a scale
         for other in CACHES.values():
-            again: Any = generate(student, prompts, **mode, **arguments, **other)
-            assert torch.equal(again.sequences, output.sequences)
+            assert torch.equal(generate(student, prompts, **mode, **arguments, **other).sequences, output.sequences)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_left_padding(cache: str, student: Any, prompts: torch.Tensor) -> None:
+@students
+def test_prompts_of_every_kind(student: Any, prompts: torch.Tensor) -> None:
+    """Padded on the left, embeddings for tokens, and a single token."""
     mask = torch.ones_like(prompts)
     mask[0, :13] = 0
-    both = generate(student, prompts, attention_mask=mask, **CACHES[cache])[:, 40:]
-    for row, start in ((0, 13), (1, 0)):
-        alone = generate(student, prompts[row : row + 1, start:])
-        assert torch.equal(both[row], alone[0, 40 - start :])
+    padded = [generate(student, prompts[:1, 13:])[0, 27:], generate(student, prompts[1:])[0, 40:]]
+    expected, embeddings = generate(student, prompts)[:, 40:], student.model.embed_tokens(prompts)
+    single = generate(student, prompts[:, :1], use_cache=False)
+    for name, cache in CACHES.items():
+        assert torch.equal(generate(student, prompts, attention_mask=mask, **cache)[:, 40:], torch.stack(padded)), name
+        assert torch.equal(student.generate(inputs_embeds=embeddings, **ARGUMENTS, **cache), expected), name
+        assert torch.equal(generate(student, prompts[:, :1], **cache), single), name
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_conversation_goes_on(cache: str, student: Any, prompts: torch.Tensor) -> None:
+@students
+def test_a_conversation_goes_on(student: Any, prompts: torch.Tensor) -> None:
     """The cache of one turn serves the next, given all tokens."""
-    if "static" in CACHES[cache].values():
-        given = make_cache(student.config, max_cache_len=100)
-        first: Any = generate(student, prompts, past_key_values=given, return_dict_in_generate=True)
-    else:
-        first = generate(student, prompts, return_dict_in_generate=True, **CACHES[cache])
-    tokens = torch.cat((first.sequences, prompts[:, 3:21]), dim=1)
-    arguments = {name: value for name, value in CACHES[cache].items() if name == "prefill_chunk_size"}
-    second = generate(student, tokens, past_key_values=first.past_key_values, **arguments)
-    assert torch.equal(second, generate(student, tokens, use_cache=False))
+    for name, arguments in CACHES.items():
+        first_arguments = {"past_key_values": make_cache(student.config, max_cache_len=100)}
+        if "static" not in name:
+            first_arguments = arguments
+        first = generate(student, prompts, return_dict_in_generate=True, **first_arguments)
+        tokens = torch.cat((first.sequences, prompts[:, 3:21]), dim=1)
+        chunks = {key: value for key, value in arguments.items() if key == "prefill_chunk_size"}
+        second = generate(student, tokens, past_key_values=first.past_key_values, **chunks)
+        assert torch.equal(second, generate(student, tokens, use_cache=False)), name
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_embeddings_for_tokens(cache: str, student: Any, prompts: torch.Tensor) -> None:
-    expected = generate(student, prompts)[:, 40:]
-    embeddings = student.model.embed_tokens(prompts)
-    actual = student.generate(inputs_embeds=embeddings, **ARGUMENTS, **CACHES[cache])
-    assert torch.equal(actual, expected)
-
-
-def test_one_token_is_a_prompt(student: Any, prompts: torch.Tensor) -> None:
-    expected = generate(student, prompts[:, :1], use_cache=False)
-    for cache in CACHES.values():
-        assert torch.equal(generate(student, prompts[:, :1], **cache), expected)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "last", "any_token"),
-    [
-        ("eager", True, True),
-        ("sdpa", True, True),
-        ("flash_attention_2", True, False),
-        ("flex_attention", False, False),
-    ],
-)
-def test_what_a_backend_can_select(implementation: str, last: bool, any_token: bool) -> None:
-    config = SimpleNamespace(_attn_implementation=implementation)
-    assert can_select(config, TokenSelection(1)) is last
-    assert can_select(config, TokenSelection(torch.tensor([3, 5]))) is any_token
+def test_what_a_backend_can_select() -> None:
+    kinds = {"eager": (True, True), "sdpa": (True, True), "flash_attention_2": (True, False)}
+    for implementation, expected in {**kinds, "flex_attention": (False, False)}.items():
+        config = SimpleNamespace(_attn_implementation=implementation)
+        selections = TokenSelection(1), TokenSelection(torch.tensor([3, 5]))
+        assert tuple(can_select(config, selection) for selection in selections) == expected, implementation
 
 
 def test_a_backend_that_cannot_select_runs_every_layer(prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,56 +187,44 @@ def tokens_by_layer(model: Any) -> Iterator[dict[int, list[int]]]:
             handle.remove()
 
 
-LOWER, UPPER = range(2), range(2, 5)
-FULL = {"lower": [80], "upper": [80]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({}, FULL),
-        ({"logits_to_keep": 1}, {"lower": [80], "upper": [2]}),
-        ({"logits_to_keep": 5}, {"lower": [80], "upper": [10]}),
-        ({"logits_to_keep": 40}, FULL),
-        ({"logits_to_keep": torch.tensor([3, -1])}, {"lower": [80], "upper": [4]}),
-        ({"logits_to_keep": torch.tensor([[3], [5]])}, {"lower": [80], "upper": [4]}),
-        ({"logits_to_keep": torch.tensor([], dtype=torch.long)}, {"lower": [80], "upper": []}),
-        ({"labels": True}, FULL),
-        ({"logits_to_keep": 1, "output_hidden_states": True}, FULL),
-        ({"logits_to_keep": 1, "output_attentions": True}, FULL),
-    ],
-)
-def test_depth_of_a_forward_pass(
-    arguments: dict[str, Any], expected: dict[str, list[int]], prompts: torch.Tensor
-) -> None:
-    student = make_student("llama")
+@torch.no_grad()
+def test_depth_of_a_forward_pass(student: Any, prompts: torch.Tensor) -> None:
     student.set_attn_implementation("eager")  # the one that returns attentions
-    if "labels" in arguments:
-        arguments = {"labels": prompts}
-    with tokens_by_layer(student) as counts, torch.no_grad():
-        student(prompts, **arguments)
-    assert [counts[i] for i in LOWER] == [expected["lower"]] * 2
-    assert [counts[i] for i in UPPER] == [expected["upper"]] * 3
+    cases: list[tuple[dict[str, Any], list[int]]] = [  # and the tokens that enter the upper layers
+        ({}, [80]),
+        ({"logits_to_keep": 1}, [2]),
+        ({"logits_to_keep": 5}, [10]),
+        ({"logits_to_keep": 40}, [80]),
+        ({"logits_to_keep": torch.tensor([3, -1])}, [4]),
+        ({"logits_to_keep": torch.tensor([[3], [5]])}, [4]),
+        ({"logits_to_keep": torch.tensor([], dtype=torch.long)}, []),
+        ({"labels": prompts}, [80]),
+        ({"logits_to_keep": 1, "output_hidden_states": True}, [80]),
+        ({"logits_to_keep": 1, "output_attentions": True}, [80]),
+    ]
+    for arguments, upper in cases:
+        with tokens_by_layer(student) as counts:
+            student(prompts, **arguments)
+        assert [counts[i] for i in range(5)] == [[80]] * 2 + [upper] * 3, arguments
 
 
-def test_depth_in_generate(student: Any, prompts: torch.Tensor) -> None:
+@students
+def test_prefill_really_skips_the_upper_layers(student: Any, prompts: torch.Tensor) -> None:
     with tokens_by_layer(student) as counts:
-        generate(student, prompts, max_new_tokens=3)
-    assert counts == {i: [80, 2, 2] if i in LOWER else [2, 2, 2] for i in range(5)}
+        output = generate(student, prompts, max_new_tokens=3, return_dict_in_generate=True)
+    assert counts == {i: [80, 2, 2] if i < 2 else [2, 2, 2] for i in range(5)}
+    assert len(output.past_key_values.layers) == student.config.layer_map.num_kv_cache_layers == 4
     with tokens_by_layer(student) as counts:
         generate(student, prompts, max_new_tokens=3, prefill_chunk_size=15)
-    assert counts == {i: [30, 30, 20, 2, 2] if i in LOWER else [2, 2, 2] for i in range(5)}
+    assert counts == {i: [30, 30, 20, 2, 2] if i < 2 else [2, 2, 2] for i in range(5)}
     with tokens_by_layer(student) as counts:
-        output: Any = generate(
-            student, prompts, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True
-        )
+        output = generate(student, prompts, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
     assert counts == {i: [80, 2] for i in range(5)}
     assert [state.shape[1] for state in output.hidden_states[0]] == [40] * 6
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_what_cannot_be_right_is_refused(student: Any, prompts: torch.Tensor) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"cache_implementation": "quantized"}, "kv_cache_dtype='fp8'"),
         ({"cache_implementation": "offloaded"}, "dynamic and static are accepted"),
         ({"cache_implementation": "offloaded_static"}, "dynamic and static are accepted"),
@@ -253,26 +233,20 @@ def test_depth_in_generate(student: Any, prompts: torch.Tensor) -> None:
         ({"kv_cache_dtype": "float8"}, "auto, fp8 or int8"),
         ({"kv_cache_dtype": "fp8", "use_cache": False}, "leave out use_cache=False"),
         ({"kv_cache_dtype": "fp8", "past_key_values": DynamicCache()}, "leave one of them out"),
-    ],
-)
-def test_what_cannot_be_right_is_refused(arguments: dict[str, Any], message: str, prompts: torch.Tensor) -> None:
-    with pytest.raises((InvalidInputError, ModelError), match=message) as caught:
-        generate(make_student("llama"), prompts[:1], **arguments)
-    assert caught.value.field in arguments
-
-
-def test_a_dense_cache_is_refused(prompts: torch.Tensor) -> None:
-    student = make_student("llama")
+    ]
+    for arguments, message in cases:
+        with pytest.raises((InvalidInputError, ModelError), match=message) as caught:
+            generate(student, prompts[:1], **arguments)
+        assert caught.value.field in arguments
     with pytest.raises(ModelError, match="has 5 layers; this model in student mode keeps 4"):
         generate(student, prompts, past_key_values=DynamicCache(config=student.config))
 
 
-def test_the_generation_configuration_carries_the_cache_dtype(prompts: torch.Tensor, tmp_path: Any) -> None:
+def test_generation_configurations_carry_the_cache_dtype(student: Any, prompts: torch.Tensor, tmp_path: Any) -> None:
     def stored(model: Any, **arguments: Any) -> Any:
         output = model.generate(prompts, max_new_tokens=2, pad_token_id=256, return_dict_in_generate=True, **arguments)
         return stored_dtype(output.past_key_values)
 
-    student = make_student("llama")
     assert stored(student) is None
     given = GenerationConfig(max_new_tokens=2, pad_token_id=256, return_dict_in_generate=True, kv_cache_dtype="int8")
     assert stored_dtype(student.generate(prompts, generation_config=given).past_key_values) is torch.int8
@@ -283,11 +257,10 @@ def test_the_generation_configuration_carries_the_cache_dtype(prompts: torch.Ten
     assert stored(loaded, kv_cache_dtype="auto") is None
 
 
-def test_teacher_mode_keeps_all_layers_and_may_be_quantised(prompts: torch.Tensor) -> None:
-    student = make_student("llama").swiftkv(False)
-    expected = generate(student, prompts, use_cache=False)
+def test_teacher_mode_keeps_all_layers_and_may_be_quantised(student: Any, prompts: torch.Tensor) -> None:
+    expected = generate(student.swiftkv(False), prompts, use_cache=False)
     for cache in CACHES.values():
-        output: Any = generate(student, prompts, return_dict_in_generate=True, **cache)
+        output = generate(student, prompts, return_dict_in_generate=True, **cache)
         assert torch.equal(output.sequences, expected)
         assert len(output.past_key_values.layers) == 5
     output = generate(student, prompts, return_dict_in_generate=True, kv_cache_dtype="int8")

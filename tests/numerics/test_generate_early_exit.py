@@ -11,7 +11,8 @@ from transformers import GenerationConfig
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.early_exit import EarlyExit
 from tests.numerics import test_generate as base
-from tests.numerics.test_generate import ARGUMENTS, SAMPLING, generate, tokens_by_layer
+from tests.numerics.test_generate import ARGUMENTS, CACHES, SAMPLING, generate, students, tokens_by_layer
+from tests.tiny_models import random_tokens
 
 
 def make_student(name: str = "llama", **arguments: Any) -> Any:
@@ -23,14 +24,14 @@ def make_student(name: str = "llama", **arguments: Any) -> Any:
     return student
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module")
 def student(request: pytest.FixtureRequest) -> Any:
-    return make_student(request.param)
+    return make_student(getattr(request, "param", "llama"))
 
 
 @pytest.fixture
 def prompts() -> torch.Tensor:
-    return torch.randint(0, 256, (4, 40), generator=torch.Generator().manual_seed(7))
+    return random_tokens(4, 40)
 
 
 @torch.no_grad()
@@ -62,56 +63,38 @@ def by_hand(model: Any, prompt: torch.Tensor, threshold: float, count: int) -> t
     return ids[len(prompt) :], num_exited
 
 
-@pytest.mark.parametrize("threshold", [0.0, "mixed", 1.0])
-def test_rows_exit_as_if_each_were_alone(threshold: Any, student: Any, prompts: torch.Tensor) -> None:
-    threshold = mixed(student, prompts)["threshold"] if threshold == "mixed" else threshold
-    output = with_exits(student, prompts, EarlyExit("threshold", threshold))
-    for row, prompt in enumerate(prompts):
-        tokens, num_exited = by_hand(student, prompt, threshold, ARGUMENTS["max_new_tokens"])
-        assert output.sequences[row, 40:].tolist() == tokens
-        assert output.num_exited_tokens[row] == num_exited
-    assert len(output.past_key_values.layers) == 4
-
-
-def test_rows_of_a_step_part(student: Any, prompts: torch.Tensor) -> None:
-    """Premise of the other tests; the first token may exit, too."""
-    options = mixed(student, prompts)
-    assert int(with_exits(student, prompts, options, max_new_tokens=1).num_exited_tokens.sum()) == 2
-    exited = with_exits(student, prompts, options).num_exited_tokens
-    assert 2 < int(exited.sum()) < exited.numel() * ARGUMENTS["max_new_tokens"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"use_cache": False},
-        {"cache_implementation": "static"},
-        {"prefill_chunk_size": 7},
-        {"repetition_penalty": 1.4, "use_cache": False},
-        {**SAMPLING, "use_cache": False},
-        {**SAMPLING, "num_return_sequences": 2, "use_cache": False},
-    ],
-)
-def test_other_options_go_along(arguments: dict[str, Any], student: Any, prompts: torch.Tensor) -> None:
-    options = mixed(student, prompts)
-    expected = with_exits(student, prompts, options, **arguments)
-    cached = {name: value for name, value in arguments.items() if name in SAMPLING or name.startswith(("rep", "num"))}
-    actual = with_exits(student, prompts, options, **cached)
-    assert torch.equal(actual.sequences, expected.sequences)
-    assert torch.equal(actual.num_exited_tokens, expected.num_exited_tokens)
-    assert torch.equal(generate(student, prompts, early_exit=options, **cached), expected.sequences)
-
-
-def test_left_padded_rows_exit_as_if_alone(student: Any, prompts: torch.Tensor) -> None:
-    mask = torch.ones_like(prompts)
+@students
+def test_rows_exit_as_if_each_were_alone(student: Any, prompts: torch.Tensor) -> None:
+    """Rows of a step part, at the first token too; one is padded on the left."""
+    options, mask, starts = mixed(student, prompts), torch.ones_like(prompts), (13, 0, 0, 0)
     mask[0, :13] = 0
-    options = mixed(student, prompts)
-    output = with_exits(student, prompts, options, attention_mask=mask)
-    tokens, num_exited = by_hand(student, prompts[0, 13:], options["threshold"], ARGUMENTS["max_new_tokens"])
-    assert output.sequences[0, 40:].tolist() == tokens
-    assert output.num_exited_tokens[0] == num_exited
+    assert int(with_exits(student, prompts, options, max_new_tokens=1).num_exited_tokens.sum()) == 2
+    for threshold in (0.0, options["threshold"], 1.0):
+        output = with_exits(student, prompts, EarlyExit("threshold", threshold), attention_mask=mask)
+        for row, start in enumerate(starts):
+            tokens, num_exited = by_hand(student, prompts[row, start:], threshold, ARGUMENTS["max_new_tokens"])
+            assert output.sequences[row, 40:].tolist() == tokens
+            assert output.num_exited_tokens[row] == num_exited
+        assert len(output.past_key_values.layers) == 4
+        if threshold not in (0.0, 1.0):
+            exited = output.num_exited_tokens
+            assert 2 < int(exited.sum()) < exited.numel() * ARGUMENTS["max_new_tokens"]
 
 
+@students
+def test_other_options_go_along(student: Any, prompts: torch.Tensor) -> None:
+    options, uncached = mixed(student, prompts), {"use_cache": False}
+    chosen: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.4}, {**SAMPLING, "num_return_sequences": 2}]
+    for arguments in chosen:
+        expected = with_exits(student, prompts, options, **arguments)
+        for cache in [uncached] if arguments else [uncached, *CACHES.values()]:
+            actual = with_exits(student, prompts, options, **arguments, **cache)
+            assert torch.equal(actual.sequences, expected.sequences), cache
+            assert torch.equal(actual.num_exited_tokens, expected.num_exited_tokens), cache
+        assert torch.equal(generate(student, prompts, early_exit=options, **arguments), expected.sequences)
+
+
+@students
 def test_scores_are_those_of_the_head_that_chose(student: Any, prompts: torch.Tensor) -> None:
     options = mixed(student, prompts)
     output = with_exits(student, prompts, options, output_logits=True, max_new_tokens=1)
@@ -125,8 +108,7 @@ def test_scores_are_those_of_the_head_that_chose(student: Any, prompts: torch.Te
     torch.testing.assert_close(always.logits[0], exit_logits, atol=1e-5, rtol=1e-5)
 
 
-def test_exited_rows_do_not_enter_the_upper_layers(prompts: torch.Tensor) -> None:
-    student = make_student()
+def test_exited_rows_do_not_enter_the_upper_layers(student: Any, prompts: torch.Tensor) -> None:
     options = mixed(student, prompts)
     with tokens_by_layer(student) as counts:
         output = with_exits(student, prompts, {"mode": "threshold", "threshold": 0.0}, max_new_tokens=3)
@@ -140,8 +122,7 @@ def test_exited_rows_do_not_enter_the_upper_layers(prompts: torch.Tensor) -> Non
     assert counts == {i: [160] if i < 2 else [4] for i in range(5)}
 
 
-def test_tokens_after_a_row_has_ended_do_not_count(prompts: torch.Tensor) -> None:
-    student = make_student()
+def test_tokens_after_a_row_has_ended_do_not_count(student: Any, prompts: torch.Tensor) -> None:
     always = {"mode": "threshold", "threshold": 0.0}
     tokens = with_exits(student, prompts, always).sequences[:, 40:]
     eos = int(tokens[0, 2])
@@ -151,6 +132,7 @@ def test_tokens_after_a_row_has_ended_do_not_count(prompts: torch.Tensor) -> Non
     assert output.num_exited_tokens.tolist() == lengths
 
 
+@students
 def test_the_cache_after_exits_serves_the_next_turn(student: Any, prompts: torch.Tensor) -> None:
     """An exited token has written the keys and values of every cache layer."""
     first = with_exits(student, prompts, {"mode": "threshold", "threshold": 0.0})
@@ -159,6 +141,7 @@ def test_the_cache_after_exits_serves_the_next_turn(student: Any, prompts: torch
     assert torch.equal(second, generate(student, tokens, use_cache=False))
 
 
+@students
 def test_quantised_rows_exit_too(student: Any, prompts: torch.Tensor) -> None:
     options = mixed(student, prompts)
     output = with_exits(student, prompts, options, kv_cache_dtype="int8")
@@ -178,32 +161,24 @@ def test_the_generation_configuration_may_ask_for_it(prompts: torch.Tensor) -> N
     assert not hasattr(off, "num_exited_tokens")
 
 
-@pytest.mark.parametrize(
-    ("early_exit", "arguments", "message"),
-    [
+def test_refusals(student: Any, prompts: torch.Tensor) -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         ("lossless", {}, "swiftkv_platform.engine"),
         ({"mode": "threshold", "threshold": 1.5}, {}, "from 0 to 1"),
         ("sometimes", {}, "off, threshold or lossless"),
         ("threshold", {"num_beams": 2}, "beam_search"),
         ("threshold", {"prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ("threshold", {"output_hidden_states": True}, "one or the other"),
-    ],
-)
-def test_refusals(early_exit: Any, arguments: dict[str, Any], message: str, prompts: torch.Tensor) -> None:
-    with pytest.raises(InvalidInputError, match=message) as caught:
-        generate(make_student(), prompts[:1], early_exit=early_exit, **arguments)
-    assert str(caught.value.field).startswith("early_exit")
-
-
-def test_a_model_without_exit_head_and_the_teacher_refuse(prompts: torch.Tensor) -> None:
+    ]
+    for early_exit, arguments, message in cases:
+        with pytest.raises(InvalidInputError, match=message) as caught:
+            generate(student, prompts[:1], early_exit=early_exit, **arguments)
+        assert str(caught.value.field).startswith("early_exit")
+    other = make_student()
     with pytest.raises(InvalidInputError, match="convert it with early_exit=True"):
         generate(make_student(early_exit=False), prompts, early_exit="threshold")
     with pytest.raises(InvalidInputError, match=r"model\.swiftkv\(True\)"):
-        generate(make_student().swiftkv(False), prompts, early_exit="threshold")
-
-
-def test_a_backend_that_cannot_drop_rows_refuses(prompts: torch.Tensor) -> None:
-    student = make_student()
-    student.set_attn_implementation("flex_attention")
+        generate(other.swiftkv(False), prompts, early_exit="threshold")
+    other.swiftkv(True).set_attn_implementation("flex_attention")  # a backend that cannot drop rows
     with pytest.raises(InvalidInputError, match="eager, sdpa or flash"):
-        generate(student, prompts, early_exit="threshold")
+        generate(other, prompts, early_exit="threshold")

@@ -17,6 +17,7 @@ from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.specs import ModelSpec
 from tests.fakes.gguf import save_gguf
+from tests.parameters import WIDE
 from tests.tiny_models import SHAPE, family_teacher
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -28,17 +29,14 @@ def directory_of(file: Path, cache: Path) -> Path:
 
 def teacher(family: str) -> PreTrainedModel:
     """Weights that bfloat16 holds exactly."""
-    model = (
-        LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
-        if family == "llama"
-        else family_teacher(family)
-    )
+    tied = LlamaConfig(**SHAPE, tie_word_embeddings=True)
+    model = LlamaForCausalLM(tied) if family == "llama" else family_teacher(family)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     return model.eval()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=WIDE) for name in ("qwen2", "qwen3"))])
 def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: str, tmp_path: Path) -> None:
     model = teacher(family)
     file = save_gguf(model, tmp_path / "tiny.gguf", chat_template=TEMPLATE)
@@ -55,7 +53,7 @@ def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: st
     assert converted is not None
 
 
-def test_a_file_is_converted_once_by_whoever_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_converted_once_by_whoever_comes_first(tmp_path: Path) -> None:
     file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf")
     with ThreadPoolExecutor(3) as threads:
         directories = set(threads.map(lambda _: directory_of(file, tmp_path / "cache"), range(3)))
@@ -74,9 +72,7 @@ def test_a_file_whose_weights_are_missing_leaves_nothing(tmp_path: Path) -> None
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_a_workers_teacher_is_a_directory_if_the_file_may_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workers_teacher_is_a_directory_if_it_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftkv_platform.model.gguf.CACHE", tmp_path / "cache")
     (tmp_path / "own").mkdir()
     file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks._yaml_loader import load_yaml
+from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.needle import needle_tasks
@@ -22,7 +26,9 @@ from swiftkv_platform.evaluation.harness.shared import SharedModel
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
+from tests.checkpoints import save
 from tests.fakes.tokenizers import byte_tokenizer
+from tests.parameters import WIDE
 from tests.tiny_models import random_teacher
 
 QUESTIONS = [
@@ -48,22 +54,13 @@ TASK = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SwiftKV directory with grouped KV, whose modes disagree."""
-    directory = tmp_path_factory.mktemp("student")
-    convert(
-        random_teacher(initializer_range=0.3, max_position_embeddings=2048),
-        num_key_value_layers=3,
-        key_value_group_size=2,
-    ).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+    teacher = random_teacher(initializer_range=0.3, max_position_embeddings=2048)
+    student = convert(teacher, num_key_value_layers=3, key_value_group_size=2)
+    return save(student, tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture(scope="module")
 def student(checkpoint: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    import swiftkv_platform.model  # noqa: F401 (registers the classes)
-
     return AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
@@ -97,28 +94,21 @@ def naive_accuracies(model: Any) -> dict[str, float]:
     return {name: count / len(QUESTIONS) for name, count in right.items()}
 
 
-@pytest.mark.parametrize("mode", [False, True])
-def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: Any, mode: bool) -> None:
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
+def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: Any) -> None:
     harness = HFLM(pretrained=str(checkpoint), device="cpu", batch_size=3, dtype="float32")
-    harness.model.swiftkv(mode)
     pairs = [(row["text"], choice) for row in QUESTIONS for choice in row["choices"]]
     requests = [Instance("loglikelihood", {}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
-    answers = [score for score, _ in harness.loglikelihood(requests)]
+    answers = []
+    for mode in (False, True):
+        harness.model.swiftkv(mode)
+        answers.append([score for score, _ in harness.loglikelihood(requests)])
+        expected = [log_likelihood(student.swiftkv(mode), *pair) for pair in pairs]
+        assert answers[-1] == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    assert abs(answers[0][0] - answers[1][0]) > 0.1, "the modes do differ"
 
-    student.swiftkv(mode)
-    expected = [log_likelihood(student, *pair) for pair in pairs]
-    assert answers == pytest.approx(expected, rel=1e-5, abs=1e-4)
-    other = log_likelihood(student.swiftkv(not mode), *pairs[0])
-    assert abs(answers[0] - other) > 0.1, "the modes do differ"
-    student.swiftkv(True)
 
-
-def test_the_command_runs_on_a_directory_with_our_classes_registered(
-    checkpoint: Path, student: Any, task_file: Path, tmp_path: Path
-) -> None:
+@pytest.mark.slow("the harness loads in a process of its own")
+def test_the_command_knows_our_classes(checkpoint: Path, student: Any, task_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "swiftkv_platform.evaluation.lm_eval", "run", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "trivia"]
     command += ["--include_path", str(task_file.parent), "--output_path", str(tmp_path / "out")]
@@ -126,16 +116,17 @@ def test_the_command_runs_on_a_directory_with_our_classes_registered(
     assert done.returncode == 0, done.stderr
     (results,) = (tmp_path / "out").rglob("results_*.json")
     row = json.loads(results.read_text())["results"]["trivia"]
-    student.swiftkv(True)
-    assert {name: row[f"{name},none"] for name in ("acc", "acc_norm")} == naive_accuracies(student)
+    assert {name: row[f"{name},none"] for name in ("acc", "acc_norm")} == naive_accuracies(student.swiftkv(True))
+
+
+def scores(model: Any, tasks: list[Any], *, tokenizer: Any = None, **settings: Any) -> Any:
+    return run_tasks(model, tokenizer or byte_tokenizer(), tasks, EvaluationSpec(**settings)).scores
 
 
 def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) -> None:
     specs = [str(task_file), TaskSpec(name=str(task_file), metric="acc_norm")]
     student.swiftkv(False).train()
-
-    plain, normed = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), EvaluationSpec(task_batch_size=2)).scores
-
+    plain, normed = scores(student, resolve_tasks(specs), task_batch_size=2)
     assert student.training
     assert not student.model.swiftkv_enabled
     student.eval()
@@ -167,19 +158,17 @@ def write_gsm8k(directory: Path) -> None:
 def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -> None:
     write_mmlu(tmp_path)
     write_gsm8k(tmp_path)
-    specs = [
-        TaskSpec(name="builtin:mmlu", data_dir=str(tmp_path), num_fewshot=1),
-        TaskSpec(name="builtin:gsm8k", data_dir=str(tmp_path), num_fewshot=1),
-    ]
-    few = EvaluationSpec(task_batch_size=4, task_limit=2)
-    mmlu, gsm8k = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), few).scores
+    specs = [TaskSpec(name=f"builtin:{name}", data_dir=str(tmp_path), num_fewshot=1) for name in ("mmlu", "gsm8k")]
+    mmlu, gsm8k = scores(student, resolve_tasks(specs), task_batch_size=4, task_limit=2)
     assert (mmlu.task, mmlu.metric, mmlu.num_fewshot, mmlu.num_samples) == ("mmlu_local", "acc", 1, 4)
     assert 0 <= mmlu.student <= 1
     assert mmlu.drop_interval is not None
     assert (gsm8k.task, gsm8k.metric, gsm8k.num_samples) == ("gsm8k_local", "exact_match,strict-match", 2)
 
 
-def test_the_papers_tasks_are_table_b1() -> None:
+@pytest.mark.slow("the index of the harness's tasks takes seconds to read")
+def test_the_papers_tasks_are_table_b1_and_known_to_the_harness() -> None:
+    """Every metric of the preset is one that the released harness computes for the task or group of that name."""
     tasks = resolve_tasks(["paper"])
     assert [task.spec for task in tasks] == list(PAPER_TASKS)
     assert [(task.source, task.spec.num_fewshot) for task in tasks] == [
@@ -191,12 +180,6 @@ def test_the_papers_tasks_are_table_b1() -> None:
         ("mmlu_cot_llama", 0),
         ("gsm8k_llama", 8),
     ]
-
-
-def test_the_harness_knows_the_papers_tasks_and_metrics() -> None:
-    """Every metric of the preset is one that the released harness computes for the task or group of that name."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
     index = task_manager(True).task_index
     for spec in PAPER_TASKS:
         config = load_yaml(index[spec.name].yaml_path, resolve_func=False)
@@ -209,49 +192,42 @@ def test_the_harness_knows_the_papers_tasks_and_metrics() -> None:
         assert spec.metric in known | set(metrics), (spec.name, known)
 
 
-@pytest.mark.parametrize(
-    ("spec", "error", "message"),
-    [
-        (TaskSpec(name="nowhere.yaml"), InvalidInputError, "no file 'nowhere.yaml'"),
-        (TaskSpec(name="builtin:arc", data_dir="."), InvalidInputError, "builtin:gsm8k, builtin:mmlu, .* are known"),
-        (TaskSpec(name="builtin:mmlu"), InvalidInputError, "needs data_dir"),
-        (TaskSpec(name="builtin:mmlu", data_dir="{here}"), DataError, "holds no test/"),
-        (TaskSpec(name="builtin:gsm8k", data_dir="{here}"), DataError, "gsm8k_train.jsonl"),
-        (TaskSpec(name="{here}/list.yaml"), InvalidInputError, "is no task"),
-        (TaskSpec(name="{here}/nameless.yaml"), InvalidInputError, "names no task"),
-        (TaskSpec(name="{here}/group.yaml"), InvalidInputError, "is a group"),
-        (TaskSpec(name="{here}/lost.yaml"), InvalidInputError, "is no task: Cannot import module 'no_module'"),
-    ],
-)
-def test_what_cannot_be_resolved_is_said(spec: TaskSpec, error: type[Exception], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_resolved_is_said(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- a\n")
     (tmp_path / "nameless.yaml").write_text("dataset_path: json\n")
     (tmp_path / "group.yaml").write_text("group: both\ntask: [winogrande, gsm8k]\n")
     (tmp_path / "lost.yaml").write_text("task: lost\ndoc_to_text: !function no_module.text\n")
-    filled = TaskSpec.model_validate_json(spec.model_dump_json().replace("{here}", str(tmp_path)))
-    with pytest.raises(error, match=message):
-        resolve_tasks([filled])
+    here = str(tmp_path)
+    cases: list[tuple[TaskSpec, type[Exception], str]] = [
+        (TaskSpec(name="nowhere.yaml"), InvalidInputError, "no file 'nowhere.yaml'"),
+        (TaskSpec(name="builtin:arc", data_dir="."), InvalidInputError, "builtin:gsm8k, builtin:mmlu, .* are known"),
+        (TaskSpec(name="builtin:mmlu"), InvalidInputError, "needs data_dir"),
+        (TaskSpec(name="builtin:mmlu", data_dir=here), DataError, "holds no test/"),
+        (TaskSpec(name="builtin:gsm8k", data_dir=here), DataError, "gsm8k_train.jsonl"),
+        (TaskSpec(name=f"{here}/list.yaml"), InvalidInputError, "is no task"),
+        (TaskSpec(name=f"{here}/nameless.yaml"), InvalidInputError, "names no task"),
+        (TaskSpec(name=f"{here}/group.yaml"), InvalidInputError, "is a group"),
+        (TaskSpec(name=f"{here}/lost.yaml"), InvalidInputError, "is no task: Cannot import module 'no_module'"),
+    ]
+    for spec, error, message in cases:
+        with pytest.raises(error, match=message):
+            resolve_tasks([spec])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path) -> None:
+    for changes, message in (
         ({"metric": "f1"}, "trivia has no metric 'f1'; it has acc, acc_norm"),
         ({"chat_template": True}, "asks for chat_template"),
-    ],
-)
-def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path, changes: dict[str, Any], message: str) -> None:
-    spec = TaskSpec(name=str(task_file), **changes)
-    with pytest.raises(InvalidInputError, match=message):
-        run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), EvaluationSpec(task_limit=1))
-    assert student.model.swiftkv_enabled
-    with pytest.raises(InvalidInputError, match=message):
-        check_tasks([spec], byte_tokenizer())
+    ):
+        spec = TaskSpec.model_validate({"name": str(task_file), **changes})
+        with pytest.raises(InvalidInputError, match=message):
+            scores(student.swiftkv(True), resolve_tasks([spec]), task_limit=1)
+        assert student.model.swiftkv_enabled
+        with pytest.raises(InvalidInputError, match=message):
+            check_tasks([spec], byte_tokenizer())
 
 
-def test_tasks_that_the_time_does_not_allow_are_named(
-    student: Any, task_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_beyond_the_time_limit_are_named(student: Any, task_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = iter([0.0, 0.9, 1.0, 9.0])  # at the start, and before each task
     monkeypatch.setattr("swiftkv_platform.evaluation.harness.run.time.monotonic", lambda: 60.0 * next(minutes))
     tasks = [resolve_tasks([TaskSpec(name=str(task_file))])[0] for _ in range(3)]
@@ -260,36 +236,22 @@ def test_tasks_that_the_time_does_not_allow_are_named(
     assert found.left_out == (str(task_file), str(task_file))
 
 
-def test_an_unknown_task_is_named(student: Any) -> None:
+def test_tasks_and_metrics_that_the_harness_lacks_are_refused_before_anything_runs(student: Any) -> None:
     with pytest.raises(InvalidInputError, match="cannot load 'no_such_task'"):
-        run_tasks(student, byte_tokenizer(), resolve_tasks(["no_such_task"]), EvaluationSpec())
-
-
-def test_a_mistyped_task_is_refused_before_anything_runs() -> None:
+        scores(student, resolve_tasks(["no_such_task"]))
     with pytest.raises(InvalidInputError, match=r"cannot load 'gsm9k': it has no task .*, but .*gsm8k") as caught:
         check_tasks(["gsm9k"], byte_tokenizer())
     assert (caught.value.field, caught.value.value) == ("evaluation.tasks", "gsm9k")
-
-
-@pytest.mark.parametrize(
-    ("name", "metric", "known"),
-    [
+    for name, metric, known in (
         ("winogrande", "acc_norm", "winogrande has no metric 'acc_norm'; it has acc"),
         ("gsm8k", "exact_match,strict_match", "it has exact_match,strict-match, exact_match,flexible-extract"),
         ("mmlu", "acc_norm", "mmlu has no metric 'acc_norm'; it has acc"),
         ("ai2_arc", "f1", "arc_challenge has no metric 'f1'; it has acc, acc_norm"),
         ("pythia", None, "pythia has no score of its own"),
-    ],
-)
-def test_a_metric_that_a_task_of_the_harness_lacks_is_refused_before_anything_runs(
-    name: str, metric: str | None, known: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=known):
-        check_tasks([TaskSpec(name=name, metric=metric)], byte_tokenizer())
-
-
-def test_metrics_that_only_code_knows_are_left_to_the_run() -> None:
-    check_tasks([TaskSpec(name="truthfulqa_gen", metric="anything")], byte_tokenizer())
+    ):
+        with pytest.raises(InvalidInputError, match=known):
+            check_tasks([TaskSpec(name=name, metric=metric)], byte_tokenizer())
+    check_tasks([TaskSpec(name="truthfulqa_gen", metric="anything")], byte_tokenizer())  # which only its code knows
 
 
 def test_tasks_that_can_run_pass_the_check(task_file: Path, tmp_path: Path) -> None:
@@ -330,34 +292,25 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no metric of which more is better; name one of byte_perplexity"):
         check_tasks([unnamed], byte_tokenizer())
     check_tasks([named], byte_tokenizer())
-
-    (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([named]), EvaluationSpec(task_batch_size=1)).scores
-
+    (score,) = scores(student, resolve_tasks([named]), task_batch_size=1)
     assert not score.higher_is_better
     assert score.drop == pytest.approx(100 * (score.student / score.teacher - 1), abs=1e-5)
 
 
-def test_needles_are_found_at_the_lengths_asked_for(student: Any) -> None:
-    tasks = needle_tasks((256, 512), 3, byte_tokenizer(), chat=False)
-    scores = run_tasks(student, byte_tokenizer(), tasks, EvaluationSpec()).scores
-    assert [(score.task, score.metric, score.num_samples) for score in scores] == [
-        ("needle_256", "found", 3),
-        ("needle_512", "found", 3),
-    ]
-    assert {score.teacher for score in scores} == {0.0}, "random weights find nothing"
-    assert all(score.drop_interval is not None for score in scores)
-
-
-def test_calls_of_tools_need_no_data(student: Any) -> None:
-    spec = TaskSpec(name="builtin:tool-calls", metric="valid_json")
-    (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), EvaluationSpec(task_limit=2)).scores
+def test_needles_and_calls_of_tools_need_no_data(student: Any) -> None:
+    found = scores(student, needle_tasks((256, 512), 2, byte_tokenizer(), chat=False))
+    expected = [("needle_256", "found", 2), ("needle_512", "found", 2)]
+    assert [(score.task, score.metric, score.num_samples) for score in found] == expected
+    assert {score.teacher for score in found} == {0.0}, "random weights find nothing"
+    assert all(score.drop_interval is not None for score in found)
+    (score,) = scores(student, resolve_tasks([TaskSpec(name="builtin:tool-calls", metric="valid_json")]), task_limit=2)
     assert (score.task, score.metric, score.num_samples) == ("tool_calls", "valid_json", 2)
 
 
 @pytest.mark.parametrize(
     ("tuned", "asked", "templated"),
-    [(True, None, True), (True, False, False), (False, None, False)],
-    ids=["by default", "told not to", "a base model"],
+    [(True, None, True), (False, None, False), pytest.param(True, False, False, marks=WIDE)],
+    ids=["by default", "a base model", "told not to"],
 )
 def test_instructions_go_through_the_template_of_tuned_models(
     student: Any, tuned: bool, asked: bool | None, templated: bool, monkeypatch: pytest.MonkeyPatch
@@ -373,7 +326,7 @@ def test_instructions_go_through_the_template_of_tuned_models(
 
     monkeypatch.setattr(SharedModel, "generate_until", watched)
     spec = TaskSpec(name="builtin:tool-calls", chat_template=asked)
-    (score,) = run_tasks(student, tokenizer, resolve_tasks([spec]), EvaluationSpec(task_limit=1)).scores
+    (score,) = scores(student, resolve_tasks([spec]), tokenizer=tokenizer, task_limit=1)
     assert score.chat_template is templated
     assert len(prompts) == 2, "teacher and student"
     assert all(("</s>" in prompt) is templated for prompt in prompts)

@@ -26,11 +26,16 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.sampling import SamplingParams
 from tests.fakes.tokenizers import EOS, byte_tokenizer
+from tests.parameters import WIDE
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
 SENTENCES = "The grass is green, fire is hot, and a day has 24 hours; two and two make four. "
 CONTEXTS = ["Q: how many?\nA:", "x", SENTENCES, SENTENCES + "Then", 5 * SENTENCES, SENTENCES + "And so on"]
 """Prompts of different lengths, some with a common beginning, one longer than the models' context."""
+
+
+FAMILIES = ("llama", "qwen2-mixed", "qwen3_moe", "deepseek_v2-lora")
+"""One of each kind of attention and of experts; the engine itself is tested on every family."""
 
 
 class KeptParts(NoParts):
@@ -105,24 +110,25 @@ def _refuse(requests: Sequence[Instance]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("swiftkv", [False, True], ids=["teacher", "student"])
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
-def test_greedy_answers_are_those_of_generate(family: str, swiftkv: bool) -> None:
-    student = student_of(family).swiftkv(swiftkv)
-    own = student.config._attn_implementation
-    requests = ask(CONTEXTS, until=["\n"], max_gen_toks=12)
-    model = harness(student)
-    expected = generated(model, requests)
+@pytest.mark.parametrize(
+    "family", [name if name in FAMILIES else pytest.param(name, marks=WIDE) for name in FAMILY_CONFIGS]
+)
+def test_greedy_answers_are_those_of_generate(family: str) -> None:
+    """In both modes, which differ."""
+    student, requests = student_of(family), ask(CONTEXTS, until=["\n"], max_gen_toks=12)
+    own, tokens = student.config._attn_implementation, []
+    for swiftkv in (False, True):
+        model = harness(student.swiftkv(swiftkv))
+        expected = generated(model, requests)
+        assert written(model, requests) == expected
+        assert student.config._attn_implementation == own
+        assert student.model.swiftkv_enabled == swiftkv
+        assert generated(model, requests[:1])[1] == expected[1][:1], "the model is as it was"
+        tokens.append(expected[1])
+    assert tokens[0] != tokens[1]
 
-    assert written(model, requests) == expected
-    assert student.config._attn_implementation == own
-    assert student.model.swiftkv_enabled == swiftkv
-    assert generated(model, requests[:1])[1] == expected[1][:1], "the model is as it was"
-    other = generated(harness(student.swiftkv(not swiftkv)), requests)
-    assert other[1] != expected[1], "the modes do differ"
 
-
-@pytest.mark.parametrize("trainable", ["tail", "all"])
+@pytest.mark.parametrize("trainable", [pytest.param("tail", marks=WIDE), "all"])
 def test_a_teacher_that_is_kept_apart_answers(trainable: Any) -> None:
     """Where layers of its own were trained, the teacher's are others."""
     student = student_of("qwen3")
@@ -214,7 +220,6 @@ def test_drawn_answers_depend_on_nothing_but_their_place() -> None:
     assert len({tuple(one) for one in together[1]}) == 4
     assert written(harness(student, batch_size=1), requests) == together
     params = read_settings({"do_sample": True}, GenerationConfig(), until=[], max_tokens=4, seed=7)
-    assert params is not None
     assert (params.temperature, params.top_k, params.top_p, params.seed) == (1.0, 50, 1.0, 7)
 
 
@@ -236,14 +241,11 @@ def test_answers_are_kept_round_by_round() -> None:
         assert len(parts.told) == 6, "another mode's answers are others"
 
 
-def test_logits_that_are_no_numbers_are_an_error() -> None:
+def test_logits_that_are_no_numbers_and_prompts_without_room_are_errors() -> None:
     student = student_of("llama")
+    with pytest.raises(ValueError, match="max_gen_toks is 256, and the model's context of 256 tokens"):
+        harness(student).generate_until(ask(CONTEXTS))
     with torch.no_grad():
         student.lm_head.weight[7] = float("nan")
     with pytest.raises(GenerationError, match="not a number"):
         harness(student).generate_until(ask(CONTEXTS, max_gen_toks=4))
-
-
-def test_an_answer_that_leaves_no_room_for_a_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_gen_toks is 256, and the model's context of 256 tokens"):
-        harness(student_of("llama")).generate_until(ask(CONTEXTS))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -25,16 +23,13 @@ from swiftkv_platform.planning import LayerMap, read_architecture
 from swiftkv_platform.planning.volumes import Inputs, Volumes, volumes
 from swiftkv_platform.specs import JobSpec
 from tests.checkpoints import ROWS, save, save_fp8
+from tests.parameters import in_turn
 from tests.tiny_models import family_teacher
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def job(path: Path, **sections: Any) -> JobSpec:
@@ -82,22 +77,20 @@ def checkpoint(spec: JobSpec, path: Path) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(parallel.state()) if isinstance(leaf, Tensor) and leaf.ndim)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v2"])
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"swiftkv": {"early_exit": True}},
-        {"swiftkv": {"own_output_projection": True}},
-        {"distillation": {"trainable": "tail"}},
-        {"swiftkv": {"own_output_projection": True}, "distillation": {"trainable": "tail"}},
-        {"optimizer": {"name": "muon"}},
-    ],
-    ids=["qkv", "exit", "output", "tail", "output-tail", "muon"],
-)
-def test_a_job_writes_what_is_planned(family: str, sections: dict[str, Any], tmp_path: Path) -> None:
+SECTIONS: dict[str, dict[str, Any]] = {
+    "qkv": {},
+    "exit": {"swiftkv": {"early_exit": True}},
+    "output": {"swiftkv": {"own_output_projection": True}},
+    "tail": {"distillation": {"trainable": "tail"}},
+    "output-tail": {"swiftkv": {"own_output_projection": True}, "distillation": {"trainable": "tail"}},
+    "muon": {"optimizer": {"name": "muon"}},
+}
+
+
+@pytest.mark.parametrize(("what", "family"), in_turn(SECTIONS, ["llama", "qwen3", "deepseek_v2"]))
+def test_a_job_writes_what_is_planned(family: str, what: str, tmp_path: Path) -> None:
     path = save(family_teacher(family), tmp_path / "teacher")
-    spec = job(path, **sections)
+    spec = job(path, **SECTIONS[what])
     own = planned(spec, path)
     assert own.teacher == written(path)
     assert own.artifact == artifact(spec, path, tmp_path / "artifact")
@@ -106,14 +99,10 @@ def test_a_job_writes_what_is_planned(family: str, sections: dict[str, Any], tmp
     assert own.checkpoint == pytest.approx(checkpoint(spec, path), rel=0.05)
 
 
-def test_a_quantised_teacher_takes_a_byte_a_parameter(tmp_path: Path) -> None:
-    save_fp8(tmp_path / "teacher", ROWS)
-    spec = job(tmp_path / "teacher")
-    own = planned(spec, tmp_path / "teacher")
-    assert own.teacher == pytest.approx(written(tmp_path / "teacher"), rel=0.1), "scales come on top"
-
-
-def test_a_copied_start_is_not_written(tmp_path: Path) -> None:
+def test_other_teachers_and_starts(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "quantised", ROWS)
+    own = planned(job(tmp_path / "quantised"), tmp_path / "quantised")
+    assert own.teacher == pytest.approx(written(tmp_path / "quantised"), rel=0.1), "scales come on top"
     path = save(family_teacher("llama"), tmp_path / "teacher")
     spec = job(path, swiftkv={"initialization": "copied"})
-    assert planned(spec, path) == replace(planned(job(path), path), start=0)
+    assert planned(spec, path) == replace(planned(job(path), path), start=0), "a copied start is not written"

@@ -1,8 +1,9 @@
-"""The cache of `generate()`: how many layers, how many bytes, and what 8 bits cost on a real model."""
+"""The cache of `generate()`: its layers and bytes, what 8 bits cost a real model, and tokens that stop at layer l."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.model.selection import TokenSelection
 from tests.numerics.test_families import make_student
+from tests.parameters import in_turn, pairwise
+from tests.tiny_models import random_tokens
 
 BUILT_IN_TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 MAX_KL = {"fp8": 1.5e-3, "int8": 1e-4}
@@ -48,23 +51,23 @@ def test_eight_bits_stay_near_on_real_text(kv_cache_dtype: str, real_student: An
     kl = (exact.exp() * (exact - quantised)).sum(-1)
     assert 0 < kl.mean() < MAX_KL[kv_cache_dtype]
     assert kl.max() < 50 * MAX_KL[kv_cache_dtype]
-
     config, rows = real_student.config, real_text.numel() * real_student.config.num_key_value_heads
     assert [len(cache.layers) for cache in caches] == [9, 9]  # 6 + 6 / 2
     assert cache_bytes(caches[0]) == 9 * 2 * rows * config.head_dim * 4
     assert cache_bytes(caches[1]) == 9 * 2 * rows * (config.head_dim + 2)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed", "deepseek_v2"])
-@pytest.mark.parametrize("max_cache_len", [None, 64], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype", "max_cache_len"),
+    pairwise(["llama", "mistral", "qwen2-mixed", "deepseek_v2"], ["fp8", "int8"], [None, 64]),
+)
 def test_chunks_read_what_one_pass_reads(name: str, kv_cache_dtype: str, max_cache_len: int | None) -> None:
     """Attention reads what is stored, so it does not matter how the prompt was cut.
 
     Not to the last bit: a rounding error of the arithmetic can tip an element over to the next step of its payload.
     """
     student = make_student(name)
-    prompts = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(7))
+    prompts = random_tokens(2, 40)
 
     def run(chunk_size: int, dtype: str) -> torch.Tensor:
         cache = make_cache(student.config, kv_cache_dtype=dtype, max_cache_len=max_cache_len)
@@ -74,21 +77,6 @@ def test_chunks_read_what_one_pass_reads(name: str, kv_cache_dtype: str, max_cac
     for chunk_size in (11, 1):
         torch.testing.assert_close(run(chunk_size, kv_cache_dtype), whole, atol=2e-3, rtol=0)
     assert (whole - run(40, "auto")).abs().max() > 1e-2, "nothing was quantised"
-
-
-@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
-def test_rows_leave_a_decode_batch_over_a_quantised_cache(name: str) -> None:
-    student = make_student(name)
-    prompts = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        caches = [make_cache(student.config, kv_cache_dtype="fp8") for _ in range(2)]
-        for cache in caches:
-            student(prompts[:, :-1], past_key_values=cache, logits_to_keep=1)
-        whole = student(prompts[:, -1:], past_key_values=caches[0]).logits[:, 0]
-        decoder, rows = student.model, torch.tensor([0, 2])
-        context = decoder.begin(prompts[:, -1:], past_key_values=caches[1])
-        hidden = decoder.student_upper(decoder.lower(context), context, kept=TokenSelection(rows=rows))
-    torch.testing.assert_close(student.lm_head(hidden[:, 0]), whole[rows], atol=1e-5, rtol=1e-5)
 
 
 def test_latents_are_quantised_as_one_head() -> None:
@@ -110,3 +98,91 @@ def test_a_cache_of_the_other_mode_is_refused(swiftkv: bool) -> None:
     own = DynamicCache()  # grows what is written to it
     student(prompt, past_key_values=own)
     assert len(own.layers) == (4 if swiftkv else 5)
+
+
+# Dropping tokens at layer l: whatever drops them, the rest get what they get when every token goes on.
+
+SELECTIONS = {
+    "everything": TokenSelection(),
+    "suffix": TokenSelection(3),
+    "last": TokenSelection(1),
+    "more than there are": TokenSelection(99),
+    "one token": TokenSelection(torch.tensor([4])),
+    "tokens": TokenSelection(torch.tensor([1, 5, 18])),
+    "rows": TokenSelection(rows=torch.tensor([0, 2])),
+    "last of one row": TokenSelection(1, rows=torch.tensor([1])),
+    "nothing": TokenSelection(0),
+    "no row": TokenSelection(rows=torch.tensor([], dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize(("name", "implementation"), in_turn(["llama", "qwen2-mixed"], ["sdpa", "eager"]))
+@pytest.mark.parametrize("num_padding", [0, 4])
+@torch.no_grad()
+def test_selected_tokens_get_what_they_get_among_all(name: str, implementation: str, num_padding: int) -> None:
+    student, prompts = make_student(name), random_tokens(3, 20)
+    student.set_attn_implementation(implementation)
+    decoder, mask = student.model, torch.ones_like(prompts)
+    mask[1, :num_padding] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0) if num_padding else None
+    context = decoder.begin(prompts, attention_mask=mask if num_padding else None, position_ids=positions)
+    x = decoder.lower(context)
+    whole = decoder.student_upper(x, context)
+    for what, selection in SELECTIONS.items():
+        kept = decoder.student_upper(x, context, kept=selection, shared=decoder.shared_key_values(x, context))
+        torch.testing.assert_close(kept, selection.take(whole), atol=1e-5, rtol=1e-5, msg=what)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"), [("llama", "auto"), ("qwen2-mixed", "auto"), ("llama", "fp8"), ("deepseek_v2", "fp8")]
+)
+@torch.no_grad()
+def test_rows_leave_a_decode_batch_and_their_key_values_are_complete(name: str, kv_cache_dtype: str) -> None:
+    """Row 1 of the second step stops at layer l; what it left in the cache serves its third step."""
+    student, prompts, rows = make_student(name), random_tokens(3, 20), torch.tensor([0, 2])
+    decoder, steps = student.model, (prompts[:, -2:-1], prompts[:, -1:])
+    caches = [make_cache(student.config, kv_cache_dtype=kv_cache_dtype) for _ in range(2)]
+    for cache in caches:
+        student(prompts[:, :-2], past_key_values=cache, logits_to_keep=1)
+    whole = [student(step, past_key_values=caches[0]).logits[:, 0] for step in steps]
+    context = decoder.begin(prompts[:, -2:-1], past_key_values=caches[1])
+    hidden = decoder.student_upper(decoder.lower(context), context, kept=TokenSelection(rows=rows))
+    torch.testing.assert_close(student.lm_head(hidden[:, 0]), whole[0][rows], atol=1e-5, rtol=1e-5)
+    actual = student(prompts[:, -1:], past_key_values=caches[1]).logits[:, 0]
+    torch.testing.assert_close(actual, whole[1], atol=1e-5, rtol=1e-5)
+    if kv_cache_dtype == "auto":
+        for step, logits in zip((-1, None), whole, strict=True):
+            torch.testing.assert_close(student(prompts[:, :step]).logits[:, -1], logits, atol=1e-5, rtol=1e-5)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Metadata of queries for an attention backend."""
+
+    sequence_of: torch.Tensor
+    """[num_queries]"""
+
+    def select_tokens(self, selection: TokenSelection) -> Metadata:
+        return Metadata(selection.take(self.sequence_of[None])[0])
+
+
+@torch.no_grad()
+def test_metadata_follows_the_selection_of_a_flat_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    student = make_student("llama")
+    seen: list[tuple[int, list[int], float]] = []
+    for i, layer in enumerate(student.model.layers):
+        original = layer.self_attn.forward
+
+        def spy(*args: Any, i: int = i, original: Any = original, **kwargs: Any) -> Any:
+            seen.append((i, kwargs.pop("metadata").sequence_of.tolist(), kwargs.pop("factor")))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(layer.self_attn, "forward", spy)
+    ids = torch.arange(5)[None]
+    metadata = Metadata(torch.tensor([0, 0, 1, 1, 1]))
+    context = student.model.begin(ids, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), metadata=metadata, factor=0.5)
+    x = student.model.lower(context)
+    student.model.student_upper(x, context, kept=TokenSelection(torch.tensor([1, 4])))
+    everything, ends = [0, 0, 1, 1, 1], [0, 1]
+    assert seen == [(i, everything if i < 2 else ends, 0.5) for i in range(len(student.model.layers))]
+    assert metadata.sequence_of.tolist() == everything

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from swiftkv_platform import planning
 from swiftkv_platform.distillation.fork import Fork
@@ -21,19 +21,15 @@ from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import dense_parameters, student_parameters
 from swiftkv_platform.planning.prefill import Components, dense_layer_map
 from swiftkv_platform.specs import DistillationSpec
-from tests.tiny_models import EXPERTS, FAMILY_CONFIGS, SHAPE, WINDOW
+from tests.parameters import in_turn, pairwise
+from tests.tiny_models import CONFIGS
 
-MODELS: dict[str, PreTrainedConfig] = FAMILY_CONFIGS | {
-    "llama-biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
-    "mixtral-sliding": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
-    "qwen3_moe-sparse": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, decoder_sparse_step=2),
-}
 PROMPT = 20
 
 
 def make_teacher(name: str) -> Any:
     torch.manual_seed(0)
-    config = copy.deepcopy(MODELS[name])
+    config = copy.deepcopy(CONFIGS[name])
     return countable(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
 
 
@@ -59,7 +55,7 @@ def assert_equal(counted: tuple[int, int, Any], planned: Flops) -> None:
     assert (counted[0], counted[1]) == (planned.linear, planned.attention)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_dense_plan_is_what_a_teacher_runs(name: str) -> None:
     teacher = make_teacher(name)
     model = read_architecture(teacher.config.to_dict())
@@ -72,13 +68,9 @@ def test_the_dense_plan_is_what_a_teacher_runs(name: str) -> None:
     assert cache_bytes(prefill[2]) == PROMPT * result.dense_kv_bytes_per_token
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("l", "g"), [(3, 1), (2, 2), (1, 4)])
-def test_the_executed_plan_is_what_a_student_runs(
-    name: str,
-    l: int,  # noqa: E741  # the paper's l
-    g: int,
-) -> None:
+@pytest.mark.parametrize(("name", "layers"), in_turn(CONFIGS, [(2, 2), (3, 1), (1, 4)]))
+def test_the_executed_plan_is_what_a_student_runs(name: str, layers: tuple[int, int]) -> None:
+    l, g = layers  # noqa: E741  # the paper's l
     student = countable(convert(make_teacher(name), num_key_value_layers=l, key_value_group_size=g))
     config = student.config.to_dict()
     model, layer_map = read_architecture(config), LayerMap(5, l, g)
@@ -97,15 +89,15 @@ def test_the_executed_plan_is_what_a_student_runs(
     assert result.decode.swiftkv == Components.of(forward_flops(model, layer_map, **one_token))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_a_quantised_cache_has_the_planned_bytes(name: str, kv_cache_dtype: str) -> None:
+def test_a_quantised_cache_has_the_planned_bytes(name: str) -> None:
     student = convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2)
-    cache = make_cache(student.config, kv_cache_dtype=kv_cache_dtype)
-    student(torch.arange(PROMPT)[None], past_key_values=cache, logits_to_keep=1)
-    result = plan(student.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype=kv_cache_dtype)
-    assert cache_bytes(cache) == PROMPT * result.kv_bytes_per_token
+    for kv_cache_dtype in ("fp8", "int8"):
+        cache = make_cache(student.config, kv_cache_dtype=kv_cache_dtype)
+        student(torch.arange(PROMPT)[None], past_key_values=cache, logits_to_keep=1)
+        result = plan(student.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype=kv_cache_dtype)
+        assert cache_bytes(cache) == PROMPT * result.kv_bytes_per_token
 
 
 def test_every_family_of_the_model_has_a_row() -> None:
@@ -123,9 +115,9 @@ def test_other_heads_above_layer_l(sharing: Any) -> None:
     assert cache_bytes(prefill[2]) == PROMPT * result.kv_bytes_per_token
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
-@pytest.mark.parametrize("own_output_projection", [False, True])
+@pytest.mark.parametrize(
+    ("name", "trainable", "own_output_projection"), pairwise(CONFIGS, ["qkv", "tail", "all"], [False, True])
+)
 def test_parameters_are_those_of_the_fork(name: str, trainable: Any, own_output_projection: bool) -> None:
     teacher = make_teacher(name)
     model = read_architecture(teacher.config.to_dict())

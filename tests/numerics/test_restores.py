@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.parents import Parent
+from swiftkv_platform.contract.attempts import AttemptRequest, Parent
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, load_whole_state
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
@@ -36,7 +35,8 @@ from tests.numerics.spawning import run_in_group
 from tests.s3_servers import run_moto
 from tests.tiny_models import random_teacher
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow("groups of processes")]
+in_soak = pytest.mark.soak("a restore more")
 
 SAVED_BY = 2
 PREFIX = AttemptId("j", 1).checkpoints_prefix
@@ -141,7 +141,6 @@ def go_back(case: Case) -> Restored:
 def start_from_parent(case: Case) -> Restored:
     """Start from a parent, as the train loop does where workers load parts."""
     parallel, store, _ = _build(case)
-    assert case.parent is not None
     directory = Path(case.directory) / str(dist.get_world_size())
     files = open_parent(store, case.parent, directory, fetches=dist.get_rank() == 0)  # type: ignore[arg-type]
     dist.barrier()
@@ -205,11 +204,10 @@ def _newest(store: ObjectStore) -> str:
     return f"{PREFIX}/{store.list_directories(PREFIX)[-1]}"
 
 
-@pytest.mark.parametrize("world_size", [SAVED_BY, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(SAVED_BY, marks=in_soak), 3, pytest.param(4, marks=in_soak)])
 def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int, tmp_path: Path) -> None:
     """Pieces were saved by two workers: of each, three and four workers read rows."""
     restored = _run(restore, saved.case, world_size, tmp_path)
-
     assert restored.step == 2
     assert restored.digests == saved.digests
     assert max(restored.read_of_pieces) < 1.2 * saved.size / world_size
@@ -218,7 +216,6 @@ def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int,
 
 def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path) -> None:
     back = _run(go_back, saved.case, SAVED_BY, tmp_path)
-
     assert back.digests.keys() == saved.digests.keys()
     assert back.digests != saved.digests
     assert max(back.read_of_pieces) < 1.2 * saved.size / SAVED_BY
@@ -226,7 +223,6 @@ def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path
 
 def test_of_what_all_workers_need_one_copy_comes_to_a_machine(saved: Saved, tmp_path: Path) -> None:
     restored = _run(restore, replace(saved.case, strategy="ddp"), SAVED_BY, tmp_path)
-
     assert restored.digests == saved.digests
     assert restored.read_of_pieces == [saved.size, 0]
 
@@ -237,13 +233,13 @@ def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: b
     parent = Parent(name="job_a:2", kind="checkpoint", key=key, job_id="j", sha256="")
     case = replace(saved.case, parent=parent, with_optimizer=with_optimizer, directory=str(tmp_path / "parent"))
     started = _run(start_from_parent, case, 4, tmp_path)
-
     expected = {name: digest for name, digest in saved.digests.items() if with_optimizer or "optimizer" not in name}
     assert {name: started.digests[name] for name in expected} == expected
     share = saved.size if with_optimizer else saved.size / 3
     assert max(started.read_of_pieces) < 1.2 * share / 4
 
 
+@in_soak
 def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) -> None:
     student = _student()
     student.save_pretrained(tmp_path / "model", max_shard_size="2MB")
@@ -252,15 +248,16 @@ def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) ->
     size = sum(info.size for info in store.list("model") if info.key.endswith(".safetensors"))
     parent = Parent(name="mdl_a", kind="model", key="model", job_id="j", sha256="")
     started = _run(start_from_parent, replace(saved.case, parent=parent), 4, tmp_path)
-
     for name, tensor in student.state_dict().items():
         if (digest := started.digests.get(f".model.student.{name}")) is not None:
             assert digest == hashlib.sha256(tensor.numpy().tobytes()).hexdigest(), name
     assert max(sum(read.values()) for read in started.read) < 1.2 * size / 4
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
-def test_a_damaged_checkpoint_is_passed_over_by_all_workers_and_the_last_one_refused(
+@pytest.mark.parametrize(
+    "damage", ["flipped", pytest.param("short", marks=in_soak), pytest.param("missing", marks=in_soak)]
+)
+def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_refused(
     saved: Saved, damage: str, tmp_path: Path
 ) -> None:
     """One file of the newest checkpoint, then of both; a store of its own, as it is damaged."""
@@ -282,6 +279,5 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_workers_and_the_last_one_ref
         if name == newest:
             assert restored.step == 1
     assert restored.step is None
-    assert restored.errors is not None
     assert len(set(restored.errors)) == 1, "all workers say the same"
     assert "__1_0.distcp" in restored.errors[0]

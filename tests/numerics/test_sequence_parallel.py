@@ -23,8 +23,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zero2": {"sharding": {"strategy": "deepspeed", "zero_stage": 2}},
     "lm": {"sharding": {"strategy": "fsdp2"}, "distillation": {"objective": "lm", "trainable": "tail"}},
 }
-WORKERS = 4 if os.environ.get("SWIFTKV_SOAK") else 2
+SOAK = "SWIFTKV_SOAK" in os.environ
+WORKERS = 4 if SOAK else 2
 """Four are two groups of two."""
+NAMES = list(SETTINGS) if SOAK else ["ddp", "fsdp2"]
 
 
 def _alone(path: Path, name: str) -> Run:
@@ -45,15 +47,15 @@ def _together(path: Path, name: str) -> Run:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Outcome]:
     path = tmp_path_factory.mktemp("sequences")
     with group_of_one(path):
-        alone = {(name, 1): run(_alone(path, name)) for name in SETTINGS}
-    together = run_spawned([_together(path, name) for name in SETTINGS], WORKERS, path)
-    return alone | {(name, 2): outcome for name, outcome in zip(SETTINGS, together, strict=True)}
+        alone = {(name, 1): run(_alone(path, name)) for name in NAMES}
+    together = run_spawned([_together(path, name) for name in NAMES], WORKERS, path)
+    return alone | {(name, 2): outcome for name, outcome in zip(NAMES, together, strict=True)}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.slow("two processes that train")
+@pytest.mark.parametrize("name", NAMES)
 def test_workers_that_share_rows_train_as_one(outcomes: dict[tuple[str, int], Outcome], name: str) -> None:
     together, alone = outcomes[name, 2], outcomes[name, 1]
-
     assert len(together.steps) == NUM_STEPS
     for mine, other in zip(together.steps, alone.steps, strict=True):
         assert mine.tokens == other.tokens
@@ -64,19 +66,20 @@ def test_workers_that_share_rows_train_as_one(outcomes: dict[tuple[str, int], Ou
         assert (together.trained[parameter] - tensor).norm() < 1e-3 * tensor.norm(), parameter
 
 
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
+def test_a_spec_whose_sequences_do_not_divide_is_refused() -> None:
+    spec: dict[str, Any] = {"name": "n", "sharding": {"sequence_parallel_size": 2}}
+    for sections, problem in (
         ({"resources": {"num_workers": 3}}, "resources.num_workers must be a fixed multiple of it, and is 3"),
         ({"resources": {"num_workers": {"min": 2, "max": 4}}}, "fixed multiple"),
         ({"data": {"max_length": 8191}}, "it must divide data.max_length, which is 8191"),
         ({"training": {"compile": True}}, "it does not go with training.compile"),
-    ],
-)
-def test_a_spec_whose_sequences_do_not_divide_is_refused(sections: dict[str, Any], problem: str) -> None:
-    spec = {"name": "n", "sharding": {"sequence_parallel_size": 2}, **sections}
-    with pytest.raises(ValidationError, match=f"sharding.sequence_parallel_size is 2: .*{problem}"):
-        JobSpec.model_validate(spec)
+    ):
+        with pytest.raises(ValidationError, match=f"sharding.sequence_parallel_size is 2: .*{problem}"):
+            JobSpec.model_validate(spec | sections)
+    spec |= {"sharding": {"sequence_parallel_size": 4}, "resources": {"num_workers": 8}}
+    assert JobSpec.model_validate(spec | {"training": {"batch_size": 2}}).training.batch_size == 2, "shared by groups"
+    with pytest.raises(ValidationError, match=r"resources\.num_workers x 1 / sharding\.sequence_parallel_size x"):
+        JobSpec.model_validate(spec | {"training": {"batch_size": 3}})
 
 
 def test_attention_that_the_device_cannot_run_is_refused() -> None:
@@ -87,13 +90,6 @@ def test_attention_that_the_device_cannot_run_is_refused() -> None:
             JobSpec.model_validate({"name": "n", "training": training, **section})
     with_gpus = {"resources": {"gpus_per_worker": 1}, "model": {"dtype": "bfloat16"}}
     assert JobSpec.model_validate({"name": "n", "training": training, **with_gpus})
-
-
-def test_a_batch_is_shared_by_groups() -> None:
-    spec = {"name": "n", "sharding": {"sequence_parallel_size": 4}, "resources": {"num_workers": 8}}
-    assert JobSpec.model_validate(spec | {"training": {"batch_size": 2}}).training.batch_size == 2
-    with pytest.raises(ValidationError, match=r"resources\.num_workers x 1 / sharding\.sequence_parallel_size x"):
-        JobSpec.model_validate(spec | {"training": {"batch_size": 3}})
 
 
 def test_heads_that_do_not_divide_are_named() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +18,12 @@ from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.loading import _read_model
 from swiftkv_platform.engine.sharding import shard, whole_name
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export, stored_weights
+from swiftkv_platform.model import convert, convert_checkpoint, export, stored_weights
 from swiftkv_platform.model.checkpoint import stored_checkpoint
 from swiftkv_platform.model.stored_weights import StoredWeights
 from tests.checkpoints import BLOCKS, ROWS, TENSORS, rewrite, save, save_fp8
+from tests.numerics.distillation_worker import counted_reads
+from tests.parameters import in_turn
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher
 
 STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
@@ -40,22 +42,7 @@ class OneOfRanks:
         raise AssertionError("loading sums nothing")
 
 
-@contextmanager
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Bytes of every tensor, or part of one, that comes out of checkpoint files."""
-    read, sizes = checkpoint._read, []
-
-    def count(*arguments: Any) -> torch.Tensor:
-        tensor = read(*arguments)
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_read", count)
-        yield sizes
-
-
-def check(directory: Path, monkeypatch: pytest.MonkeyPatch, *, also_read: int = 0, **config: Any) -> list[Any]:
+def check(directory: Path, *, also_read: int = 0, **config: Any) -> list[Any]:
     """Compare every rank's part of the whole model with what it reads from the files; return the latter.
 
     Args:
@@ -66,7 +53,7 @@ def check(directory: Path, monkeypatch: pytest.MonkeyPatch, *, also_read: int = 
     for rank in range(SIZE):
         kept: Any = _read_model(directory, engine, None)
         shard(kept, OneOfRanks(rank))
-        with counted_reads(monkeypatch) as sizes:
+        with counted_reads() as sizes:
             model = _read_model(directory, engine, OneOfRanks(rank))  # type: ignore[arg-type]
         check_same(model, kept)
         assert 0 < sum(sizes) <= stored_bytes(kept, directory) + (rank == 0) * also_read
@@ -89,11 +76,7 @@ def check_same(model: Any, kept: Any) -> None:
     tied = [one.model.embed_tokens.weight is getattr(one.lm_head, "weight", None) for one in (model, kept)]
     assert tied[0] == tied[1]
     linear = [
-        {
-            name: (one.in_features, one.out_features)
-            for name, one in root.named_modules()
-            if type(one) is torch.nn.Linear
-        }
+        [(name, m.in_features, m.out_features) for name, m in root.named_modules() if type(m) is torch.nn.Linear]
         for root in (model, kept)
     ]
     assert linear[0] == linear[1]
@@ -113,18 +96,18 @@ def stored_bytes(kept: Any, directory: Path) -> int:
             continue
         info = headers.get(whole_name(name))
         dtype = next(iter(headers.values())).dtype if info is None else info.dtype  # experts are stored one by one
-        assert dtype is not None
         total += parameter.numel() * dtype.itemsize
     return total
 
 
-@pytest.mark.parametrize("mode", ["student", "teacher", "dense"])
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
-def test_every_family(family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "other"), in_turn(FAMILY_CONFIGS, ["teacher", "dense"]))
+def test_every_family(family: str, other: str, tmp_path: Path) -> None:
     teacher = family_teacher(family)
-    model = teacher if mode == "dense" else disturb(convert(teacher, **STUDENT))
-    save(model, tmp_path, max_shard_size="100KB")
-    check(tmp_path, monkeypatch, swiftkv=mode != "teacher")
+    save(disturb(convert(teacher, **STUDENT)), tmp_path / "student", max_shard_size="100KB")
+    check(tmp_path / "student")
+    if other == "dense":
+        save(teacher, tmp_path / "dense", max_shard_size="100KB")
+    check(tmp_path / ("dense" if other == "dense" else "student"), swiftkv=other == "dense")
 
 
 def with_biases(directory: Path) -> None:
@@ -183,55 +166,49 @@ CHECKPOINTS = (with_biases, with_outputs_of_its_own, with_heads_of_its_own, with
 CHECKPOINTS += (with_fused_experts, without_dtype)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-@pytest.mark.parametrize("write", CHECKPOINTS)
-def test_every_checkpoint(
-    write: Callable[[Path], None], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("write", "dtype"), in_turn(CHECKPOINTS, ["auto", "bfloat16"]))
+def test_every_checkpoint(write: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
     write(tmp_path / "model")
-    check(tmp_path / "model", monkeypatch, dtype=dtype)
+    check(tmp_path / "model", dtype=dtype)
 
 
 @pytest.mark.parametrize(("write", "tied"), [(with_equal_head, True), (with_other_head, False)])
-def test_a_tied_head_that_is_stored_as_well(
-    write: Callable[[Path], None], tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tied_head_that_is_stored_as_well(write: Callable[[Path], None], tied: bool, tmp_path: Path) -> None:
     write(tmp_path)
     head = load_file(tmp_path / "model.safetensors")["lm_head.weight"].nbytes
-    first, _ = check(tmp_path, monkeypatch, also_read=head * tied)
+    first, _ = check(tmp_path, also_read=head * tied)
     assert (first.lm_head.weight is first.model.embed_tokens.weight) == tied
 
 
-@pytest.mark.parametrize("student", [False, True])
-@pytest.mark.parametrize("quantization", [ROWS, TENSORS, BLOCKS], ids=["rows", "tensors", "blocks"])
-def test_fp8(quantization: dict[str, Any], student: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("quantization", "student"), in_turn([ROWS, TENSORS, BLOCKS], [False, True]))
+def test_fp8(quantization: dict[str, Any], student: bool, tmp_path: Path) -> None:
     save_fp8(tmp_path / "teacher", quantization)
     if student:
         convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **STUDENT)
     for dtype in ("auto", "float32"):
-        check(tmp_path / ("student" if student else "teacher"), monkeypatch, dtype=dtype)
+        check(tmp_path / ("student" if student else "teacher"), dtype=dtype)
 
 
-def test_a_range_of_every_dimension_of_stacked_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_of_every_dimension_of_stacked_experts(tmp_path: Path) -> None:
     model = family_teacher("mixtral")
     weights = StoredWeights.open(save(model, tmp_path), model.config)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = model.get_parameter(name)
     for rows in (slice(10, 20), slice(90, 102), slice(100, 150)):  # of the gates, of both, of what they gate
         part = (slice(1, 3), rows, slice(5, 9))
-        with counted_reads(monkeypatch) as sizes:
+        with counted_reads() as sizes:
             assert torch.equal(weights.read(name, part), whole[part])
         assert sum(sizes) == whole[part].nbytes
 
 
-def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path) -> None:
     """No family of ours has such a conversion; the tensor is read whole, and its part kept."""
     model = random_teacher()
     transposed = WeightConverter("up_proj.weight", "up_proj.weight", operations=[Transpose(0, 1)])
-    monkeypatch.setattr(stored_weights, "get_checkpoint_conversion_mapping", lambda _: [transposed])
-    weights = StoredWeights.open(save(model, tmp_path), model.config)
+    with patch.object(stored_weights, "get_checkpoint_conversion_mapping", lambda _: [transposed]):
+        weights = StoredWeights.open(save(model, tmp_path), model.config)
     name, part = "model.layers.1.mlp.up_proj.weight", (slice(8, 24), slice(30, 90))
-    with counted_reads(monkeypatch) as sizes:
+    with counted_reads() as sizes:
         found = weights.read(name, part)
     whole = model.get_parameter(name)
     assert torch.equal(found, whole.T[part])
@@ -239,10 +216,8 @@ def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path, monkeypatch: pyt
     assert sizes == [whole.nbytes]
 
 
-def test_heads_that_do_not_divide_are_refused_before_a_weight_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_do_not_divide_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
     save(random_teacher(), tmp_path)
-    with counted_reads(monkeypatch) as sizes, pytest.raises(ModelError, match="num_key_value_heads 2"):
+    with counted_reads() as sizes, pytest.raises(ModelError, match="num_key_value_heads 2"):
         _read_model(tmp_path, EngineConfig(tensor_parallel_size=4), OneOfRanks(0, 4))  # type: ignore[arg-type]
     assert sizes == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,64 +47,49 @@ def sequences() -> list[torch.Tensor]:
 
 
 def test_scores_equal_equation_1(sequences: list[torch.Tensor]) -> None:
+    """Padding and packing change nothing."""
+    naive = naive_scores(sequences)
     similarity = collect_similarity(random_teacher(), (ids[None] for ids in sequences))
     assert similarity.num_tokens == 23
-    assert similarity.scores == pytest.approx(naive_scores(sequences), abs=1e-6)
-    assert max(similarity.scores) - min(similarity.scores) > 0.1
-
-
-def test_padding_and_packing_change_nothing(sequences: list[torch.Tensor]) -> None:
-    expected = pytest.approx(naive_scores(sequences), abs=1e-5)
+    assert similarity.scores == pytest.approx(naive, abs=1e-6)
+    assert max(naive) - min(naive) > 0.1
     padded = {
         "input_ids": torch.stack([torch.cat((sequences[0], torch.full((5,), 7))), sequences[1]]),
         "attention_mask": torch.tensor([[1] * 9 + [0] * 5, [1] * 14]),
     }
-    assert collect_similarity(random_teacher(), [padded]).scores == expected
+    assert collect_similarity(random_teacher(), [padded]).scores == pytest.approx(naive, abs=1e-5)
     packed = {
         "input_ids": torch.cat((*sequences, torch.full((4,), 7)))[None],
         "position_ids": torch.cat([torch.arange(n) for n in (9, 14, 4)])[None],
         "loss_mask": torch.tensor([[True] * 23 + [False] * 4]),
     }
     student = convert(random_teacher(), num_key_value_layers=3).swiftkv(False)
-    assert collect_similarity(student, [packed]).scores == expected
-
-
-def test_no_tokens() -> None:
+    assert collect_similarity(student, [packed]).scores == pytest.approx(naive, abs=1e-5)
     with pytest.raises(InvalidInputError, match="got no tokens"):
         collect_similarity(random_teacher(), [])
 
 
-@pytest.mark.parametrize(
-    ("scores", "depth"),
-    [
-        ([0.9] * 7, 4),  # never below half of 8 layers
-        ([0.9, 0.9, 0.9, 0.9, 0.9, 0.4, 0.6], 6),
-        ([0.1] * 7, 7),
-        ([0.1], 1),
-    ],
-)
-def test_the_recommended_depth(scores: list[float], depth: int) -> None:
-    assert recommend_depth(scores) == depth
+def test_the_recommended_depth() -> None:
+    assert recommend_depth([0.9] * 7) == 4, "never below half of 8 layers"
+    assert recommend_depth([0.9, 0.9, 0.9, 0.9, 0.9, 0.4, 0.6]) == 6
+    assert recommend_depth([0.1] * 7) == 7
+    assert recommend_depth([0.1]) == 1
 
 
-def test_the_shallowest_depth_within_a_kl() -> None:
-    quality = {1: 0.1, 2: 0.5, 3: 0.2, 4: 0.0}
+def test_the_shallowest_depth_within_a_kl_that_loses_no_needles() -> None:
+    quality = {1: (0.1, 1.0), 2: (0.5, 0.5), 3: (0.2, 0.9), 4: (0.0, 1.0)}
     depths = [
-        Depth(layers, TeacherQuality(perplexity=9), Quality(perplexity=9, kl=kl, top1_agreement=1))
-        for layers, kl in quality.items()
+        Depth(layers, TeacherQuality(perplexity=9), Quality(perplexity=9, kl=kl, top1_agreement=1), found)
+        for layers, (kl, found) in quality.items()
     ]
     assert shallowest(depths, max_kl=0.2) == 3
     assert shallowest(depths, max_kl=1.0) == 1
     assert shallowest(depths[:2], max_kl=0.2) is None
-
-
-def test_a_depth_that_loses_needles_is_not_recommended() -> None:
-    found = {1: 1.0, 2: 0.5, 3: 0.9, 4: 1.0}
-    quality = Quality(perplexity=9, kl=0.1, top1_agreement=1)
-    depths = [Depth(layers, TeacherQuality(perplexity=9), quality, share) for layers, share in found.items()]
-    assert shallowest(depths, max_kl=0.2, min_found=0.9) == 3
-    assert shallowest(depths, max_kl=0.2, min_found=0.95) == 4
-    assert shallowest(depths, max_kl=0.2) == 1
+    close = Quality(perplexity=9, kl=0.1, top1_agreement=1)
+    near = [replace(depth, calibrated=close) for depth in depths]
+    assert shallowest(near, max_kl=0.2, min_found=0.9) == 3
+    assert shallowest(near, max_kl=0.2, min_found=0.95) == 4
+    assert shallowest(near, max_kl=0.2) == 1
 
 
 class _Reader:
@@ -132,21 +118,13 @@ def test_the_share_of_needles_found() -> None:
 def test_analysis_of_a_model(tmp_path: Path) -> None:
     model, text = save_teacher(tmp_path / "model", max_position_embeddings=512), tmp_path / "text.txt"
     text.write_text("Some text that is long enough to be cut into several windows of thirty-two bytes each.\n" * 8)
-    options = AnalysisOptions(
-        max_length=32,
-        measure=True,
-        depths=(2, 5),
-        key_value_group_size=2,
-        max_kl=1e-6,
-        needle_length=256,
-        needle_samples=2,
-    )
+    needles: Any = {"needle_length": 256, "needle_samples": 2, "max_kl": 1e-6}
+    options = AnalysisOptions(max_length=32, measure=True, depths=(2, 5), key_value_group_size=2, **needles)
     analysis = analyze("tiny", read_config(model), str(model), [str(text)], options, dtype="float32")
     assert len(analysis.sim_scores) == 5
     assert [depth.num_key_value_layers for depth in analysis.depths] == [1, 2, 3, 4, 5]
     shallow, last = analysis.depths[1], analysis.depths[-1]
     assert shallow.sim_score == analysis.sim_scores[2]
-    assert shallow.kl is not None
     assert shallow.kl > 1e-3
     # The last layer's K and V come from the very input the teacher's come from: calibration finds the same map.
     assert last.sim_score is None
@@ -158,23 +136,15 @@ def test_analysis_of_a_model(tmp_path: Path) -> None:
     assert (analysis.depths[0].kl, analysis.depths[0].needles_found) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_what_an_analysis_refuses(tmp_path: Path) -> None:
+    model, text = save_teacher(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("One document.")
+    too_long = AnalysisOptions(measure=True, needle_length=4096)
+    for options, error, message in (
         (AnalysisOptions(depths=(6,)), InvalidInputError, r"depth is 6; a model of 6 layers accepts 1\.\.5"),
         (AnalysisOptions(measure=True), DataError, "measuring holds some out"),
         (AnalysisOptions(needle_length=256), InvalidInputError, "needle_length is 256, and no depth is measured"),
-        (
-            AnalysisOptions(measure=True, needle_length=4096),
-            InvalidInputError,
-            "needle_length is 4096, .* context is of",
-        ),
-    ],
-)
-def test_what_an_analysis_refuses(
-    options: AnalysisOptions, error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    model, text = save_teacher(tmp_path / "model"), tmp_path / "text.txt"
-    text.write_text("One document.")
-    with pytest.raises(error, match=message):
-        analyze("tiny", read_config(model), str(model), [str(text)], options)
+        (too_long, InvalidInputError, "needle_length is 4096, .* context is of"),
+    ):
+        with pytest.raises(error, match=message):
+            analyze("tiny", read_config(model), str(model), [str(text)], options)

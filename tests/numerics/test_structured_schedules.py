@@ -10,27 +10,20 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import jsonschema
 import pytest
 import torch
 
-from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
-from swiftkv_platform.engine.drafting import DraftCosts
-from swiftkv_platform.engine.loading import load_model
-from swiftkv_platform.model import convert, load_dense
-from tests.engine_schedules import TIE, Arrival, Subject, random_arrivals, random_config, run
+from swiftkv_platform.engine import EarlyExit, LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
+from swiftkv_platform.model import convert
+from tests.engine_schedules import TIE, Arrival, Subject, free_drafts, random_arrivals, random_config, run
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import random_teacher
 
 NUM_SCHEDULES = max(int(os.environ.get("SWIFTKV_SCHEDULES", "50")) // 5, 1)
-FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""Draft costs with which everything that may be drafted is."""
 PET = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 12}},
@@ -59,15 +52,8 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)
         byte_tokenizer().save_pretrained(directory)
-        plain = load_dense(directory) if name == "dense" else type(student).from_pretrained(directory)
-        made[name] = Subject(load_model(directory, EngineConfig()), plain.eval())
+        made[name] = Subject.load(directory)
     return made
-
-
-@contextmanager
-def free_drafts() -> Iterator[None]:
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
-        yield
 
 
 def constrained(draw: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
@@ -114,7 +100,6 @@ def check_text(engine: LLMEngine, params: SamplingParams, output: RequestOutput)
 
 def check_greedy(engine: LLMEngine, subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
     """Each token is the reference's best among those that the grammar allows."""
-    assert params.structured_outputs is not None
     constraint = engine.grammars.compile(params.structured_outputs)
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
     logits = subject.logits(prompt + answer[:-1])[len(prompt) - 1 :]
@@ -172,12 +157,11 @@ def test_drafts_leave_the_constrained_answer_of_off(subjects: dict[str, Subject]
             with free_drafts():
                 engine = LLMEngine(subject.loaded, random_config(draw, subject, arrivals))
             found = answers(engine, drafting(arrivals, **params))
-            assert {key: output.token_ids for key, output in found.items()} == {
-                key: output.token_ids for key, output in expected.items()
-            }, f"schedule {seed}, drafts from {kind}"
-            assert [output.finish_reason for output in found.values()] == [
-                output.finish_reason for output in expected.values()
-            ]
+            answered, wanted = (
+                {key: (output.token_ids, output.finish_reason) for key, output in one.items()}
+                for one in (found, expected)
+            )
+            assert answered == wanted, f"schedule {seed}, drafts from {kind}"
             ours = [output for key, output in found.items() if arrivals[key[0]].params.structured_outputs]
             seen[f"{kind} accepted"] += sum(output.num_accepted_tokens for output in ours)
             seen[f"{kind} rejected"] += sum(output.num_draft_tokens - output.num_accepted_tokens for output in ours)

@@ -1,44 +1,39 @@
-"""Two processes that share a model over gloo answer as one does, whatever the schedule and the family.
-
-SWIFTKV_SOAK=1 python -m pytest tests/numerics/test_tensor_parallel.py
-"""
+"""Two processes that share a model over gloo answer as one does, whatever the schedule and the family."""
 
 from __future__ import annotations
 
-import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.memory import layer_shapes
 from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export_adapter
 from swiftkv_platform.model.adapters import check_base
-from tests.engine_schedules import Subject, check_outputs, random_arrivals, run
+from tests.engine_schedules import Subject, check_outputs, free_drafts, happened, random_arrivals, run, scattered_exits
 from tests.tiny_models import disturb, family_teacher, random_teacher
 
-FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""Draft costs with which everything that may be drafted is."""
 STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}
-FAMILIES = ["dense", "deepseek_v2-lora"] + ["qwen3", "qwen3_moe"] * ("SWIFTKV_SOAK" in os.environ)
-"""Each starts a process, which takes its time to import; DeepSeek-V2 has experts too."""
 SMALL = {"max_num_batched_tokens": 16, "block_size": 4, "max_num_seqs": 4}
 """Prompts are read in chunks."""
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+starts = pytest.mark.slow("starts a process, which takes its time to import")
+in_soak = pytest.mark.soak("starts a process more")
 
 
 @contextmanager
 def sharing(directory: Path, size: int = 2, **config: Any) -> Iterator[LLMEngine]:
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+    with free_drafts():
         engine = LLMEngine.from_pretrained(directory, EngineConfig(tensor_parallel_size=size, num_threads=1, **config))
     try:
         yield engine
@@ -58,43 +53,45 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [*own, shared, shared + own[0], shared + own[1]]
 
 
+@starts
 def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_path: Path) -> None:
-    """Chunks, prefix hits, exits, drafts of both kinds, prompt log-probabilities: as for one rank."""
+    """Chunks, prefix hits, exits, drafts of both kinds, prompt log-probabilities: as for one rank. When a rank dies the
+    step fails, and none is left."""
     teacher = random_teacher(seed=1, attention_bias=True, mlp_bias=True)
-    student = convert(teacher, **STUDENT, own_output_projection=True)
-    with torch.no_grad():
-        for name, parameter in student.swiftkv_parameters().items():
-            parameter.add_(torch.randn_like(parameter) * (0.4 if name.startswith("exit_head") else 0.05))
-    directory = saved(student, tmp_path)
-    subject = Subject(load_model(directory, EngineConfig()), type(student).from_pretrained(directory).eval())
+    student = scattered_exits(convert(teacher, **STUDENT, own_output_projection=True))
+    subject = Subject.load(saved(student, tmp_path))
     token = sum(2 * shape.num_heads * shape.dim for shape, _ in layer_shapes(student.config, 2)) * 4
-    with sharing(directory, **SMALL, kv_cache_bytes=40 * 4 * token) as engine:
+    with sharing(tmp_path, **SMALL, kv_cache_bytes=40 * 4 * token) as engine:
         assert engine.num_blocks == 40, "half the heads, half the bytes"
-        seen = dict.fromkeys(("cached", "exited", "accepted"), 0)
+        seen: Counter[str] = Counter()
         for seed in range(4):
             draw = random.Random(seed)
             arrivals = [one for one in random_arrivals(draw, 258, exits=True) if len(one.prompt) < 140]
             finished = run(engine, arrivals)
             check_outputs(subject, arrivals, finished)
-            outputs = [output for one in finished.values() for output in one]
-            seen["cached"] += sum(output.num_cached_tokens for output in outputs)
-            seen["exited"] += sum(output.num_exited_tokens for output in outputs)
-            seen["accepted"] += sum(output.num_accepted_tokens for output in outputs)
-        assert all(seen.values()), seen
+            seen += happened([output for one in finished.values() for output in one])
+        assert all(seen[kind] for kind in ("cached", "exited", "accepted")), seen
+        [process] = engine._leader._processes
+        engine.add_request([1, 2, 3])
+        process.kill()
+        process.wait()
+        with pytest.raises((OSError, RuntimeError)):
+            engine.step()
+        engine.close()
+        assert process.poll() is not None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@starts
+@pytest.mark.parametrize(
+    "family", ["deepseek_v2-lora", *(pytest.param(name, marks=in_soak) for name in ("dense", "qwen3", "qwen3_moe"))]
+)
 def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
-    """Heads with norms, experts, latents; rows of weights fused, and not."""
-    torch.manual_seed(0)
+    """Heads with norms, experts, latents; rows of weights fused, and not. DeepSeek-V2 has experts too."""
     teacher = random_teacher(seed=2) if family == "dense" else family_teacher(family)
     directory = saved(teacher if family == "dense" else disturb(convert(teacher, **STUDENT)), tmp_path)
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    if family != "dense":
-        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, early_exit=EarlyExit("lossless", 0.0))
-    plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    params = GREEDY if family == "dense" else replace(GREEDY, early_exit=EarlyExit("lossless", 0.0))
     fused = {"fuse_weights": family != "qwen3"}
-    expected = LLMEngine.from_pretrained(directory, EngineConfig(**SMALL, **fused)).generate(prompts(258), plain)
+    expected = LLMEngine.from_pretrained(directory, EngineConfig(**SMALL, **fused)).generate(prompts(258), GREEDY)
     with sharing(directory, **SMALL, **fused) as engine:
         found = engine.generate(prompts(258), params)
         engine.check()
@@ -102,22 +99,25 @@ def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
+@starts
+@in_soak
 def test_an_adapter_is_put_together_once_for_all_ranks(tmp_path: Path) -> None:
     base = saved(random_teacher(seed=4), tmp_path / "base")
     full = saved(disturb(convert(base, **STUDENT)), tmp_path / "full")
     export_adapter(full, tmp_path / "adapter", base=base)
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    expected = LLMEngine.from_pretrained(full, EngineConfig(**SMALL)).generate(prompts(258), params)
+    expected = LLMEngine.from_pretrained(full, EngineConfig(**SMALL)).generate(prompts(258), GREEDY)
     with (
         patch("swiftkv_platform.model.adapters.check_base", wraps=check_base) as checked,
         sharing(tmp_path / "adapter", **SMALL) as engine,
     ):
-        found = engine.generate(prompts(258), params)
+        found = engine.generate(prompts(258), GREEDY)
         assert checked.call_count == 1
         assert engine._blocks._fingerprint.startswith(load_model(tmp_path / "adapter", EngineConfig()).digest)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
+@starts
+@in_soak
 def test_a_rank_that_dies_while_it_loads_fails_the_start(tiny_teacher: Path) -> None:
     processes: list[Any] = []
 
@@ -141,17 +141,3 @@ def test_heads_that_do_not_divide_are_refused_before_anything_starts(tiny_teache
         LLMEngine.from_pretrained(tiny_teacher, EngineConfig(tensor_parallel_size=size))
     assert caught.value.field == "tensor_parallel_size"
     assert caught.value.value == size
-
-
-def test_a_rank_that_dies_fails_the_step_and_none_is_left(tiny_teacher: Path) -> None:
-    with sharing(tiny_teacher) as engine:
-        leader = engine._leader
-        assert leader is not None
-        [process] = leader._processes
-        engine.add_request([1, 2, 3])
-        process.kill()
-        process.wait()
-        with pytest.raises((OSError, RuntimeError)):
-            engine.step()
-        engine.close()
-        assert process.poll() is not None

@@ -21,8 +21,9 @@ from swiftkv_platform.planning import LayerMap, TrainingSetup, plan_training, re
 from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
-from tests.numerics.test_planning import MODELS, countable, make_teacher
-from tests.tiny_models import random_teacher
+from tests.numerics.test_planning import countable, make_teacher
+from tests.parameters import in_turn, pairwise
+from tests.tiny_models import CONFIGS, random_teacher
 
 SPECS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -56,18 +57,10 @@ def two_rows(
     """A micro-batch of two packed rows of 24 tokens, of which a share counts, and its description."""
     batch = make_batch(vocab_size, 2, 24, packed=True)
     batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
-    setup = TrainingSetup(
-        sequence_length=24,
-        samples=sample_counts(24, 2),
-        counted_share=counted_share,
-        micro_batch_size=2,
-        dtype="float32",
-        early_exit=early_exit,
-        trainable=spec.trainable,
-        objective=spec.objective,
-        hidden_loss=spec.hidden_loss_weight > 0,
-    )
-    return batch, setup
+    rows: Any = {"sequence_length": 24, "samples": sample_counts(24, 2), "counted_share": counted_share}
+    rows |= {"micro_batch_size": 2, "dtype": "float32", "early_exit": early_exit}
+    learnt: Any = {"trainable": spec.trainable, "objective": spec.objective}
+    return batch, TrainingSetup(**rows, **learnt, hidden_loss=spec.hidden_loss_weight > 0)
 
 
 def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
@@ -86,22 +79,18 @@ def squares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("squares")
-@pytest.mark.parametrize("counted_share", [1.0, 0.25])
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("early_exit", [False, True])
+@pytest.mark.parametrize(("name", "early_exit", "counted_share"), pairwise(SPECS, [False, True], [1.0, 0.25]))
 def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: float) -> None:
     spec = DistillationSpec(**SPECS[name])
     student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3, early_exit=early_exit)
     batch, setup = two_rows(student.config.vocab_size, spec, counted_share, early_exit=early_exit)
     counted = count_step(Fork(student, spec, dtype=torch.float32), batch)
-    assert counted == pytest.approx(
-        48 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12
-    )
+    planned = plan_training(student.config.to_dict(), setup).flops_per_token.total
+    assert counted == pytest.approx(48 * planned, rel=1e-12)
 
 
 @pytest.mark.usefixtures("squares")
-@pytest.mark.parametrize("counted_share", [1.0, 0.25])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("name", "counted_share"), in_turn(SPECS, [1.0, 0.25]))
 def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> None:
     spec = DistillationSpec(**SPECS[name])
     student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3)
@@ -114,14 +103,13 @@ def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> No
 
 
 @pytest.mark.usefixtures("squares")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_flops_of_every_family(name: str) -> None:
     student = countable(convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2))
     setup = TrainingSetup(sequence_length=20, samples=sample_counts(20), dtype="float32")
     counted = count_step(Fork(student, DistillationSpec(), dtype=torch.float32), make_batch(258, 1, 20, packed=True))
-    assert counted == pytest.approx(
-        20 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12
-    )
+    planned = plan_training(student.config.to_dict(), setup).flops_per_token.total
+    assert counted == pytest.approx(20 * planned, rel=1e-12)
 
 
 def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype, num_micro_batches: int) -> int:
@@ -177,9 +165,8 @@ def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
     setup = TrainingSetup(micro_batch_size=2, batch_size=2 * num_micro_batches, strategy="ddp", device="cpu", **options)
     dtype = getattr(torch, setup.dtype)
     shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 1024}
-    student = convert(
-        random_teacher(**shape), num_key_value_layers=4, key_value_group_size=group_size, early_exit=setup.early_exit
-    )
+    layers = {"num_key_value_layers": 4, "key_value_group_size": group_size}
+    student = convert(random_teacher(**shape), **layers, early_exit=setup.early_exit)
     spec = DistillationSpec(trainable=setup.trainable)
     fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=setup.gradient_checkpointing)
     batch = make_batch(1024, 2, setup.sequence_length, packed=packed)
@@ -192,8 +179,7 @@ def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
     assert planned.peak > 0.9 * measured
 
 
-@pytest.mark.parametrize(("l", "g"), [(3, 1), (2, 2)])
-@pytest.mark.parametrize("model_type", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize(("model_type", "l", "g"), [("llama", 3, 1), ("deepseek_v2", 2, 2)])
 def test_serving_counts_the_engines_blocks_and_the_exported_weights(model_type: str, l: int, g: int) -> None:  # noqa: E741
     student = convert(make_teacher(model_type), num_key_value_layers=l, key_value_group_size=g)
     config = student.config.to_dict()

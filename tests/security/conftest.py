@@ -1,17 +1,115 @@
-"""Control plane that many threads may change at once, on each kind of database."""
+"""Control planes with keys and tenants, behind a socket, whose deployments many threads may change at once."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import httpx
 import pytest
 
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from tests.security.deployment_planes import DeploymentPlane, deployment_plane
+from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.orchestration.tenants import Tenants
+from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.components import make_components
+from tests.records import make_job, make_model, store
+from tests.servers import serving
+from tests.threads import MOST_THREADS
+from tests.unit.api.conftest import parts, short_logs, start
+
+__all__ = ["parts", "short_logs", "start"]
+
+
+@dataclass
+class DeploymentPlane:
+    """One control plane; every tenant gets its key when it is first named."""
+
+    url: str
+    parts: Components
+    settings: Settings
+    client: httpx.Client
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tokens: dict[str, str] = {}
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        """A key of the tenant that opens everything; none where the control plane has no keys."""
+        path = self.settings.api_keys_file
+        if path is None:
+            return {}
+        with self._lock:
+            if tenant not in self._tokens:
+                name, scopes = f"{tenant}-{uuid4().hex}", frozenset({Scope.ADMIN})
+                self._tokens[tenant] = create_key(path, name=name, tenant=tenant, scopes=scopes)
+        return {"authorization": f"Bearer {self._tokens[tenant]}"}
+
+    def ask(
+        self, tenant: str, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
+        return self.client.request(method, path, json=body, headers={**self.headers(tenant), **(headers or {})})
+
+    def model(self, tenant: str) -> str:
+        """Id of a model that the tenant has distilled."""
+        assert isinstance(self.parts.jobs, SqlJobRepository)
+        job = store(self.parts.jobs, replace(make_job(tenant=tenant), status=JobStatus.SUCCEEDED))  # nobody starts it
+        model = make_model(job)
+        self.parts.jobs.update(job, model=model)
+        return model.id
+
+    def deploy(self, tenant: str, model: str | None = None, **options: Any) -> httpx.Response:
+        return self.ask(tenant, "POST", "/deployments", {"model": model or self.model(tenant), **options})
+
+    def deployed(self, tenant: str, model: str | None = None, **options: Any) -> dict[str, Any]:
+        response = self.deploy(tenant, model, **options)
+        assert response.status_code == 201, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+@contextmanager
+def deployment_plane(
+    directory: Path, database: Database, *, tenants: str | None = None, keys: bool = True, **settings: Any
+) -> Iterator[DeploymentPlane]:
+    """A control plane on the database, whose loops turn once and sleep, where `settings` do not say otherwise.
+
+    Args:
+        tenants: what the tenants file says.
+    """
+    objects = LocalObjectStore(directory / "store")
+    parts = make_components(database, objects)
+    if tenants is not None:
+        (directory / "tenants.yaml").write_text(tenants)
+        parts = replace(parts, policies=Tenants(directory / "tenants.yaml"))
+    if keys and not (directory / "keys.json").exists():
+        create_key(directory / "keys.json", name="operator", tenant="operators", scopes=frozenset({Scope.ADMIN}))
+    chosen = Settings(
+        home=directory,
+        api_keys_file=directory / "keys.json" if keys else None,
+        requests_per_minute=100_000,
+        _env_file=None,
+        **{"reconcile_interval_s": 1e6, **settings},
+    )
+    limits = httpx.Limits(max_connections=MOST_THREADS)
+    with (
+        serving(create_app(chosen, components=parts)) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=60, limits=limits) as client,
+    ):
+        yield DeploymentPlane(url, parts, chosen, client)
 
 
 @pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[DeploymentPlane]:
-    with deployment_plane(tmp_path, database) as plane:
+def plane(tmp_path: Path, sqlite_database: Database) -> Iterator[DeploymentPlane]:
+    with deployment_plane(tmp_path, sqlite_database) as plane:
         yield plane

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,12 @@ def write_rows(path: Path, text: str, count: int = 8) -> None:
     path.write_text("".join(json.dumps({"text": f"{text} {number}"}) + "\n" for number in range(count)))
 
 
-def _card(directory: Path, data_files: str, **config: Any) -> Path:
+def _card(directory: Path, data_files: str, *, info: dict[str, Any] | None = None, **config: Any) -> Path:
     """A directory laid out as on the hub, whose card names its data files; `own.jsonl` is the innocent one."""
     write_rows(directory / "own.jsonl", "own")
-    configs = [{"config_name": "default", "data_files": data_files, **config}]
-    (directory / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    card = {"configs": [{"config_name": "default", "data_files": data_files, **config}], "dataset_info": info}
+    text = "".join(f"{name}: {json.dumps(value)}\n" for name, value in card.items() if value is not None)
+    (directory / "README.md").write_text(f"---\n{text}---\n")
     return directory
 
 
@@ -115,25 +117,18 @@ def ssti(marker: Path) -> str:
 
 # Data sources -----------------------------------------------------------------------------------------------------
 
-
-def card_with_an_absolute_path(stage: Stage) -> Path:
-    return _card(stage.directory("absolute"), str(stage.outside / "canary.jsonl"))
-
-
-def card_with_a_parent(stage: Stage) -> Path:
-    return _card(stage.directory("parent"), "../../other/canary.jsonl")
-
-
-def card_with_a_url(stage: Stage) -> Path:
-    return _card(stage.directory("url"), f"{stage.url}/rows.jsonl")
+CARDS: dict[str, Callable[[Stage], dict[str, str]]] = {
+    "absolute": lambda stage: {"data_files": str(stage.outside / "canary.jsonl")},
+    "parent": lambda stage: {"data_files": "../../other/canary.jsonl"},
+    "url": lambda stage: {"data_files": f"{stage.url}/rows.jsonl"},
+    "chained": lambda stage: {"data_files": f"zip://*.jsonl::{stage.url}/rows.zip"},
+    "data-dir": lambda stage: {"data_files": "*.jsonl", "data_dir": str(stage.outside)},
+}
+"""Places that a card names, by the directory's name."""
 
 
-def card_with_a_chained_url(stage: Stage) -> Path:
-    return _card(stage.directory("chained"), f"zip://*.jsonl::{stage.url}/rows.zip")
-
-
-def card_with_a_directory(stage: Stage) -> Path:
-    return _card(stage.directory("data-dir"), "*.jsonl", data_dir=str(stage.outside))
+def hostile_card(name: str, stage: Stage) -> Path:
+    return _card(stage.directory(name), **CARDS[name](stage))
 
 
 def card_beside_the_card(stage: Stage) -> Path:
@@ -146,13 +141,10 @@ def card_beside_the_card(stage: Stage) -> Path:
 
 def card_with_pictures(stage: Stage) -> Path:
     """Rows whose column is declared a picture: `datasets` opens the path in it, or fetches the URL."""
-    directory = _card(stage.directory("pictures"), "own.jsonl")
+    features = [{"name": "text", "dtype": "string"}, {"name": "image", "dtype": "image"}]
+    directory = _card(stage.directory("pictures"), "own.jsonl", info={"features": features})
     rows = [{"text": "own", "image": {"bytes": None, "path": f"{stage.url}/picture.png"}}] * 4
     (directory / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    features = [{"name": "text", "dtype": "string"}, {"name": "image", "dtype": "image"}]
-    header = json.loads((directory / "README.md").read_text().removeprefix("---\nconfigs: ").removesuffix("\n---\n"))
-    info = json.dumps({"features": features})
-    (directory / "README.md").write_text(f"---\nconfigs: {json.dumps(header)}\ndataset_info: {info}\n---\n")
     return directory
 
 
@@ -181,52 +173,42 @@ def linked_directory(stage: Stage) -> Path:
     return directory
 
 
-def linked_file(stage: Stage) -> Path:
-    directory = stage.directory("linked-file")
-    (directory / "rows.jsonl").symlink_to(stage.outside / "canary.jsonl")
-    return directory
-
-
 def saved_with_a_parent(stage: Stage) -> Path:
     """`save_to_disk`, its state naming another tenant's file."""
-    import datasets
-
-    datasets.Dataset.from_dict({"text": [CANARY] * 8}).save_to_disk(stage.outside / "saved")
-    directory = stage.root / "saved"
-    datasets.Dataset.from_dict({"text": ["own"] * 8}).save_to_disk(directory)
+    directory = _saved(stage, "saved", stage.root / "saved")
     state = json.loads((directory / "state.json").read_text())
-    name = state["_data_files"][0]["filename"]
-    state["_data_files"] = [{"filename": f"../../other/saved/{name}"}]
+    state["_data_files"] = [{"filename": f"../../other/saved/{state['_data_files'][0]['filename']}"}]
     (directory / "state.json").write_text(json.dumps(state))
     return directory
 
 
 def saved_splits_with_a_parent(stage: Stage) -> Path:
-    import datasets
-
-    datasets.Dataset.from_dict({"text": [CANARY] * 8}).save_to_disk(stage.outside / "split")
     directory = stage.directory("splits")
+    _saved(stage, "split", directory / "train")
     (directory / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "../../other/split"]}))
-    datasets.Dataset.from_dict({"text": ["own"] * 8}).save_to_disk(directory / "train")
     return directory
 
 
-DATA: tuple[Callable[[Stage], Path], ...] = (
-    card_with_an_absolute_path,
-    card_with_a_parent,
-    card_with_a_url,
-    card_with_a_chained_url,
-    card_with_a_directory,
-    card_beside_the_card,
-    card_with_pictures,
-    card_with_a_pickle,
-    builder_script,
-    linked_card_files,
-    linked_directory,
-    linked_file,
-    saved_with_a_parent,
-    saved_splits_with_a_parent,
-)
+def _saved(stage: Stage, theirs: str, own: Path) -> Path:
+    """Save another tenant's rows, and rows of the tenant itself to `own`, which is returned."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": [CANARY] * 8}).save_to_disk(stage.outside / theirs)
+    datasets.Dataset.from_dict({"text": ["own"] * 8}).save_to_disk(own)
+    return own
+
+
+DATA: dict[str, Callable[[Stage], Path]] = {
+    **{name: partial(hostile_card, name) for name in CARDS},
+    "card-beside-the-card": card_beside_the_card,
+    "pictures": card_with_pictures,
+    "pickle": card_with_a_pickle,
+    "script": builder_script,
+    "linked-card-files": linked_card_files,
+    "linked-directory": linked_directory,
+    "saved": saved_with_a_parent,
+    "splits": saved_splits_with_a_parent,
+}
 """Functions that lay out what a tenant can give as a data source."""
 
 
@@ -240,7 +222,7 @@ def lay_out_hub_data(stage: Stage, cache: Path, name: str = "evil/rows") -> str:
 # Models -----------------------------------------------------------------------------------------------------------
 
 
-def _model(stage: Stage, name: str) -> Path:
+def _copied(stage: Stage, name: str) -> Path:
     return Path(shutil.copytree(stage.teacher, stage.root / name))
 
 
@@ -250,7 +232,7 @@ def _edit(path: Path, **values: Any) -> None:
 
 
 def model_with_linked_weights(stage: Stage) -> Path:
-    directory = _model(stage, "linked-weights")
+    directory = _copied(stage, "linked-weights")
     shutil.copy(stage.teacher / "model.safetensors", stage.outside / "canary.safetensors")
     (directory / "model.safetensors").unlink()
     (directory / "model.safetensors").symlink_to(stage.outside / "canary.safetensors")
@@ -260,7 +242,7 @@ def model_with_linked_weights(stage: Stage) -> Path:
 def model_with_a_shard_outside(stage: Stage) -> Path:
     from safetensors import safe_open
 
-    directory = _model(stage, "shard-outside")
+    directory = _copied(stage, "shard-outside")
     shutil.move(directory / "model.safetensors", stage.outside / "shard.safetensors")
     with safe_open(stage.outside / "shard.safetensors", framework="pt") as file:
         index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), "../../other/shard.safetensors")}
@@ -269,7 +251,7 @@ def model_with_a_shard_outside(stage: Stage) -> Path:
 
 
 def model_with_a_linked_template(stage: Stage) -> Path:
-    directory = _model(stage, "linked-template")
+    directory = _copied(stage, "linked-template")
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     (directory / "chat_template.jinja").symlink_to(stage.outside / "canary.jinja")
     return directory
@@ -277,21 +259,21 @@ def model_with_a_linked_template(stage: Stage) -> Path:
 
 def model_with_a_tokenizer_outside(stage: Stage) -> Path:
     """The configuration's own `tokenizer_file` wins over the one beside it."""
-    directory = _model(stage, "tokenizer-outside")
+    directory = _copied(stage, "tokenizer-outside")
     shutil.copy(stage.teacher / "tokenizer.json", stage.outside / "tokenizer.json")
     _edit(directory / "tokenizer_config.json", tokenizer_file=str(stage.outside / "tokenizer.json"))
     return directory
 
 
 def model_with_pickled_weights(stage: Stage) -> Path:
-    directory = _model(stage, "pickled")
+    directory = _copied(stage, "pickled")
     (directory / "model.safetensors").unlink()
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Exploit(stage.marker)))
     return directory
 
 
 def model_with_custom_code(stage: Stage) -> Path:
-    directory = _model(stage, "custom-code")
+    directory = _copied(stage, "custom-code")
     code = f"open({str(stage.marker)!r}, 'w').close()\n"
     (directory / "modeling.py").write_text(code)
     names = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
@@ -302,19 +284,19 @@ def model_with_custom_code(stage: Stage) -> Path:
 
 def model_with_an_adapter(stage: Stage) -> Path:
     """`from_pretrained` would read the model that the adapter names."""
-    directory = _model(stage, "adapter")
+    directory = _copied(stage, "adapter")
     _edit(directory / "adapter_config.json", base_model_name_or_path=str(stage.outside), peft_type="LORA")
     return directory
 
 
 def model_with_a_kernel(stage: Stage) -> Path:
     """A repository of code in the place of an attention implementation."""
-    directory = _model(stage, "kernel")
+    directory = _copied(stage, "kernel")
     _edit(directory / "config.json", attn_implementation="evil/kernel")
     return directory
 
 
-MODELS: tuple[Callable[[Stage], Path], ...] = (
+MODELS = (
     model_with_linked_weights,
     model_with_a_shard_outside,
     model_with_a_linked_template,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,15 @@ from swiftkv_platform.serve.http import create_http_app
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
 MODEL = "mdl_1"
+
 LONG = "x" * 300_000
+MANY = [str(number) for number in range(20_000)]
+JSON = {"Content-Type": "application/json"}
+
 DEEP: dict[str, Any] = {}
+
 for _ in range(200):
     DEEP = {"properties": {"a": DEEP}}
 
@@ -56,41 +63,34 @@ async def client(current: Current) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-@pytest.fixture
-def encoded_by(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the threads in which texts were tokenized, one entry a call; the tokenizer itself is the real one."""
-    return _recorded(monkeypatch, "_encode_plus")
-
-
-@pytest.fixture
-def decoded_by(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The same of token ids that were made text."""
-    return _recorded(monkeypatch, "_decode")
-
-
-def _recorded(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
-    names: list[str] = []
-    original = getattr(PreTrainedTokenizerFast, method)
-
-    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(threading.current_thread().name)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, method, recording)
-    return names
-
-
 def text_of_many(count: int, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": "a"}] * count
 
 
-def field_of(response: httpx.Response) -> str:
-    document = response.json()
-    return str(document["error"]["param"] if "error" in document else document["errors"][0]["field"])
+@dataclass
+class Threads:
+    """Names of the threads in which texts were tokenized and token ids made text, one entry a call."""
+
+    encoded: list[str] = field(default_factory=list)
+    decoded: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def threads(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Threads:
+    """The tokenizer itself is the real one."""
+    threads = Threads()
+    for method, names in (("_encode_plus", threads.encoded), ("_decode", threads.decoded)):
+        original = getattr(PreTrainedTokenizerFast, method)
+
+        def recording(self: Any, *args: Any, of: Any = original, into: list[str] = names, **kwargs: Any) -> Any:
+            into.append(threading.current_thread().name)
+            return of(self, *args, **kwargs)
+
+        monkeypatch.setattr(PreTrainedTokenizerFast, method, recording)
+    return threads
 
 
 HOSTILE: list[tuple[str, dict[str, Any], str]] = [
-    ("/generate", {"prompt": LONG}, "prompt"),
     ("/generate", {"prompt": ["short", LONG]}, "prompt"),
     ("/generate", {"prompt": ["short", ""]}, "prompt"),
     ("/generate", {"prompt": [1] * 50_000}, "prompt"),
@@ -102,24 +102,18 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", {"messages": [{"role": LONG, "content": ""}]}, "messages"),
     ("/v1/completions", {"prompt": LONG, "echo": True}, "prompt"),
     ("/v1/completions", {"prompt": [1] * 50_000, "echo": True, "logprobs": 5}, "prompt"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
     ("/v1/chat/completions", {"messages": text_of_many(5000)}, "messages"),
     ("/tokenize", {"prompt": LONG}, "prompt"),
     ("/detokenize", {"tokens": [1] * 50_000}, "tokens"),
     ("/detokenize", {"tokens": ["a"] * 20_000}, "tokens"),
-    ("/generate", {"prompt": "a", "stop": [f"{number}" for number in range(20_000)]}, "stop"),
+    ("/generate", {"prompt": "a", "stop": MANY}, "stop"),
     ("/generate", {"prompt": "a", "stop": ["a", LONG]}, "stop"),
     ("/v1/completions", {"prompt": "a", "stop": LONG}, "stop"),
     ("/generate", {"prompt": "a", "stop_token_ids": [1] * 20_000}, "stop_token_ids"),
-    ("/generate", {"prompt": "a", "logit_bias": {str(number): 1.0 for number in range(10_000)}}, "logit_bias"),
+    ("/generate", {"prompt": "a", "logit_bias": dict.fromkeys(MANY, 1.0)}, "logit_bias"),
     ("/generate", {"prompt": "a", "n": 64}, "n"),
-    ("/generate", {"prompt": ["a"] * 64, "n": 64}, "n"),
     ("/v1/completions", {"prompt": ["a"] * 64, "n": 64}, "n"),
-    (
-        "/generate",
-        {"prompt": "a", "structured_outputs": {"choice": [f"{number}" for number in range(20_000)]}},
-        "structured_outputs.choice",
-    ),
+    ("/generate", {"prompt": "a", "structured_outputs": {"choice": MANY}}, "structured_outputs.choice"),
     ("/generate", {"prompt": "a", "structured_outputs": {"choice": ["a", LONG]}}, "structured_outputs.choice"),
     ("/generate", {"prompt": "a", "structured_outputs": {"json": DEEP}}, "structured_outputs.json"),
     ("/generate", {"prompt": "a", "structured_outputs": {"json": json.dumps(DEEP)}}, "structured_outputs.json"),
@@ -129,24 +123,25 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "field"), HOSTILE, ids=lambda value: str(value)[:60])
 async def test_what_is_too_large_is_refused_before_it_is_tokenized(
-    client: httpx.AsyncClient,
-    engine: AsyncLLMEngine,
-    encoded_by: list[str],
-    decoded_by: list[str],
-    path: str,
-    body: dict[str, Any],
-    field: str,
+    client: httpx.AsyncClient, engine: AsyncLLMEngine, threads: Threads
 ) -> None:
-    body = {"model": MODEL, **body} if path.startswith("/v1") else body
-    response = await client.post(path, json=body)
-    assert response.status_code in (400, 422), response.text[:500]
-    # What is nested too deeply is named by a place inside.
-    assert f"{field_of(response)}.".startswith(f"{field}."), response.text[:500]
-    assert len(response.content) < 4096, "a refusal does not send back what it was sent"
-    assert encoded_by == decoded_by == []
+    for path, body, field_name in HOSTILE:
+        sent = {"model": MODEL, **body} if path.startswith("/v1") else body
+        response = await client.post(path, json=sent)
+        assert response.status_code in (400, 422), response.text[:500]
+        answer = response.json()
+        found = answer["error"]["param"] if "error" in answer else answer["errors"][0]["field"]
+        # What is nested too deeply is named by a place inside.
+        assert f"{found}.".startswith(f"{field_name}."), response.text[:500]
+        assert len(response.content) < 4096, "a refusal does not send back what it was sent"
+    for raw in (b'{"prompt": [' + b"1," * 450_000 + b"1]}", b'{"a": [' + b'"",' * 300_000 + b'""]}', b" " * (8 << 20)):
+        response = await client.post("/generate", content=raw, headers=JSON)
+        assert response.status_code == 413, "too many values, or bytes, for a model of this context: it is not parsed"
+    assert threads.encoded == threads.decoded == []
     assert engine.num_requests == 0
+    padded = b'{"prompt": [1], "max_tokens": 1' + b" " * 500_000 + b"}"
+    assert (await client.post("/generate", content=padded, headers=JSON)).status_code == 200
 
 
 async def test_a_refusal_of_a_long_text_names_what_it_has_and_what_fits(client: httpx.AsyncClient) -> None:
@@ -158,9 +153,7 @@ async def test_a_refusal_of_a_long_text_names_what_it_has_and_what_fits(client: 
     assert (await client.post("/generate", json={"prompt": longest, "max_tokens": 1})).status_code == 200
 
 
-async def test_texts_are_read_beside_the_engine_and_the_event_loop(
-    client: httpx.AsyncClient, encoded_by: list[str], decoded_by: list[str]
-) -> None:
+async def test_texts_are_read_beside_the_engine_and_the_event_loop(client: httpx.AsyncClient, threads: Threads) -> None:
     messages = [{"role": "user", "content": "hello"}]
     short = {"max_tokens": 2, "ignore_eos": True}
     logprobs = {"echo": True, "logprobs": 3, "model": MODEL, **short}
@@ -175,10 +168,10 @@ async def test_texts_are_read_beside_the_engine_and_the_event_loop(
     ):
         response = await client.post(path, json=body)
         assert response.status_code == 200, response.text
-    assert len(encoded_by) == 7
-    assert all(name.startswith("reader") for name in encoded_by), encoded_by
-    assert threading.main_thread().name not in decoded_by
-    assert {"engine", "reader"} >= {name.split("_")[0].split("-")[0] for name in decoded_by}
+    assert len(threads.encoded) == 7
+    assert all(name.startswith("reader") for name in threads.encoded), threads.encoded
+    assert threading.main_thread().name not in threads.decoded
+    assert {"engine", "reader"} >= {name.split("_")[0].split("-")[0] for name in threads.decoded}
 
 
 async def test_the_engine_steps_on_while_a_text_is_read(
@@ -199,23 +192,6 @@ async def test_the_engine_steps_on_while_a_text_is_read(
     assert not reading.done()
     may_read.set()
     assert [output async for output in await reading][-1].finished
-
-
-async def test_a_body_of_many_values_is_not_parsed(client: httpx.AsyncClient, encoded_by: list[str]) -> None:
-    for body in (b'{"prompt": [' + b"1," * 450_000 + b"1]}", b'{"a": [' + b'"",' * 300_000 + b'""]}'):
-        response = await client.post("/generate", content=body, headers={"Content-Type": "application/json"})
-        assert response.status_code == 413
-        assert "values" in response.json()["detail"]
-    assert encoded_by == []
-
-
-async def test_a_body_may_be_as_large_as_the_context_needs(client: httpx.AsyncClient) -> None:
-    """Sixteen MiB are for models that can read them."""
-    response = await client.post("/generate", content=b" " * (8 << 20), headers={"Content-Type": "application/json"})
-    assert response.status_code == 413
-    padded = b'{"prompt": [1], "max_tokens": 1' + b" " * 500_000 + b"}"
-    response = await client.post("/generate", content=padded, headers={"Content-Type": "application/json"})
-    assert response.status_code == 200
 
 
 class Keyed:
@@ -240,20 +216,15 @@ def keyed(current: Current, tmp_path: Path) -> Keyed:
 
 
 async def test_a_refusal_is_not_free(keyed: Keyed) -> None:
-    headers = keyed.create("ann", requests_per_minute=3) | {"Content-Type": "application/json"}
+    headers = keyed.create("ann", requests_per_minute=3) | JSON
+    read = keyed.create("bob", tokens_per_minute=1000)
     async with keyed.client() as client:
         for content in (b" " * (20 << 20), b"{", json.dumps({"prompt": LONG}).encode()):
             assert (await client.post("/generate", content=content, headers=headers)).status_code in (413, 422)
         assert (await client.post("/generate", json={"prompt": [1]}, headers=headers)).status_code == 429
-
-
-async def test_a_text_that_was_read_and_refused_costs_its_tokens(keyed: Keyed) -> None:
-    headers = keyed.create("ann", tokens_per_minute=1000)
-    async with keyed.client() as client:
-        response = await client.post("/generate", json={"prompt": "x" * 200, "max_tokens": 1}, headers=headers)
-        assert response.status_code == 422
-        assert "200 tokens" in response.json()["detail"]
-        assert int(response.headers["x-ratelimit-remaining-tokens"]) <= 951
+        response = await client.post("/generate", json={"prompt": "x" * 200, "max_tokens": 1}, headers=read)
+        assert (response.status_code, "200 tokens" in response.json()["detail"]) == (422, True)
+        assert int(response.headers["x-ratelimit-remaining-tokens"]) <= 951, "what was read costs its tokens"
 
 
 async def test_a_body_without_a_key_is_not_read(keyed: Keyed) -> None:

@@ -19,9 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 SERVICES = {
     "aiohttp",
     "alembic",
-    "boto3",
-    "botocore",
     "fastapi",
+    "obstore",
     "psycopg",
     "ray",
     "sqlalchemy",

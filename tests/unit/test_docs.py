@@ -16,6 +16,7 @@ from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.specs import JobSpec
 
 DOCS = Path("docs")
+MADE_BY_THE_READER = {"infra/.env", "infra/kubernetes/production/values.env", "jobs/recipes/NAME.yaml"}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,19 @@ def test_a_newcomer_reads_every_page_in_order() -> None:
     assert pages["Serve"][: len(serving)] == serving
     listed = [page for each in pages.values() for page in each]
     assert sorted(page for page in listed if (DOCS / page).exists()) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_pages_name_files_and_programs_that_exist() -> None:
+    roots = [Path(name) for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "infra/README.md")]
+    missing = []
+    for page in (*roots, *DOCS.glob("*.md")):
+        text = page.read_text()
+        named = re.findall(r"(?<![\w/.{])(?:benchmarks|infra|jobs|serve|swiftkv_platform|tests)/[\w./-]*\w", text)
+        programs = re.findall(r"python -m ((?:benchmarks|swiftkv_platform)[\w.]*\w)", text)
+        named += [program.replace(".", "/") for program in programs]
+        found = {path for path in named if Path(path).exists() or Path(f"{path}.py").exists()}
+        missing += [f"{page}: {path}" for path in named if path not in found | MADE_BY_THE_READER]
+    assert missing == []
 
 
 def test_commands_for_ray_serve_llm_say_whether_a_test_runs_them() -> None:

@@ -30,37 +30,31 @@ from tests.infra_files import (
 # ---- settings
 
 
-@pytest.mark.parametrize("place", environments())
-def test_every_setting_is_a_field_and_its_value_is_accepted(
-    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    values = environments()[place]
-    unknown = {name for name in values if name.removeprefix("SWIFTKV_").lower() not in Settings.model_fields}
-    assert not unknown
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "")
-    if "SWIFTKV_API_KEYS_FILE" in values:  # mounted from a secret there
-        keys = tmp_path / "keys.json"
-        create_key(keys, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
-        monkeypatch.setenv("SWIFTKV_API_KEYS_FILE", str(keys))
-    if values.get("SWIFTKV_STORAGE_URI") == NO_BUCKET:
-        monkeypatch.setenv("SWIFTKV_STORAGE_URI", "s3://models")
-    settings = Settings()
-    open_store(settings.resolved_storage_uri)
-    http_address(settings.serve_url)
-    create_app(settings)
+PLACES = {
+    *("compose-control-plane", "compose-schema", "ConfigMap-swiftkv-control-plane", "Dockerfile.control-plane"),
+    *(f"pod-swiftkv-serve-{group}" for group in ("cpu", "gpu", "h100")),
+    "pod-swiftkv-model-gpu",
+}
 
 
-def test_the_places_that_set_our_variables_are_seen() -> None:
-    assert set(environments()) == {
-        "compose-control-plane",
-        "compose-schema",
-        "ConfigMap-swiftkv-control-plane",
-        "Dockerfile.control-plane",
-        *(f"pod-swiftkv-serve-{group}" for group in ("cpu", "gpu", "h100")),
-        "pod-swiftkv-model-gpu",
-    }
+def test_every_setting_is_a_field_and_its_value_is_accepted(tmp_path: Path) -> None:
+    assert set(environments()) == PLACES
+    for values in environments().values():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            unknown = {name for name in values if name.removeprefix("SWIFTKV_").lower() not in Settings.model_fields}
+            assert not unknown
+            for name, value in {**values, "AWS_ENDPOINT_URL": ""}.items():
+                monkeypatch.setenv(name, value)
+            if "SWIFTKV_API_KEYS_FILE" in values:  # mounted from a secret there
+                keys = tmp_path / "keys.json"
+                create_key(keys, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
+                monkeypatch.setenv("SWIFTKV_API_KEYS_FILE", str(keys))
+            if values.get("SWIFTKV_STORAGE_URI") == NO_BUCKET:
+                monkeypatch.setenv("SWIFTKV_STORAGE_URI", "s3://models")
+            settings = Settings()
+            open_store(settings.resolved_storage_uri)
+            http_address(settings.serve_url)
+            create_app(settings)
 
 
 def test_compose_services_find_each_other_on_the_shared_loopback() -> None:
@@ -89,28 +83,22 @@ def test_compose_services_find_each_other_on_the_shared_loopback() -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_dockerfiles_copy_what_exists_pin_their_base_and_drop_root(path: Path) -> None:
+    """A release changes the code, so dependencies are a layer below it: what comes after the code is pulled anew."""
     text = path.read_text().replace("\\\n", " ")
-    sources = [
-        source for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE) for source in line.split()[:-1]
-    ]
+    copies = re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
+    sources = [source for line in copies for source in line.split()[:-1]]
     assert sources
     for source in sources:
         assert (ROOT / source).exists(), source
     kept = {line[1:] for line in Path(f"{path}.dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == set(sources)
     assert {"swiftkv_platform", "jobs", "serve"} <= set(sources)
-    bases = re.findall(r"^FROM (\S+:\S+)", text, re.MULTILINE)
-    assert len(set(bases)) == 1
+    [base] = set(re.findall(r"^FROM (\S+:\S+)", text, re.MULTILINE))
     assert "python -m venv /opt/swiftkv" in text, "a job's entrypoint names the control plane's interpreter"
-    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", bases[0])
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base)
     assert re.search(r"--constraint (serve-)?constraints\.txt", text)
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE) == ["1000:1000"]
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_dependencies_are_a_layer_below_the_code(path: Path) -> None:
-    """A release changes the code, so what is copied or run after it is pulled anew."""
-    dependencies, build, image = re.split(r"^FROM .*\n", path.read_text().replace("\\\n", " "), flags=re.MULTILINE)[1:]
+    dependencies, build, image = re.split(r"^FROM .*\n", text, flags=re.MULTILINE)[1:]
     assert " install " in dependencies
     assert not re.search(r"^COPY .*(swiftkv_platform|jobs|serve)", dependencies, re.MULTILINE)
     assert re.search(r"^COPY swiftkv_platform", build, re.MULTILINE)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 from fastapi.routing import APIRoute
@@ -33,15 +31,6 @@ from tests.infra_files import (
 )
 
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-CORE = (
-    "Deployment",
-    "Namespace",
-    "NetworkPolicy",
-    "PodDisruptionBudget",
-    "Service",
-    "ServiceAccount",
-    "StatefulSet",
-)
 
 
 def test_addresses_name_services_that_exist() -> None:
@@ -72,14 +61,9 @@ def test_kustomizations_list_every_file() -> None:
     assert kustomizations()["base"]["namespace"] == namespace["metadata"]["name"]
 
 
-@pytest.mark.parametrize("document", objects(*CORE))
-def test_core_objects_follow_their_schema(document: dict[str, Any]) -> None:
-    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
-
-
-def test_no_pod_connects_to_link_local_addresses() -> None:
+def test_network_policies_close_what_nobody_needs() -> None:
     """All pods are selected, everything else is open, and DNS alone may be link-local (a cache on the node)."""
-    policies = [parameter.values[0]["spec"] for parameter in objects("NetworkPolicy")]
+    policies = [document["spec"] for document in objects("NetworkPolicy")]
     [egress] = [policy for policy in policies if "Egress" in policy["policyTypes"]]
     assert egress["podSelector"] == {}
     dns, others = egress["egress"]
@@ -87,35 +71,33 @@ def test_no_pod_connects_to_link_local_addresses() -> None:
     blocks = {block["ipBlock"]["cidr"]: block["ipBlock"]["except"] for block in others["to"]}
     assert blocks == {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10"]}
     assert "ports" not in others
+    [rule] = named("NetworkPolicy", "swiftkv-redis")["spec"]["ingress"]
+    [source] = rule["from"]
+    keepers = {"key": "ray.io/node-type", "operator": "In", "values": ["head", "redis-cleanup"]}
+    assert source["podSelector"]["matchExpressions"] == [keepers], "Redis is open to what keeps its state there"
 
 
-def test_there_is_no_other_kind() -> None:
-    assert {parameter.values[0]["kind"] for parameter in objects()} == {*CORE, "RayCluster", "RayService"}
-
-
-@pytest.mark.parametrize("name", pod_templates())
-def test_pods_follow_their_schema_and_the_restricted_standard(name: str) -> None:
-    template = pod_templates()[name]
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, **template.get("metadata", {})},
-        "spec": template["spec"],
-    }
-    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
-    assert template["spec"]["securityContext"]["runAsNonRoot"]
-    assert template["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    for container in containers(template):
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert container["resources"]["requests"]
-        assert "memory" in container["resources"]["limits"]
+def test_pods_follow_the_restricted_standard() -> None:
+    """Kustomize's renderings of them are held to their schema in test_infra_rendering.py."""
+    for template in pod_templates().values():
+        assert template["spec"]["securityContext"]["runAsNonRoot"]
+        assert template["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(template):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["requests"]
+            assert "memory" in container["resources"]["limits"]
 
 
 def test_references_lead_somewhere() -> None:
-    """Config maps and accounts exist; secrets are those that infra/README.md tells to create, with their keys."""
+    """Config maps and accounts exist; secrets are those that infra/README.md tells to create, with their keys.
+
+    Where pods have a role of the cloud there is no secret of the store; without a database there is nowhere to keep
+    jobs.
+    """
     readme = (INFRA / "README.md").read_text()
-    accounts = {parameter.values[0]["metadata"]["name"] for parameter in objects("ServiceAccount")}
+    accounts = {document["metadata"]["name"] for document in objects("ServiceAccount")}
+    optional: dict[str, set[bool]] = {}
     for name, template in pod_templates().items():
         spec = template["spec"]
         if not name.endswith("-head"):  # KubeRay's own account, by which the autoscaler changes the cluster
@@ -129,13 +111,16 @@ def test_references_lead_somewhere() -> None:
                 if "configMapRef" in source:
                     assert source["configMapRef"]["name"] in config_maps()
                 else:
-                    assert f"secret generic {source['secretRef']['name']} " in readme
+                    secret = source["secretRef"]
+                    assert f"secret generic {secret['name']} " in readme
+                    optional.setdefault(secret["name"], set()).add(secret.get("optional", False))
             for entry in container.get("env", []):
                 if "valueFrom" in entry:
                     reference = entry["valueFrom"]["secretKeyRef"]
                     assert f"secret generic {reference['name']} --from-literal={reference['key']}=" in readme
-    for parameter in objects("RayCluster", "RayService"):
-        cluster = ray_cluster(parameter.values[0])
+    assert optional == {"swiftkv-object-store": {True}, "swiftkv-hub": {True}, "swiftkv-database": {False}}
+    for document in objects("RayCluster", "RayService"):
+        cluster = ray_cluster(document)
         token = cluster["authOptions"]["secretName"]
         assert f"secret generic {token} --from-literal=auth_token=" in readme
         redis = cluster["gcsFaultToleranceOptions"]
@@ -143,18 +128,6 @@ def test_references_lead_somewhere() -> None:
         assert f"secret generic {password['name']} --from-literal={password['key']}=" in readme
         host, port = redis["redisAddress"].split(":")
         assert int(port) in {entry["port"] for entry in named("Service", host)["spec"]["ports"]}
-
-
-def test_credentials_of_the_store_are_optional_and_the_database_is_not() -> None:
-    """Where pods have a role of the cloud there is no such secret; without a database there is nowhere to keep jobs."""
-    optional: dict[str, set[bool]] = {}
-    for template in pod_templates().values():
-        for container in containers(template):
-            for source in container.get("envFrom", []):
-                if "secretRef" in source:
-                    reference = source["secretRef"]
-                    optional.setdefault(reference["name"], set()).add(reference.get("optional", False))
-    assert optional == {"swiftkv-object-store": {True}, "swiftkv-hub": {True}, "swiftkv-database": {False}}
 
 
 def test_the_control_plane_keeps_nothing_in_its_pod() -> None:
@@ -167,49 +140,6 @@ def test_the_control_plane_keeps_nothing_in_its_pod() -> None:
     assert named("Deployment", "swiftkv-control-plane")["spec"]["strategy"]["type"] == "RollingUpdate"
 
 
-@pytest.mark.parametrize("name", pod_templates())
-def test_a_pod_has_longer_to_end_than_ray_takes_to_drain(name: str) -> None:
-    """Ray drains for its own 30 s whatever the pod's grace is, unless it is told; after the grace all is killed."""
-    spec = pod_templates()[name]["spec"]
-    if not spec["containers"][0]["name"].startswith("ray-"):
-        return
-    [container] = spec["containers"]
-    [drain] = [float(entry["value"]) for entry in container["env"] if entry["name"] == DRAIN]
-    assert drain + 30 <= spec["terminationGracePeriodSeconds"]
-    if {"serve", "api-keys"} <= {*(port["name"] for port in container["ports"])} | {
-        volume["name"] for volume in spec.get("volumes", [])
-    }:
-        assert drain >= DRAIN_TIMEOUT_S + 30, "a replica may finish what it has begun, and its proxy drains too"
-
-
-def test_ray_reads_the_variable_that_sets_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DRAIN, "271.5")
-    constants = importlib.util.find_spec("ray._private.ray_constants")
-    assert constants is not None
-    assert constants.loader is not None
-    module = importlib.util.module_from_spec(constants)
-    constants.loader.exec_module(module)
-    assert getattr(module, DRAIN) == 271.5
-
-
-def test_replicas_are_reached_where_their_proxy_answers() -> None:
-    """KubeRay's Service leads to every ready pod of the cluster, so one that serves nothing must not be ready."""
-    for group in named("RayCluster", "swiftkv-serve")["spec"]["workerGroupSpecs"]:
-        [container] = group["template"]["spec"]["containers"]
-        assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
-        assert {"name": "serve", "containerPort": 8001} in container["ports"]
-
-
-def test_every_replica_asks_for_keys() -> None:
-    path = environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_SERVE_API_KEYS_FILE"]
-    for name, template in pod_templates().items():
-        if name.startswith(("swiftkv-serve-", "swiftkv-model-")) and not name.endswith("-head"):
-            [container] = template["spec"]["containers"]
-            assert path.rpartition("/")[0] in {mount["mountPath"] for mount in container["volumeMounts"]}
-    config = yaml.safe_load(named("RayService", "swiftkv-model")["spec"]["serveConfigV2"])
-    assert [application["args"]["api_keys_file"] for application in config["applications"]] == [path]
-
-
 def test_budgets_of_ray_pods_are_whole_numbers_of_what_stays() -> None:
     """Kubernetes cannot tell how many pods a RayCluster wants: maxUnavailable and percentages fail there."""
     labels = {
@@ -217,7 +147,7 @@ def test_budgets_of_ray_pods_are_whole_numbers_of_what_stays() -> None:
         # What KubeRay sets.
         "swiftkv-serve-workers": {"ray.io/cluster": "swiftkv-serve", "ray.io/node-type": "worker"},
     }
-    budgets = {each.values[0]["metadata"]["name"]: each.values[0] for each in objects("PodDisruptionBudget")}
+    budgets = {each["metadata"]["name"]: each for each in objects("PodDisruptionBudget")}
     assert budgets.keys() == labels.keys()
     for name, budget in budgets.items():
         assert budget["spec"]["selector"]["matchLabels"] == labels[name]
@@ -227,19 +157,10 @@ def test_budgets_of_ray_pods_are_whole_numbers_of_what_stays() -> None:
 
 def test_selectors_find_pods() -> None:
     labels = [template["metadata"]["labels"] for template in pod_templates().values() if "metadata" in template]
-    for parameter in objects("Service", "Deployment", "StatefulSet"):
-        document = parameter.values[0]
+    for document in objects("Service", "Deployment", "StatefulSet"):
         selector = document["spec"]["selector"]
         wanted = selector if document["kind"] == "Service" else selector["matchLabels"]
         assert any(wanted.items() <= each.items() for each in labels), document["metadata"]["name"]
-
-
-def test_redis_is_open_to_what_keeps_its_state_there() -> None:
-    [rule] = named("NetworkPolicy", "swiftkv-redis")["spec"]["ingress"]
-    [source] = rule["from"]
-    assert source["podSelector"]["matchExpressions"] == [
-        {"key": "ray.io/node-type", "operator": "In", "values": ["head", "redis-cleanup"]}
-    ]
 
 
 def test_the_base_names_no_bucket_and_the_example_no_value() -> None:
@@ -276,32 +197,12 @@ def test_the_control_plane_listens_beyond_its_pod_behind_keys_that_are_mounted()
     assert told in (INFRA / "README.md").read_text()
 
 
-@pytest.mark.parametrize("document", objects("RayCluster", "RayService"))
-def test_ray_clusters_run_the_pinned_ray_behind_a_token(document: dict[str, Any]) -> None:
-    assert document["apiVersion"] == "ray.io/v1"
-    cluster = ray_cluster(document)
-    assert cluster["rayVersion"] == PINNED["ray"]
-    assert cluster["authOptions"] == {"mode": "token", "secretName": "swiftkv-ray-token"}
-    assert cluster["enableInTreeAutoscaling"] is True
-    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    for group in cluster["workerGroupSpecs"]:
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-        assert group["minReplicas"] < group["maxReplicas"], "the group can scale"
-        [container] = group["template"]["spec"]["containers"]
-        limit, request = (container["resources"][kind].get("nvidia.com/gpu") for kind in ("limits", "requests"))
-        assert limit == request
-        tolerations = group["template"]["spec"].get("tolerations", [])
-        assert any(toleration["key"] == "nvidia.com/gpu" for toleration in tolerations) == (request is not None)
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "KubeRay takes strings only"
-
-
 def test_the_serve_config_is_one_that_ray_and_our_application_accept() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     from swiftkv_platform.serve.args import ServeArgs
 
-    [service] = [parameter.values[0] for parameter in objects("RayService")]
+    [service] = objects("RayService")
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     worker = ray_cluster(service)["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
     assert config.http_options.port in {port["containerPort"] for port in worker["ports"]}
@@ -316,3 +217,58 @@ def test_the_serve_config_is_one_that_ray_and_our_application_accept() -> None:
     assert arguments.max_replicas <= group["maxReplicas"], "one GPU a replica, one GPU a worker"
     assert arguments.artifact_uri is not None
     assert arguments.artifact_uri.startswith(f"{NO_BUCKET}/"), "to be given, as the model's id"
+
+
+def test_a_pod_has_longer_to_end_than_ray_takes_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray drains for its own 30 s whatever the pod's grace is, unless it is told; after the grace all is killed."""
+    for template in pod_templates().values():
+        spec = template["spec"]
+        if spec["containers"][0]["name"].startswith("ray-"):
+            [container] = spec["containers"]
+            [drain] = [float(entry["value"]) for entry in container["env"] if entry["name"] == DRAIN]
+            assert drain + 30 <= spec["terminationGracePeriodSeconds"]
+            ports = {port["name"] for port in container["ports"]}
+            if {"serve", "api-keys"} <= ports | {volume["name"] for volume in spec.get("volumes", [])}:
+                assert drain >= DRAIN_TIMEOUT_S + 30, "a replica finishes what it has begun, and its proxy drains too"
+    monkeypatch.setenv(DRAIN, "271.5")  # Ray reads it
+    constants = importlib.util.find_spec("ray._private.ray_constants")
+    assert constants is not None
+    assert constants.loader is not None
+    module = importlib.util.module_from_spec(constants)
+    constants.loader.exec_module(module)
+    assert getattr(module, DRAIN) == 271.5
+
+
+def test_replicas_are_reached_where_their_proxy_answers_and_ask_for_keys() -> None:
+    """KubeRay's Service leads to every ready pod of the cluster, so one that serves nothing must not be ready."""
+    for group in named("RayCluster", "swiftkv-serve")["spec"]["workerGroupSpecs"]:
+        [container] = group["template"]["spec"]["containers"]
+        assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+        assert {"name": "serve", "containerPort": 8001} in container["ports"]
+    path = environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_SERVE_API_KEYS_FILE"]
+    for name, template in pod_templates().items():
+        if name.startswith(("swiftkv-serve-", "swiftkv-model-")) and not name.endswith("-head"):
+            [container] = template["spec"]["containers"]
+            assert path.rpartition("/")[0] in {mount["mountPath"] for mount in container["volumeMounts"]}
+    config = yaml.safe_load(named("RayService", "swiftkv-model")["spec"]["serveConfigV2"])
+    assert [application["args"]["api_keys_file"] for application in config["applications"]] == [path]
+
+
+def test_ray_clusters_run_the_pinned_ray_behind_a_token() -> None:
+    for document in objects("RayCluster", "RayService"):
+        assert document["apiVersion"] == "ray.io/v1"
+        cluster = ray_cluster(document)
+        assert cluster["rayVersion"] == PINNED["ray"]
+        assert cluster["authOptions"] == {"mode": "token", "secretName": "swiftkv-ray-token"}
+        assert cluster["enableInTreeAutoscaling"] is True
+        assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+        for group in cluster["workerGroupSpecs"]:
+            assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+            assert group["minReplicas"] < group["maxReplicas"], "the group can scale"
+            [container] = group["template"]["spec"]["containers"]
+            limit, request = (container["resources"][kind].get("nvidia.com/gpu") for kind in ("limits", "requests"))
+            assert limit == request
+            tolerations = group["template"]["spec"].get("tolerations", [])
+            assert any(each["key"] == "nvidia.com/gpu" for each in tolerations) == (request is not None)
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "KubeRay takes strings"

@@ -26,19 +26,8 @@ from tests.infra_files import environments, kustomizations, named
 from tests.recipes import RECIPES
 
 Resources = dict[str, float]
+
 Schedule = Callable[[Sequence[Resources], Sequence[Resources]], SchedulingReply]
-
-
-@pytest.fixture(scope="module")
-def schedule() -> Schedule:
-    """Nodes of the cluster of jobs."""
-    return scheduler("swiftkv-ray")
-
-
-@pytest.fixture(scope="module")
-def schedule_serving() -> Schedule:
-    """Nodes of the cluster that serves."""
-    return scheduler("swiftkv-serve")
 
 
 def scheduler(name: str) -> Schedule:
@@ -94,42 +83,31 @@ def infeasible(reply: SchedulingReply) -> list[str]:
     return [str(each) for each in (*reply.infeasible_gang_resource_requests, *reply.infeasible_resource_requests)]
 
 
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    """Nodes of the cluster of jobs."""
+    return scheduler("swiftkv-ray")
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_gets_its_nodes(schedule: Schedule, recipe: Path) -> None:
+def test_every_recipe_gets_its_nodes_and_reserves_its_memory(schedule: Schedule, recipe: Path) -> None:
     spec = load_spec(recipe)
     task = resources_from_ray_options(task_options(spec.resources))
     # Data is written and calibration collected by as many tasks as training has workers; one prepares and evaluates.
     assert infeasible(schedule([], [driver()] + [task] * spec.resources.max_workers)) == []
     assert infeasible(schedule(workers(spec), [driver()])) == []
+    if not recipe.stem.startswith("builtin-"):
+        assert task["memory"] == workers(spec)[0]["memory"] == spec.resources.memory_per_worker
 
 
-@pytest.mark.parametrize(
-    "recipe", [path for path in RECIPES if not path.stem.startswith("builtin-")], ids=lambda path: path.stem
-)
-def test_recipes_reserve_memory_for_tasks_and_workers(recipe: Path) -> None:
-    spec = load_spec(recipe)
-    assert resources_from_ray_options(task_options(spec.resources))["memory"] == spec.resources.memory_per_worker
-    assert workers(spec)[0]["memory"] == spec.resources.memory_per_worker
-
-
-def test_drivers_leave_the_head(schedule: Schedule) -> None:
-    reply = schedule([], [driver()])
-    assert [launch.instance_type for launch in reply.to_launch] == ["cpu"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_tensor_parallel_replicas_get_their_nodes(schedule_serving: Schedule, size: int) -> None:
-    assert replica(size)["GPU"] == size
-    assert infeasible(schedule_serving([], [replica(size)])) == []
-
-
-def test_a_replica_without_gpu_takes_no_node_with_one(schedule_serving: Schedule) -> None:
-    reply = schedule_serving([], [{"CPU": 1.0}])
-    assert [launch.instance_type for launch in reply.to_launch] == ["cpu"]
-
-
-def test_what_no_group_has_is_infeasible(schedule: Schedule, schedule_serving: Schedule) -> None:
-    """The schedulers of this test can refuse."""
+def test_drivers_and_replicas_get_their_nodes(schedule: Schedule) -> None:
+    """Drivers leave the head; a replica without GPU takes no node with one; what no group has is infeasible."""
+    assert [launch.instance_type for launch in schedule([], [driver()]).to_launch] == ["cpu"]
+    serving = scheduler("swiftkv-serve")
+    for size in (1, 2, 8):
+        assert replica(size)["GPU"] == size
+        assert infeasible(serving([], [replica(size)])) == []
+    assert [launch.instance_type for launch in serving([], [{"CPU": 1.0}]).to_launch] == ["cpu"]
     unknown = {"CPU": 1.0, "GPU": 1.0, "accelerator_type:UNKNOWN": 0.001}
     assert len(infeasible(schedule([unknown], []))) == 1
-    assert len(infeasible(schedule_serving([], [replica(16)]))) == 1
+    assert len(infeasible(serving([], [replica(16)]))) == 1

@@ -17,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.infra_files import INFRA, KUBERNETES, ROOT, containers, templates_of
+from tests.infra_files import INFRA, KUBERNETES, ROOT, containers, documents, parsed, templates_of
 from tests.requirements import missing
 
 VALUES = {
@@ -26,11 +26,15 @@ VALUES = {
     "CONTROL_PLANE_IMAGE": "registry.example.com/swiftkv-control-plane:0.1.0",
     "CLUSTER_IMAGE": "registry.example.com/swiftkv-cluster:0.1.0",
 }
+
 CRDS = Path(os.environ.get("SWIFTKV_KUBERAY_CRDS", ROOT.parent / "shared" / "data" / "kuberay-crds"))
 """KubeRay's own definitions (`ray-operator/config/crd/bases` there), which are no part of this repository."""
+
 OPERATOR = ("PodMonitor", "PrometheusRule")
 """Kinds of the Prometheus operator; tests/unit/test_monitoring.py looks at them."""
-RENDERINGS = ("base", "production", "components")
+
+RENDERINGS = ("base", "components")
+"""Renderings whose every object is looked at; production's own are among those with all components."""
 
 
 def kubectl() -> str:
@@ -65,7 +69,7 @@ def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[
     for name, directory in (("base", KUBERNETES / "base"), ("production", plain), ("components", full)):
         done = render(directory)
         assert done.returncode == 0, done.stderr
-        found[name] = list(yaml.safe_load_all(done.stdout))
+        found[name] = parsed(done.stdout)
     return found
 
 
@@ -75,7 +79,7 @@ def ray_schema(kind: str) -> dict[str, Any]:
     path = CRDS / f"ray.io_{kind.lower()}s.yaml"
     if not path.exists():  # no program that could be installed, so not even SWIFTKV_REQUIRE_ALL asks for them
         pytest.skip(f"no KubeRay CRDs at {CRDS}; SWIFTKV_KUBERAY_CRDS names another directory")
-    versions = yaml.safe_load(path.read_text())["spec"]["versions"]
+    versions = documents(path)[0]["spec"]["versions"]
     [schema] = [version["schema"]["openAPIV3Schema"] for version in versions if version["name"] == "v1"]
     strict: dict[str, Any] = copy.deepcopy(schema)
     for part in strict["properties"].values():
@@ -100,18 +104,26 @@ def of_kind(documents: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
-def test_core_objects_follow_their_schema(renderings: dict[str, list[dict[str, Any]]], rendering: str) -> None:
-    core = [each for each in renderings[rendering] if each["kind"] not in ("RayCluster", "RayService", *OPERATOR)]
+def test_core_objects_and_pods_follow_their_schema(renderings: dict[str, list[dict[str, Any]]], rendering: str) -> None:
+    documents = renderings[rendering]
+    core = [each for each in documents if each["kind"] not in ("RayCluster", "RayService", *OPERATOR)]
     assert {"ConfigMap", "Deployment", "NetworkPolicy", "Service"} <= {document["kind"] for document in core}
-    for document in core:
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": template["spec"]}
+        for name, template in templates_of(documents).items()
+    ]
+    for document in (*core, *pods):
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
-
-
-@pytest.mark.parametrize("rendering", RENDERINGS)
-def test_pods_follow_their_schema(renderings: dict[str, list[dict[str, Any]]], rendering: str) -> None:
-    for name, template in templates_of(renderings[rendering]).items():
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": template["spec"]}
-        kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    there = {document["metadata"]["name"] for document in of_kind(documents, "ConfigMap")}
+    wanted = {
+        source["configMapRef"]["name"]
+        for template in templates_of(documents).values()
+        for container in containers(template)
+        for source in container.get("envFrom", [])
+        if "configMapRef" in source
+    }
+    assert wanted <= there
+    assert all(re.fullmatch(r"swiftkv-[a-z-]+-[a-z0-9]{10}", name) for name in wanted), "by a name with a hash"
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
@@ -121,14 +133,10 @@ def test_ray_objects_follow_kuberays_schema(renderings: dict[str, list[dict[str,
     for document in documents:
         errors = jsonschema.Draft202012Validator(ray_schema(document["kind"])).iter_errors(document)
         assert [(error.json_path, error.message) for error in errors] == []
-
-
-def test_the_schema_of_kuberay_refuses_what_it_does_not_know(renderings: dict[str, list[dict[str, Any]]]) -> None:
-    document = copy.deepcopy(of_kind(renderings["base"], "RayCluster")[0])
-    document["spec"]["gcsFaultTolerance"] = {}
-    document["spec"]["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"] = "long"
-    errors = list(jsonschema.Draft202012Validator(ray_schema("RayCluster")).iter_errors(document))
-    assert len(errors) == 2
+    broken = copy.deepcopy(of_kind(documents, "RayCluster")[0])
+    broken["spec"]["gcsFaultTolerance"] = {}
+    broken["spec"]["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"] = "long"
+    assert len(list(jsonschema.Draft202012Validator(ray_schema("RayCluster")).iter_errors(broken))) == 2
 
 
 def test_production_has_the_values_that_were_given(renderings: dict[str, list[dict[str, Any]]]) -> None:
@@ -148,30 +156,13 @@ def test_production_has_the_values_that_were_given(renderings: dict[str, list[di
     assert "REQUIRED" not in yaml.safe_dump_all(renderings["production"])
 
 
-@pytest.mark.parametrize("left_out", [None, *VALUES])
-def test_production_is_not_rendered_without_its_values(tmp_path: Path, left_out: str | None) -> None:
-    values = {name: value for name, value in VALUES.items() if name != left_out}
-    done = render(copy_of_infra(tmp_path, None if left_out is None else values))
-    assert done.returncode != 0
-    assert (left_out or "values.env") in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.parametrize("rendering", RENDERINGS)
-def test_config_maps_are_found_by_a_name_with_a_hash(
-    renderings: dict[str, list[dict[str, Any]]], rendering: str
-) -> None:
-    documents = renderings[rendering]
-    there = {document["metadata"]["name"] for document in of_kind(documents, "ConfigMap")}
-    wanted = {
-        source["configMapRef"]["name"]
-        for template in templates_of(documents).values()
-        for container in containers(template)
-        for source in container.get("envFrom", [])
-        if "configMapRef" in source
-    }
-    assert wanted <= there
-    assert all(re.fullmatch(r"swiftkv-[a-z-]+-[a-z0-9]{10}", name) for name in wanted)
+def test_production_is_not_rendered_without_its_values(tmp_path: Path) -> None:
+    for left_out in (None, *VALUES):
+        values = {name: value for name, value in VALUES.items() if name != left_out}
+        done = render(copy_of_infra(tmp_path / str(left_out), None if left_out is None else values))
+        assert done.returncode != 0
+        assert (left_out or "values.env") in done.stderr
+        assert done.stdout == ""
 
 
 def test_a_changed_setting_rolls_the_control_plane(tmp_path: Path) -> None:
@@ -179,7 +170,7 @@ def test_a_changed_setting_rolls_the_control_plane(tmp_path: Path) -> None:
     for bucket in ("s3://one", "s3://two"):
         directory = tmp_path / bucket.removeprefix("s3://")
         done = render(copy_of_infra(directory, {**VALUES, "STORAGE_URI": bucket}))
-        template = templates_of(list(yaml.safe_load_all(done.stdout)))["swiftkv-control-plane"]
+        template = templates_of(parsed(done.stdout))["swiftkv-control-plane"]
         names.append(template["spec"]["containers"][0]["envFrom"][0]["configMapRef"]["name"])
     assert names[0] != names[1]
 

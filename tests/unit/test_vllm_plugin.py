@@ -80,4 +80,4 @@ def test_a_process_of_vllms_ends_with_a_frontend_that_is_killed() -> None:
 def test_importing_the_entry_point_imports_no_framework() -> None:
     script = "import sys, swiftkv_platform.vllm; print(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert not set(output.split()) & {"torch", "transformers", "pydantic", "ray", "boto3", "sqlalchemy", "fastapi"}
+    assert not set(output.split()) & {"torch", "transformers", "pydantic", "ray", "obstore", "sqlalchemy", "fastapi"}

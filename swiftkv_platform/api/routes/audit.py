@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request, Security
 
 from swiftkv_platform.api.dependencies import NewestFirst, get_caller
 from swiftkv_platform.api.schemas import Answer, ListAnswer, list_answer
-from swiftkv_platform.database.audit import SqlAudit
+from swiftkv_platform.database.access import SqlAudit
 from swiftkv_platform.errors import ForbiddenError
 from swiftkv_platform.orchestration.audit import AuditEntry, AuditFilter
 from swiftkv_platform.orchestration.service import Caller

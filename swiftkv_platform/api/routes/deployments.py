@@ -17,6 +17,7 @@ from swiftkv_platform.api.catalog_schemas import (
     DeploymentMetricsAnswer,
     ReplicaMetricsAnswer,
 )
+from swiftkv_platform.api.changes import IfMatch, tag
 from swiftkv_platform.api.dependencies import (
     Asker,
     Deployer,
@@ -28,14 +29,13 @@ from swiftkv_platform.api.dependencies import (
     source_rules,
     tenant_access,
 )
-from swiftkv_platform.api.preconditions import IfMatch, tag
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.deploying import DeploymentService
-from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
+from swiftkv_platform.orchestration.deployment import RouteRules
+from swiftkv_platform.orchestration.limits import DeploymentLimits
 from swiftkv_platform.orchestration.registry import RegistryService
-from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.specs.deployment import DeploymentSpec
 

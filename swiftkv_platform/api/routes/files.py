@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -12,16 +16,79 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from swiftkv_platform.api.dependencies import Parts, Reader, TheSettings, Writer, file_limits
-from swiftkv_platform.api.file_schemas import FileAnswer, FileDeletedAnswer
-from swiftkv_platform.api.schemas import ListAnswer, list_answer
-from swiftkv_platform.api.upload_places import UploadPlaces
-from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.files import Purpose
+from swiftkv_platform.api.dependencies import Parts, Reader, TheSettings, Writer, paged
+from swiftkv_platform.api.schemas import Answer, ListAnswer, list_answer
+from swiftkv_platform.errors import InvalidInputError, OverloadedError
+from swiftkv_platform.orchestration.files import File, Purpose
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.service import Caller
-from swiftkv_platform.orchestration.uploading import FileService
-from swiftkv_platform.web.openai_errors import ERROR_RESPONSES
+from swiftkv_platform.orchestration.uploading import FileLimits, FileService
+from swiftkv_platform.web.problems import ERROR_RESPONSES
+
+
+class FileAnswer(Answer):
+    """An uploaded file. Times are Unix seconds."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    """Name as it was uploaded."""
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+    """Every row has been looked at before the file was kept."""
+    expires_at: int | None
+    """From then on no new job may use the file; it is deleted once no job does."""
+    sha256: str
+    rows: int
+    format: str
+    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+
+    @classmethod
+    def of(cls, file: File) -> Self:
+        return cls.model_validate({**vars(file), "bytes": file.size})
+
+
+class FileDeletedAnswer(Answer):
+    """Confirmation that a file is deleted."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+MOST = 8
+"""Uploads that a control plane reads at a time."""
+MOST_OF_A_TENANT = 2
+_RETRY_AFTER_S = 5.0
+
+
+class UploadPlaces:
+    """Places of uploads under way, by tenant."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+        self._lock = Lock()
+
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Hold a place. Raises `OverloadedError` where none is free."""
+        with self._lock:
+            if self._taken.total() >= MOST or self._taken[tenant] >= MOST_OF_A_TENANT:
+                raise OverloadedError(
+                    f"{self._taken[tenant]} uploads of tenant {tenant!r} are under way, {self._taken.total()} in all; "
+                    f"at most {MOST_OF_A_TENANT} of a tenant and {MOST} in all are read at a time",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[tenant] -= 1
+                self._taken += Counter()  # forgets tenants without any
+
 
 PATH = "/v1/files"
 FORM_BYTES = 1 << 16
@@ -35,9 +102,8 @@ router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
 
 
 def _service(parts: Parts, settings: TheSettings) -> FileService:
-    return FileService(
-        parts.files, parts.objects, clock=parts.clock, limits=file_limits(settings), policies=parts.policies
-    )
+    limits = FileLimits(settings.max_file_bytes, settings.max_file_rows)
+    return FileService(parts.files, parts.objects, clock=parts.clock, limits=limits, policies=parts.policies)
 
 
 Service = Annotated[FileService, Depends(_service)]
@@ -102,9 +168,7 @@ async def upload_file(request: Request, service: Service, caller: Writer) -> Fil
 def _keep(form: FormData, service: FileService, caller: Caller) -> FileAnswer:
     upload = form.get("file")
     if not isinstance(upload, UploadFile):
-        raise InvalidInputError(
-            "file is missing; a file of JSON Lines in the form's field `file` would do", field="file"
-        )
+        raise InvalidInputError("file is missing; send a file of JSON Lines in the form's field `file`", field="file")
     file = service.upload(
         upload.file,
         filename=_filename(upload.filename or ""),
@@ -119,7 +183,7 @@ def _filename(name: str) -> str:
     plain = name.replace("\\", "/").rpartition("/")[2] or "upload.jsonl"
     if not plain.isprintable() or len(plain) > _LONGEST_NAME:
         raise InvalidInputError(
-            f"file has the name {plain[:64]!a}; one of at most {_LONGEST_NAME} printable characters would do",
+            f"file has the name {plain[:64]!a}; use one of at most {_LONGEST_NAME} printable characters",
             field="file",
             value=ascii(plain[:64]),
         )
@@ -141,12 +205,12 @@ def _life(form: FormData) -> int | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        message = f"expires_after.anchor is {str(anchor)[:64]!a}; 'created_at' would do"
+        message = f"expires_after.anchor is {str(anchor)[:64]!a}; only 'created_at' is accepted"
         raise InvalidInputError(message, field="expires_after.anchor", value=str(anchor)[:64])
     text = str(seconds)
     if not text.isdecimal() or len(text) > 9 or not _SHORTEST_LIFE_S <= int(text) <= _LONGEST_LIFE_S:
         raise InvalidInputError(
-            f"expires_after.seconds is {text[:64]!a}; {_SHORTEST_LIFE_S} to {_LONGEST_LIFE_S} would do",
+            f"expires_after.seconds is {text[:64]!a}; {_SHORTEST_LIFE_S} to {_LONGEST_LIFE_S} is accepted",
             field="expires_after.seconds",
             value=text[:64],
         )
@@ -157,16 +221,14 @@ def _life(form: FormData) -> int | None:
 def list_files(
     parts: Parts,
     caller: Reader,
-    after: Annotated[str | None, Query(description="`last_id` of the page before")] = None,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+    page: Annotated[Page, Depends(paged(1000, "desc", most=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListAnswer[FileAnswer]:
     """Files, newest first."""
-    found = parts.files.list(Page(after, limit, order), tenant=caller.tenant)
+    found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)
-    return list_answer(found, FileAnswer.of, lambda file: file.id, order)
+    return list_answer(found, FileAnswer.of, lambda file: file.id, page.order)
 
 
 @router.get("/{file_id}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 
-from swiftkv_platform.api.dependencies import Components, NewestFirst, Parts, Reader, Writer
+from swiftkv_platform.api.dependencies import Components, NewestFirst, Parts, Reader, Writer, paged
 from swiftkv_platform.api.fine_tuning_requests import CreateFineTuningJob, job_spec
 from swiftkv_platform.api.fine_tuning_schemas import (
     FineTuningCheckpointAnswer,
@@ -19,7 +19,7 @@ from swiftkv_platform.api.schemas import CheckpointAnswer, ListAnswer, list_answ
 from swiftkv_platform.orchestration.job import Job
 from swiftkv_platform.orchestration.ports import JobFilter, Page
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
-from swiftkv_platform.web.openai_errors import ERROR_RESPONSES
+from swiftkv_platform.web.problems import ERROR_RESPONSES
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], responses=ERROR_RESPONSES)
 
@@ -94,15 +94,11 @@ def list_fine_tuning_checkpoints(
     job_id: str,
     parts: Parts,
     caller: Reader,
-    after: Annotated[str | None, Query(description="`last_id` of the page before")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 10,
-    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+    page: Annotated[Page, Depends(paged(10, "desc"))],
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
-    found = page_of(
-        parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, Page(after, limit, order)
-    )
+    found = page_of(parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, page)
     return list_answer(found, lambda each: _checkpoint(parts, job_id, each), lambda each: each.id)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from swiftkv_platform.api.dependencies import Components
-from swiftkv_platform.api.instruments import ControlPlaneHistograms
-from swiftkv_platform.api.probing import Kept, complaint_of
+from swiftkv_platform.api.instruments import Kept, complaint_of
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
 from swiftkv_platform.web.swagger import OPEN
@@ -23,8 +21,7 @@ router = APIRouter(tags=["operations"])
 _CHECK_TIMEOUT_S = 10.0
 _KEEP_CHECK_S = 2.0
 _KEEP_PING_S = 30.0
-_KEEP_COUNTS_S = 10.0
-"""Seconds that an answer is kept: counting reads a whole index, a ping writes to the store, no key is asked for."""
+"""Seconds that an answer is kept: a ping writes to the store, and no key is asked for."""
 
 
 @router.get("/healthz", openapi_extra=OPEN)
@@ -37,26 +34,22 @@ async def healthz() -> dict[str, str]:
 async def readyz(request: Request) -> Response:
     """Database, Ray and object store answer, and the loops come around; 503 names those that do not."""
     readiness: Readiness = request.app.state.readiness
-    complaints = await readiness.complaints()
-    errors = [
-        FieldProblem(field=name, message=complaint) for name, complaint in complaints.items() if complaint is not None
-    ]
-    if errors:
-        detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
-        return problem_response(make_problem(request.url.path, 503, "not_ready", detail, errors))
-    return JSONResponse({"status": "ok", "checks": dict.fromkeys(readiness.checks, "ok")})
+    return _readiness(request, await readiness.complaints())
 
 
 @router.get("/readyz/{check}", response_model=None, openapi_extra=OPEN)
 async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
     """One of them answers: a load balancer asks for the database alone, without which no route does."""
     readiness: Readiness = request.app.state.readiness
-    complaint = await readiness.complaint(check)
-    if complaint is not None:
-        errors = [FieldProblem(field=check, message=complaint)]
-        detail = f"{check}: {complaint}"
+    return _readiness(request, {check: await readiness.complaint(check)})
+
+
+def _readiness(request: Request, complaints: Mapping[str, str | None]) -> Response:
+    errors = [FieldProblem(field=name, message=found) for name, found in complaints.items() if found is not None]
+    if errors:
+        detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
         return problem_response(make_problem(request.url.path, 503, "not_ready", detail, errors))
-    return JSONResponse({"status": "ok", "checks": {check: "ok"}})
+    return JSONResponse({"status": "ok", "checks": dict.fromkeys(complaints, "ok")})
 
 
 class Readiness:
@@ -96,73 +89,3 @@ async def _complaint(ask: Callable[[], str | None]) -> str | None:
 def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)
-
-
-def metrics_registry(
-    parts: Components,
-    loops: Sequence[ControlLoop],
-    jobs_put_off: Callable[[], int],
-    files: Mapping[str, Callable[[], bool]],
-    histograms: ControlPlaneHistograms,
-) -> CollectorRegistry:
-    """Metrics of one control plane, read when they are asked for; what takes a query is asked now and then.
-
-    Args:
-        files: whether the newest version of each of the operator's files is usable, by name.
-        histograms: what is counted when it happens.
-    """
-    registry = CollectorRegistry()
-    histograms.register(registry)
-    registry.register(_Collector(parts, loops, jobs_put_off, files))
-    return registry
-
-
-class _Collector:
-    def __init__(
-        self,
-        parts: Components,
-        loops: Sequence[ControlLoop],
-        jobs_put_off: Callable[[], int],
-        files: Mapping[str, Callable[[], bool]],
-    ) -> None:
-        self._jobs = Kept(parts.jobs.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
-        self._deliveries = Kept(parts.outbox.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
-        self._jobs_put_off = jobs_put_off
-        self._loops = loops
-        self._files = files
-
-    def describe(self) -> Iterable[Metric]:
-        """Announce no metric ahead of time: registering must not read the database."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        jobs = GaugeMetricFamily("swiftkv_jobs", "Jobs by status.", labels=["status"])
-        for status, count in self._jobs.get().items():
-            jobs.add_metric([status.value], count)
-        yield jobs
-        deliveries = GaugeMetricFamily("swiftkv_webhook_deliveries", "Webhook deliveries by status.", labels=["status"])
-        for outcome, count in self._deliveries.get().items():
-            deliveries.add_metric([outcome], count)
-        yield deliveries
-        files = GaugeMetricFamily(
-            "swiftkv_operator_file_usable", "Whether a file's newest version is usable and holds.", labels=["file"]
-        )
-        for name, is_usable in self._files.items():
-            files.add_metric([name], float(is_usable()))
-        yield files
-        yield GaugeMetricFamily(
-            "swiftkv_jobs_put_off",
-            "Jobs that failed to be handled in the latest round and are tried again.",
-            value=self._jobs_put_off(),
-        )
-        stalled = GaugeMetricFamily(
-            "swiftkv_loop_stalled", "Whether a control loop gets nowhere; /readyz is 503 then.", labels=["loop"]
-        )
-        ticks = GaugeMetricFamily(
-            "swiftkv_loop_last_success_timestamp_seconds", "When a control loop last came around.", labels=["loop"]
-        )
-        for loop in self._loops:
-            stalled.add_metric([loop.name], loop.is_stalled)
-            ticks.add_metric([loop.name], loop.last_success or 0.0)
-        yield stalled
-        yield ticks

@@ -42,7 +42,7 @@ def list_events(
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     if "text/event-stream" not in request.headers.get("accept", ""):
-        return list_answer(parts.jobs.events(job_id, page), EventAnswer.of, lambda event: event.id)
+        return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate, lambda event: event.id)
     after = last_event_id or page.after
     parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # an unknown `after` is told before the stream begins
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
@@ -59,7 +59,7 @@ async def _follow_events(
         following = followers.follow(job_id, after, has_ended=job.status.is_terminal)
         async with aclosing(following) as events:
             async for event in events:
-                yield {"id": event.id, "event": event.type, "data": EventAnswer.of(event).model_dump_json()}
+                yield {"id": event.id, "event": event.type, "data": EventAnswer.model_validate(event).model_dump_json()}
     except DatabaseUnavailableError as error:
         get_logger().warning("event stream ended early", job_id=job_id, reason=error.message)
 

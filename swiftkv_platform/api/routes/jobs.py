@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
@@ -19,7 +18,6 @@ from swiftkv_platform.api.dependencies import (
     TheSettings,
     TheWatches,
     Writer,
-    job_limits,
     prices,
     read_object,
     source_rules,
@@ -30,8 +28,9 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import machines
 from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.orchestration.limits import JobLimits
+from swiftkv_platform.orchestration.parents import PublishRules
 from swiftkv_platform.orchestration.ports import JobFilter
-from swiftkv_platform.orchestration.publishing import PublishRules
 from swiftkv_platform.orchestration.service import JobService
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
@@ -60,7 +59,7 @@ def _service(parts: Parts, settings: TheSettings, parents: TheParents, present: 
         webhooks=webhook_rules(settings),
         prices=prices(settings),
         machines=machines(settings),
-        limits=job_limits(settings),
+        limits=JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s),
         files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
         parents=parents,
         publishing=PublishRules(settings.publish_targets),
@@ -91,29 +90,22 @@ Submit = Annotated[Callable[[JobSpec], Job], Depends(_submission)]
 """Submission of the caller's job, with the headers that every route that submits one takes."""
 
 
-def _creation(submit: Submit, present: Present, response: Response) -> Callable[[JobSpec], JobAnswer]:
-    def create(spec: JobSpec) -> JobAnswer:
-        job = submit(spec)
-        response.headers["Location"] = f"/jobs/{job.id}"
-        return present(job)
-
-    return create
-
-
-Create = Annotated[Callable[[JobSpec], JobAnswer], Depends(_creation)]
-"""Submission of the caller's job, and the answer that names its place."""
+def place(response: Response, job: JobAnswer) -> JobAnswer:
+    """The answer of a new job, which names its place."""
+    response.headers["Location"] = f"/jobs/{job.id}"
+    return job
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
-def create_job(spec: JobSpec, create: Create) -> JobAnswer:
+def create_job(spec: JobSpec, submit: Submit, present: Present, response: Response) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
-    return create(spec)
+    return place(response, present(submit(spec)))
 
 
 @router.post("/validate")
 def validate_job(spec: JobSpec, service: Service, caller: Writer) -> EstimateAnswer:
     """Check a spec as submitting it would, and say what it would make; stores nothing."""
-    return EstimateAnswer(**asdict(service.validate(spec, caller)))
+    return EstimateAnswer(**dict(service.validate(spec, caller)))
 
 
 @router.get("")

@@ -8,7 +8,17 @@ from fastapi import APIRouter, Depends, Path, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from swiftkv_platform.api.catalog_schemas import ModelAnswer
+from swiftkv_platform.api.catalog_schemas import (
+    AliasAnswer,
+    ComparisonAnswer,
+    CreateModel,
+    LineageAnswer,
+    ModelAnswer,
+    PromotionAnswer,
+    PromotionRequest,
+    RollbackRequest,
+)
+from swiftkv_platform.api.changes import IfMatch, tag
 from swiftkv_platform.api.dependencies import (
     Deletions,
     Deployer,
@@ -17,30 +27,23 @@ from swiftkv_platform.api.dependencies import (
     Reader,
     TheParents,
     Writer,
-    registry_service,
 )
-from swiftkv_platform.api.model_requests import CreateModel
-from swiftkv_platform.api.preconditions import IfMatch, tag
-from swiftkv_platform.api.registry_schemas import (
-    AliasAnswer,
-    ComparisonAnswer,
-    LineageAnswer,
-    PromotionAnswer,
-    PromotionRequest,
-    RollbackRequest,
-)
-from swiftkv_platform.api.routes.jobs import Create
+from swiftkv_platform.api.routes.jobs import Present, Submit, place
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
-from swiftkv_platform.orchestration.parents import publishing_spec
+from swiftkv_platform.orchestration.parents import copying_spec, publishing_spec
 from swiftkv_platform.orchestration.ports import Page, Slice
-from swiftkv_platform.orchestration.publishing import copying_spec
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.specs.publish import PublicationSpec
 
 router = APIRouter(tags=["models"])
 
-Service = Annotated[RegistryService, Depends(registry_service)]
+
+def _registry(parts: Parts) -> RegistryService:
+    return RegistryService(parts.registry, clock=parts.clock)
+
+
+Service = Annotated[RegistryService, Depends(_registry)]
 Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
 
 _MOST_DEPLOYMENTS = 1000
@@ -49,11 +52,14 @@ _MOST_DEPLOYMENTS = 1000
 @router.get("/models")
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
-    return list_answer(parts.catalog.list_models(page, tenant=caller.tenant), ModelAnswer.of, lambda model: model.id)
+    found = parts.catalog.list_models(page, tenant=caller.tenant)
+    return list_answer(found, ModelAnswer.model_validate, lambda model: model.id)
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
-def create_model(body: CreateModel, parents: TheParents, caller: Writer, create: Create) -> JobAnswer:
+def create_model(
+    body: CreateModel, parents: TheParents, caller: Writer, submit: Submit, present: Present, response: Response
+) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
 
     It trains nothing, takes the checkpoint's spec for the rest, and counts as any other job. Its model is the job's
@@ -64,13 +70,13 @@ def create_model(body: CreateModel, parents: TheParents, caller: Writer, create:
         spec = publishing_spec(found, body.changes())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-    return create(spec)
+    return place(response, present(submit(spec)))
 
 
 @router.get("/models/{model_id}")
 def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
     """One model."""
-    return ModelAnswer.of(parts.catalog.get_model(model_id, tenant=caller.tenant))
+    return ModelAnswer.model_validate(parts.catalog.get_model(model_id, tenant=caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
@@ -97,7 +103,9 @@ def publish_model(
     parts: Parts,
     parents: TheParents,
     caller: Writer,
-    create: Create,
+    submit: Submit,
+    present: Present,
+    response: Response,
 ) -> JobAnswer:
     """Submit a job that copies the model to a hub repository, a bucket or a directory; copying it again changes
     nothing. It is the job's answer that is returned.
@@ -105,7 +113,7 @@ def publish_model(
     Where the operator opens no such place, the request is answered with 422.
     """
     model = parts.catalog.get_model(model_id, tenant=caller.tenant)
-    return create(copying_spec(parents.find(model.id, caller.tenant), body))
+    return place(response, present(submit(copying_spec(parents.find(model.id, caller.tenant), body))))
 
 
 @router.post("/models/{model_id}/promote")
@@ -121,7 +129,7 @@ def promote_model(
         model_id, body.alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected
     )
     tag(response, promotion.version)
-    return PromotionAnswer.of(promotion)
+    return PromotionAnswer.model_validate(promotion)
 
 
 @router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
@@ -158,4 +166,4 @@ def roll_back(
     """
     promotion = service.rollback(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
     tag(response, promotion.version)
-    return PromotionAnswer.of(promotion)
+    return PromotionAnswer.model_validate(promotion)

@@ -42,16 +42,14 @@ def list_artifacts(
 ) -> ListAnswer[ArtifactFileAnswer]:
     """The files of the distilled model, by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
-    files = list(_files(parts, job).items())
 
     def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
         path, file = item
         url = parts.objects.presigned_url(f"{job.attempt_id.artifact_prefix}/{path}", _URL_LIFETIME_S)
-        if url is None:
-            url = str(request.url_for("download_artifact", job_id=job.id, path=path))
+        url = url or str(request.url_for("download_artifact", job_id=job.id, path=path))
         return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
 
-    kept = page_of(files, lambda item: item[0], page)
+    kept = page_of(list(_files(parts, job).items()), lambda item: item[0], page)
     return list_answer(kept, answer, lambda file: file.path)
 
 
@@ -61,11 +59,8 @@ def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader) -> S
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _files(parts, job).get(path)
     if file is None:
-        raise NotFoundError(
-            f"job {job_id} has no artifact file {path!r}; GET /jobs/{job_id}/artifacts lists them",
-            field="path",
-            value=path,
-        )
+        message = f"job {job_id} has no artifact file {path!r}; GET /jobs/{job_id}/artifacts lists them"
+        raise NotFoundError(message, field="path", value=path)
     return StreamingResponse(
         parts.objects.stream(f"{job.attempt_id.artifact_prefix}/{path}"),
         media_type="application/octet-stream",
@@ -84,8 +79,7 @@ def list_tracking_files(
     def answer(item: tuple[str, ObjectInfo]) -> TrackingFileAnswer:
         path, file = item
         url = parts.objects.presigned_url(file.key, _URL_LIFETIME_S)
-        if url is None:
-            url = str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
+        url = url or str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
         return TrackingFileAnswer(path=path, size=file.size, url=url)
 
     return list_answer(kept, answer, lambda file: file.path)
@@ -97,11 +91,8 @@ def download_tracking_file(job_id: str, tracking_path: str, parts: Parts, caller
     parts.jobs.get(job_id, tenant=caller.tenant)
     file = parts.attempts.tracking_files(job_id).get(tracking_path)
     if file is None:
-        raise NotFoundError(
-            f"job {job_id} has no tracking file {tracking_path!r}; GET /jobs/{job_id}/tracking lists them",
-            field="tracking_path",
-            value=tracking_path,
-        )
+        message = f"job {job_id} has no tracking file {tracking_path!r}; GET /jobs/{job_id}/tracking lists them"
+        raise NotFoundError(message, field="tracking_path", value=tracking_path)
     # A run that goes on replaces its files, so the size is not told.
     return StreamingResponse(parts.objects.stream(file.key), media_type="application/octet-stream")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
 from fastapi import APIRouter
 
@@ -19,10 +19,6 @@ class HeldAnswer(Answer):
 
     gpus: float
     cpus: float
-
-    @classmethod
-    def of(cls, demand: Demand) -> Self:
-        return cls(gpus=demand.gpus, cpus=demand.cpus)
 
 
 class QuotaAnswer(Answer):
@@ -62,21 +58,15 @@ def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
     deployed = [item for item in parts.catalog.all_deployments() if item.tenant == caller.tenant]
     jobs, deployments = usage.held, held_by((), deployed).get(caller.tenant, Demand())
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
-    return QuotaAnswer(
-        tenant=caller.tenant,
-        weight=policy.weight,
-        max_queued_jobs=policy.max_queued_jobs,
-        max_running_jobs=policy.max_running_jobs,
-        max_gpus=policy.max_gpus,
-        max_cpus=policy.max_cpus,
-        max_replicas=policy.max_replicas,
-        queued_jobs=usage.waiting,
-        running_jobs=held.jobs,
-        replicas=held.replicas,
-        gpus=held.gpus,
-        cpus=held.cpus,
-        stored_bytes=parts.files.used_bytes(caller.tenant),
-        max_stored_bytes=policy.max_stored_bytes,
-        held_by_jobs=HeldAnswer.of(jobs),
-        held_by_deployments=HeldAnswer.of(deployments),
+    return QuotaAnswer.model_validate(
+        {
+            **dict(policy),
+            **vars(held),
+            "tenant": caller.tenant,
+            "queued_jobs": usage.waiting,
+            "running_jobs": held.jobs,
+            "stored_bytes": parts.files.used_bytes(caller.tenant),
+            "held_by_jobs": jobs,
+            "held_by_deployments": deployments,
+        }
     )

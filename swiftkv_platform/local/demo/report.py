@@ -1,17 +1,18 @@
-"""`demo-report.json` and its table, from the evaluation that travels with every artifact. Measures nothing itself."""
+"""`demo-report.json`, its table and its picture, from the evaluation that travels with every artifact."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.local.units import flops, size
+from swiftkv_platform.local.terminal import flops, size
 
 _EVALUATION_KEYS = (
     "teacher",
@@ -75,3 +76,27 @@ def _cost(report: Mapping[str, Any]) -> Table:
         dense, swiftkv = report[key]["dense"], report[key]["swiftkv"]
         table.add_row(label, shown(dense), shown(swiftkv), f"{swiftkv / dense:.3f}")
     return table
+
+
+def plot_loss(points: Sequence[MetricPoint], path: Path) -> str | None:
+    """Draw the logits loss over the tokens trained on into a PNG.
+
+    Returns None, or the reason why there is no picture.
+    """
+    measured = [(point.tokens, point.logits_loss) for point in points if point.tokens and point.logits_loss]
+    if not measured:
+        return "the job reported no loss"
+    try:
+        # The figure alone, without pyplot: no display, no global state.
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "matplotlib is not installed (pip install 'swiftkv-platform[plot]')"
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*measured, strict=True), linewidth=1.2)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("logits loss (temperature 2)")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return None

@@ -23,8 +23,7 @@ from rich.markup import escape
 
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
-from swiftkv_platform.local.demo.plot import plot_loss
-from swiftkv_platform.local.demo.report import build_report, print_report, write_report
+from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.settings import Settings
@@ -179,7 +178,7 @@ def claim_home(stack: Stack, *, keep: bool) -> None:
     if stack.home.exists() and any(stack.home.iterdir()):
         if not mark.exists():
             raise InvalidInputError(
-                f"{stack.home} is not empty and not an earlier demo's; another --home, or an empty one, would do",
+                f"{stack.home} is not empty and not an earlier demo's; use another --home, or an empty one",
                 field="home",
                 value=str(stack.home),
             )

@@ -1,4 +1,5 @@
-"""Deployments that programs of other authors talk to, each started once in an environment of its own."""
+"""Deployments that programs of other authors talk to, each started once in an environment of its own; the programs as
+processes, and what they are asked for."""
 
 from __future__ import annotations
 
@@ -8,19 +9,64 @@ import os
 import select
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.requirements import interpreter, missing
 
 ROOT = Path(__file__).parents[3]
-MODEL = "tiny"
 NODE = Path(__file__).parent / "node"
 _START_S = 900.0
+
+MODEL = "tiny"
+MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
+MAX_TOKENS = 400
+"""Enough for any answer within a schema; each of its values has a bound."""
+
+
+class City(StrEnum):
+    ROME = "Rome"
+    OSLO = "Oslo"
+
+
+class Weather(BaseModel):
+    """Weather of a city; an answer's form, and a tool's arguments."""
+
+    model_config = ConfigDict(extra="forbid")  # random weights would write further fields without end
+    city: City
+    days: int = Field(ge=1, le=14)
+    celsius: bool
+
+
+def run(command: Sequence[str], *, cwd: Path, environment: Mapping[str, str] | None = None) -> str:
+    """Return what the program wrote; one that fails is the test's failure, with its own words."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **(environment or {})}
+    options: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
+    result = subprocess.run(command, cwd=cwd, env=environment, timeout=500.0, **options)
+    assert result.returncode == 0, f"{command[:4]} ended with {result.returncode}:\n{result.stdout[-8000:]}"
+    return str(result.stdout)
+
+
+def node_program(package: str) -> list[str]:
+    """Command of a package's program, or of Node alone for `openai`, which has none."""
+    node = shutil.which("node") or missing("node is not installed; the judges of its world need version 20 or newer")
+    directory = NODE / "node_modules" / package
+    if not directory.is_dir():
+        missing(f"{package} is not installed; `make judges-env` brings it")
+    programs = json.loads((directory / "package.json").read_text(encoding="utf-8")).get("bin", {})
+    return [node, str(directory / programs["redocly"])] if "redocly" in programs else [node]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +81,7 @@ Written by `make judges`: programs of other authors against a deployment on Ray 
 |---|---|---|
 """
 _FOUND = pytest.StashKey[dict[str, list[str]]]()
+_ORDER = ["passed", "failed", "skipped"]
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
@@ -53,12 +100,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     rows = []
     for described, results in session.config.stash.get(_FOUND, {}).items():
         judge, _, asks = described.partition(": ")
-        counts = ", ".join(f"{results.count(name)} {name}" for name in dict.fromkeys(sorted(results, key=_ORDER.index)))
+        counts = ", ".join(f"{results.count(name)} {name}" for name in _ORDER if name in results)
         rows.append(f"| {judge} | {asks.removesuffix('.')} | {counts} |\n")
     page.write_text(_PAGE + "".join(rows), encoding="utf-8")
-
-
-_ORDER = ["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -76,58 +120,27 @@ class Deployment:
         return f"{self.url}/v1"
 
 
-def node_program(package: str) -> list[str]:
-    """Command of a package's program, or of Node alone for `openai`, which has none."""
-    node = shutil.which("node") or missing("node is not installed; the judges of its world need version 20 or newer")
-    directory = NODE / "node_modules" / package
-    if not directory.is_dir():
-        missing(f"{package} is not installed; `make judges-env` brings it")
-    programs = json.loads((directory / "package.json").read_text(encoding="utf-8")).get("bin", {})
-    return [node, str(directory / programs["redocly"])] if "redocly" in programs else [node]
-
-
 @contextmanager
-def deployed(python: str, backend: str, directory: Path) -> Iterator[Deployment]:
-    with _started(python, "deployment", directory, backend) as told:
-        yield Deployment(told["url"], Path(told["tokenizer"]))
-
-
-@contextmanager
-def _started(python: str, module: str, directory: Path, *arguments: str) -> Iterator[dict[str, str]]:
-    """Start a module of this directory, and yield its own description; it ends with the block."""
+def started(python: str, kind: str, directory: Path) -> Iterator[dict[str, str]]:
+    """Start what judges talk to, and yield its own description; it ends with the block."""
     log = directory / "log"
+    command = [python, "-m", "tests.outside.judges.started", kind, str(directory)]
+    environment, pipes = {**os.environ, "PYTHONPATH": str(ROOT)}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [python, "-m", f"tests.outside.judges.{module}", str(directory), *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=errors, **pipes)
     try:
         ready, _, _ = select.select([process.stdout], [], [], _START_S)
         line = process.stdout.readline() if ready and process.stdout else b""
-        assert line, f"the {module} did not start:\n{log.read_text(errors='replace')[-8000:]}"
+        assert line, f"the {kind} did not start:\n{log.read_text(errors='replace')[-8000:]}"
         yield json.loads(line)
     finally:
         process.communicate(timeout=120.0)
 
 
 @pytest.fixture(scope="session")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A SwiftKV student on this project's engine."""
-    python = interpreter("SWIFTKV_TEST_PYTHON", "install")
-    with deployed(python, "native", tmp_path_factory.mktemp("native")) as deployment:
-        yield deployment
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a control plane with a cluster of its own."""
-    python = interpreter("SWIFTKV_TEST_PYTHON", "install")
-    with _started(python, "platform", tmp_path_factory.mktemp("platform")) as told:
-        yield told["url"]
+def python() -> str:
+    """The project's own interpreter."""
+    return interpreter("SWIFTKV_TEST_PYTHON", "install")
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +149,21 @@ def vllm_python() -> str:
 
 
 @pytest.fixture(scope="session")
+def native(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SwiftKV student on this project's engine."""
+    with started(python, "native", tmp_path_factory.mktemp("native")) as told:
+        yield Deployment(told["url"], Path(told["tokenizer"]))
+
+
+@pytest.fixture(scope="session")
 def vllm(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The same student on vLLM."""
-    with deployed(vllm_python, "vllm", tmp_path_factory.mktemp("vllm")) as deployment:
-        yield deployment
+    with started(vllm_python, "vllm", tmp_path_factory.mktemp("vllm")) as told:
+        yield Deployment(told["url"], Path(told["tokenizer"]))
+
+
+@pytest.fixture(scope="module")
+def platform(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a control plane with a cluster of its own."""
+    with started(python, "platform", tmp_path_factory.mktemp("platform")) as told:
+        yield told["url"]

@@ -22,31 +22,21 @@ SWIFTKV: dict[str, Any] = {
 }
 """Everything that OpenAI's fields do not say."""
 QUESTION: list[Any] = [{"role": "user", "content": "Add 7 to a number."}]
-ROWS = "".join(
-    json.dumps(
-        {
-            "messages": [
-                {"role": "user", "content": f"Add {number} to a number."},
-                {"role": "assistant", "content": f"def add_{number}(x):\n    return x + {number}\n"},
-            ]
-        }
-    )
-    + "\n"
-    for number in range(40)
-)
+ANSWERS = {f"Add {number} to a number.": f"def add_{number}(x):\n    return x + {number}\n" for number in range(40)}
+CHATS = [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in ANSWERS.items()
+]
+ROWS = "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS)
 _DEADLINE_S = 300.0
 
 
 def tune_and_chat(url: str) -> openai.types.fine_tuning.FineTuningJob:
-    """Upload, tune, follow and chat, at a control plane without keys; returns the job.
-
-    Nothing is left of it but the job and its model.
-    """
+    """Upload, tune, follow and chat, at a control plane without keys; only the returned job and its model are left."""
     with openai.OpenAI(api_key="none", base_url=f"{url}/v1") as client:
         file = client.files.create(file=("chats.jsonl", ROWS.encode()), purpose="fine-tune")
-        job = client.fine_tuning.jobs.create(
-            model=TEACHER, training_file=file.id, suffix="adder", extra_body={"swiftkv": SWIFTKV}
-        )
+        asked: dict[str, Any] = {"training_file": file.id, "suffix": "adder", "extra_body": {"swiftkv": SWIFTKV}}
+        job = client.fine_tuning.jobs.create(model=TEACHER, **asked)
         deadline = time.monotonic() + _DEADLINE_S
         while job.status not in ("succeeded", "failed", "cancelled"):
             assert time.monotonic() < deadline, f"the job is {job.status}"
@@ -58,7 +48,6 @@ def tune_and_chat(url: str) -> openai.types.fine_tuning.FineTuningJob:
         checkpoints = client.fine_tuning.jobs.checkpoints.list(job.id).data
         assert [checkpoint.step_number for checkpoint in checkpoints] == [2, 1]
         assert client.files.delete(file.id).deleted, "no live job uses it"
-    assert job.fine_tuned_model is not None
     assert chat(url, job.fine_tuned_model)
     return job
 

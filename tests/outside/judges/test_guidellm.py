@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.judges.conftest import Deployment
-from tests.outside.judges.programs import MODEL, run
+from tests.outside.judges.conftest import MODEL, Deployment, run
 
 NUM_REQUESTS = 12
 NUM_STREAMS = 4
@@ -18,13 +17,10 @@ NUM_STREAMS = 4
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_no_request_fails(native: Deployment, tmp_path: Path, route: str) -> None:
     report = tmp_path / "report.json"
-    tokenizer = {"kind": "huggingface_auto", "model": str(native.tokenizer)}
-    backend = {"kind": "openai_http", "target": native.url, "model": MODEL, "request_format": route}
-    data = {"kind": "synthetic_text", "prompt_tokens": 64, "output_tokens": 16}
     options = {
-        "backend": backend,
-        "tokenizer": tokenizer,
-        "data": data,
+        "backend": {"kind": "openai_http", "target": native.url, "model": MODEL, "request_format": route},
+        "tokenizer": {"kind": "huggingface_auto", "model": str(native.tokenizer)},
+        "data": {"kind": "synthetic_text", "prompt_tokens": 64, "output_tokens": 16},
         "profile": {"kind": "concurrent", "streams": [NUM_STREAMS]},
         "constraint": {"kind": "max_requests", "count": NUM_REQUESTS},
         "output": {"kind": "json", "path": str(report)},

@@ -10,8 +10,7 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 
-from tests.outside.judges.conftest import Deployment
-from tests.outside.judges.programs import MAX_TOKENS, MODEL, Weather
+from tests.outside.judges.conftest import MAX_TOKENS, MODEL, Deployment, Weather
 
 QUESTION = HumanMessage("Is it warm in Rome?")
 

@@ -11,23 +11,15 @@ from typing import Any
 import litellm
 import pytest
 
-from tests.outside.judges.conftest import Deployment
-from tests.outside.judges.programs import MAX_TOKENS, MESSAGES, MODEL, Weather
+from tests.outside.judges.conftest import MAX_TOKENS, MESSAGES, MODEL, Deployment, Weather
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": Weather.model_json_schema()}}
 
 
 @pytest.fixture
 def chat(native: Deployment) -> dict[str, Any]:
-    return {
-        "model": f"openai/{MODEL}",
-        "api_base": native.openai_url,
-        "api_key": "none",
-        "messages": MESSAGES,
-        "seed": 1,
-        "max_tokens": MAX_TOKENS,
-        "num_retries": 0,
-    }
+    server = {"model": f"openai/{MODEL}", "api_base": native.openai_url, "api_key": "none", "num_retries": 0}
+    return {**server, "messages": MESSAGES, "seed": 1, "max_tokens": MAX_TOKENS}
 
 
 def test_a_streamed_chat_joins_to_the_whole(chat: dict[str, Any]) -> None:

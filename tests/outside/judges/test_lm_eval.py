@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.outside.judges.conftest import Deployment
-from tests.outside.judges.programs import MODEL, run
+from tests.outside.judges.conftest import MODEL, Deployment, run
 
 TASKS = Path(__file__).parent / "tasks"
 NUM_ROWS = len((TASKS / "facts.jsonl").read_text().splitlines())
@@ -18,15 +17,9 @@ NUM_ROWS = len((TASKS / "facts.jsonl").read_text().splitlines())
 def evaluate(model: str, arguments: dict[str, Any], tasks: list[str], output: Path, *flags: str) -> dict[str, Any]:
     """Samples of each task."""
     given = ",".join(f"{name}={value}" for name, value in {"model": MODEL, "max_retries": 1, **arguments}.items())
-    paths = ["--include_path", str(TASKS), "--output_path", str(output)]
-    run(
-        [
-            *(sys.executable, "-m", "lm_eval", "--model", model, "--model_args", given),
-            *("--tasks", ",".join(tasks), *paths, "--log_samples", *flags),
-        ],
-        cwd=TASKS,  # where the task's data is looked for
-        environment={"HF_HOME": str(output / "home")},
-    )
+    command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", given, "--tasks", ",".join(tasks)]
+    command += ["--include_path", str(TASKS), "--output_path", str(output), "--log_samples", *flags]
+    run(command, cwd=TASKS, environment={"HF_HOME": str(output / "home")})  # the task's data is looked for in `cwd`
     samples = {}
     for task in tasks:
         [file] = output.rglob(f"samples_{task}_*.jsonl")
@@ -36,12 +29,9 @@ def evaluate(model: str, arguments: dict[str, Any], tasks: list[str], output: Pa
 
 
 def test_local_completions(native: Deployment, tmp_path: Path) -> None:
-    samples = evaluate(
-        "local-completions",
-        {"base_url": f"{native.openai_url}/completions", "tokenizer": native.tokenizer, "num_concurrent": 2},
-        ["judged_choice", "judged_text", "judged_words"],
-        tmp_path,
-    )
+    url, tasks = f"{native.openai_url}/completions", ["judged_choice", "judged_text", "judged_words"]
+    arguments = {"base_url": url, "tokenizer": native.tokenizer, "num_concurrent": 2}
+    samples = evaluate("local-completions", arguments, tasks, tmp_path)
     for sample in samples["judged_choice"]:
         log_probabilities = [float(answer[0][0]) for answer in sample["resps"]]
         assert all(math.isfinite(value) and value < 0 for value in log_probabilities)

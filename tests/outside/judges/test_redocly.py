@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.judges.conftest import ROOT, node_program
-from tests.outside.judges.programs import run
-from tests.requirements import interpreter
+from tests.outside.judges.conftest import ROOT, node_program, run
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def documents(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("openapi")
-    python = interpreter("SWIFTKV_TEST_PYTHON", "install")
-    command = [python, "-m", "tests.outside.judges.openapi_documents", str(directory)]
+    command = [python, "-m", "tests.outside.judges.started", "documents", str(directory)]
     run(command, cwd=ROOT, environment={"PYTHONPATH": str(ROOT)})
     return directory
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.judges.conftest import Deployment
-from tests.outside.judges.programs import MODEL, run
+from tests.outside.judges.conftest import MODEL, Deployment, run
 
 NUM_PROMPTS = 24
 MAIN = """
@@ -42,10 +41,8 @@ def test_every_request_completes(
         "result-filename": "result.json",
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    output = run(
-        [vllm_python, "-c", MAIN, *arguments, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"],
-        cwd=tmp_path,
-    )
+    arguments += ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+    output = run([vllm_python, "-c", MAIN, *arguments], cwd=tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert [error for error in result["errors"] if error] == [], output[-4000:]
     assert (result["completed"], result["failed"]) == (NUM_PROMPTS, 0), output[-4000:]

@@ -22,6 +22,12 @@ become_a_driver()
 pytest.register_assert_rewrite("tests.surface")
 
 
+@pytest.fixture(scope="session")
+def variables() -> dict[str, str]:
+    """Environment of a test's Ray beside this one's: nothing, since no object store is needed."""
+    return {}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model_dir: Path, engine_config: EngineConfig) -> AsyncIterator[VLLMEngine]:
     """An engine in processes of its own, not compiled: it is there in seconds."""

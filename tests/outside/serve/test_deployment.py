@@ -12,20 +12,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 import swiftkv_platform.serve.vllm_engine
 from swiftkv_platform.errors import ArtifactCorruptError, ModelError
-from swiftkv_platform.serve.args import ReplicaArgs
-from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.args import ReplicaArgs, Served
+from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.deployment import load_version
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.swaps import Swaps
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.surface.generate import greedy
+from tests.surface.replicas import asgi_client
 from tests.unit.engine.tiny_models import save_swiftkv
 
 ENGINE = {"backend": "vllm", "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_bytes": 4 << 20}
@@ -36,9 +36,8 @@ LONG = {"prompt": [1, 2, 3], "max_tokens": 50, "temperature": 0.0, "ignore_eos":
 def artifact(tmp_path: Path) -> Path:
     """A published SwiftKV model in a directory store."""
     save_swiftkv(tmp_path / "model")
-    publish_directory(
-        open_store(str(tmp_path / "store")), tmp_path / "model", "a", kind="artifact", lineage={}, metrics={}
-    )
+    store = open_store(str(tmp_path / "store"))
+    publish_directory(store, tmp_path / "model", "a", kind="artifact", lineage={}, metrics={})
     return tmp_path / "store" / "a"
 
 
@@ -49,6 +48,10 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swiftkv_platform.serve.vllm_engine, "load_vllm", lambda *args: load(*args, enforce_eager=True))
 
 
+async def load(served: Served) -> Version:
+    return await load_version(ReplicaArgs(id="dep_1"), served)
+
+
 def document(artifact: Path, name: str, **engine: Any) -> dict[str, Any]:
     return {"model": name, "artifact_uri": str(artifact), "revision": name, "engine": engine}
 
@@ -57,38 +60,36 @@ async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_reques
     artifact: Path, tmp_path: Path, eager: None
 ) -> None:
     current = Current()
-    swaps = Swaps(current, lambda served: load_version(ReplicaArgs(id="dep_1"), served))
-    transport = httpx.ASGITransport(create_http_app(current))
+    swaps, client = Swaps(current, load), asgi_client(create_http_app(current))
     expected = greedy(LONG["prompt"], tmp_path / "model", LONG["max_tokens"])
 
-    async def ask(client: httpx.AsyncClient) -> tuple[str, list[int]]:
+    async def ask() -> tuple[str, list[int]]:
         answer = (await client.post("/generate", json=LONG)).raise_for_status().json()
         return answer["model"], answer["choices"][0]["token_ids"]
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://serve") as client:
-        await swaps.want(document(artifact, "one", **ENGINE))
-        assert current.version.engine.backend == "vllm"
-        health = (await client.get("/health")).json()
-        assert health["manifest_digest"] == manifest_digest(read_manifest(open_store(str(artifact)), ""))
-        assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
-        for name, engine in (("two", {"backend": "native"}), ("three", {**ENGINE, "max_num_seqs": 2})):
-            before = current.version
-            await swaps.want(document(artifact, name, **engine))
-            answers = []
-            while current.version is before:
-                answers.append(await ask(client))
-                await asyncio.sleep(0.1)
-            assert current.swap.status == "done", current.swap.message
-            assert (await ask(client)) == (name, expected)
-            assert answers
-            assert all(model in (before.card.model, name) and tokens == expected for model, tokens in answers)
-            while before.engine.num_requests or before.engine._failure is None:
-                await asyncio.sleep(0.05)
-        await swaps.want(document(artifact, "bad", **ENGINE, max_model_len=65))
-        while current.swap.status == "loading":
+    await swaps.want(document(artifact, "one", **ENGINE))
+    assert current.version.engine.backend == "vllm"
+    health = (await client.get("/health")).json()
+    assert health["manifest_digest"] == manifest_digest(read_manifest(open_store(str(artifact)), ""))
+    assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
+    for name, engine in (("two", {"backend": "native"}), ("three", {**ENGINE, "max_num_seqs": 2})):
+        before = current.version
+        await swaps.want(document(artifact, name, **engine))
+        answers = []
+        while current.version is before:
+            answers.append(await ask())
+            await asyncio.sleep(0.1)
+        assert current.swap.status == "done", current.swap.message
+        assert (await ask()) == (name, expected)
+        assert answers
+        assert all(model in (before.card.model, name) and tokens == expected for model, tokens in answers)
+        while before.engine.num_requests or before.engine._failure is None:
             await asyncio.sleep(0.05)
-        assert (current.swap.status, current.version.card.model) == ("refused", "three")
-        assert "max_model_len is 65" in current.swap.message
+    await swaps.want(document(artifact, "bad", **ENGINE, max_model_len=65))
+    while current.swap.status == "loading":
+        await asyncio.sleep(0.05)
+    assert (current.swap.status, current.version.card.model) == ("refused", "three")
+    assert "max_model_len is 65" in current.swap.message
     await current.version.drain()
     processes = psutil.Process().children()
     assert not [one for one in processes if one.status() == psutil.STATUS_ZOMBIE], "those of old versions are reaped"
@@ -100,15 +101,13 @@ async def test_a_flipped_byte_never_comes_to_vllm(artifact: Path, monkeypatch: p
     data[-1] ^= 1
     weights.write_bytes(data)
     monkeypatch.setattr(swiftkv_platform.serve.vllm_engine, "load_vllm", lambda *_: pytest.fail("vLLM was started"))
-    served = document(artifact, "one", **ENGINE)
     with pytest.raises(ArtifactCorruptError, match=r"model\.safetensors"):
-        await Swaps(Current(), lambda one: load_version(ReplicaArgs(id="dep_1"), one)).want(served)
+        await Swaps(Current(), load).want(document(artifact, "one", **ENGINE))
 
 
 async def test_a_device_that_vllm_was_not_built_for_is_refused(artifact: Path) -> None:
-    served = document(artifact, "one", **ENGINE, device="cuda")
     with pytest.raises(ModelError, match="built for 'cpu'") as caught:
-        await Swaps(Current(), lambda one: load_version(ReplicaArgs(id="dep_1"), one)).want(served)
+        await Swaps(Current(), load).want(document(artifact, "one", **ENGINE, device="cuda"))
     assert caught.value.field == "engine.device"
 
 

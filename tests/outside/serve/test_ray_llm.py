@@ -21,12 +21,12 @@ from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from tests.distill_jobs import JOB, ONE_WORKER, job_spec
-from tests.integration.conftest import dashboard_url, serve_port, wait_for
+from tests.integration.conftest import dashboard_url, head, serve_port, wait_for
 from tests.integration.load import GREEDY, PROMPTS
 from tests.requirements import interpreter
 from tests.unit.engine.tiny_models import save_dense
 
-__all__ = ["dashboard_url", "serve_port"]
+__all__ = ["dashboard_url", "head", "serve_port"]
 
 tests.integration.conftest.DEADLINE_S = 900.0
 """vLLM starts beside Ray's own processes."""
@@ -63,12 +63,8 @@ def config(artifact: Path, serve_port: int) -> dict[str, Any]:
     model["model_loading_config"]["model_source"] = str(artifact)
     model["placement_group_config"] = {"bundle_per_worker": {"CPU": 1}}
     model["deployment_config"]["autoscaling_config"]["max_replicas"] = 1
-    model["engine_kwargs"] |= {
-        "dtype": "float32",
-        "max_model_len": CONTEXT,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 16 << 20,
-    }
+    model["engine_kwargs"] |= {"dtype": "float32", "max_model_len": CONTEXT, "enforce_eager": True}
+    model["engine_kwargs"]["kv_cache_memory_bytes"] = 16 << 20
     return config | {"http_options": {"host": "127.0.0.1", "port": serve_port}}
 
 
@@ -91,13 +87,13 @@ def client(config: dict[str, Any], dashboard_url: str) -> Iterator[openai.OpenAI
 
 def test_its_routes_give_the_tokens_of_the_reference(client: openai.OpenAI, artifact: Path) -> None:
     outputs = LLMEngine.from_pretrained(artifact).generate(PROMPTS[:8], SamplingParams(**GREEDY))
-    options = {"temperature": 0.0, "max_tokens": GREEDY["max_tokens"]}
     extra = {"ignore_eos": True, "return_token_ids": True}
+    options = {"temperature": 0.0, "max_tokens": GREEDY["max_tokens"], "extra_body": extra}
     assert [model.id for model in client.models.list()] == ["student"]
     for prompt, output in zip(PROMPTS[:8], outputs, strict=True):
         tokens = list(output.token_ids)
-        whole = client.completions.create(model="student", prompt=prompt, **options, extra_body=extra)
-        stream = client.completions.create(model="student", prompt=prompt, **options, extra_body=extra, stream=True)
+        whole = client.completions.create(model="student", prompt=prompt, **options)
+        stream = client.completions.create(model="student", prompt=prompt, **options, stream=True)
         chunks = [choice for chunk in stream for choice in chunk.choices]
         assert whole.choices[0].model_extra["token_ids"] == tokens
         assert [token for choice in chunks for token in choice.model_extra["token_ids"]] == tokens

@@ -13,7 +13,7 @@ import pytest
 import tests.integration.conftest
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from tests.integration.conftest import dashboard_url, serve_port, wait_for
+from tests.integration.conftest import dashboard_url, head, serve_port, wait_for
 from tests.integration.load import PROMPTS, Expected, ask
 from tests.integration.test_live_serving import (
     ENGINE,
@@ -33,6 +33,7 @@ __all__ = [
     "cluster",
     "dashboard_url",
     "expected",
+    "head",
     "serve_port",
     "test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing",
     "test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away",

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.vllm.students import make_student
-from tests.tiny_models import save_teacher
+from tests.outside.vllm.engines import make_student
 
 GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 
@@ -24,12 +23,6 @@ GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama student of 5 layers, l = 2, g = 2, with tied embeddings and Llama 3's RoPE."""
     return make_student(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="session")
-def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny dense Llama."""
-    return save_teacher(tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.fixture(params=["llama-l4-g1", "llama-l6-g2-bias"])

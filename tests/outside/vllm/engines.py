@@ -1,4 +1,4 @@
-"""vLLM engines over tiny SwiftKV directories, in this process and on this CPU, and the text they should give."""
+"""Tiny random students, vLLM engines over them in this process and on this CPU, and the text they should give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-import swiftkv_platform.model  # noqa: F401  # registers the reference forward's classes
+from swiftkv_platform.model import convert
+from tests.tiny_models import disturb, family_teacher
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -26,6 +27,19 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
 }
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+SHAPE = {"num_key_value_layers": 2, "key_value_group_size": 2}
+"""l and g for 5 layers: the last group is short."""
+
+
+def make_student(
+    directory: Path, name: str = "llama", *, shape: dict[str, int] = SHAPE, seed: int = 3, **changes: Any
+) -> Path:
+    """A student of `FAMILY_CONFIGS[name]` whose SwiftKV weights are not its teacher's."""
+    student = disturb(convert(family_teacher(name, seed, **changes), **shape))
+    student.save_pretrained(directory)
+    return directory
 
 
 @contextmanager

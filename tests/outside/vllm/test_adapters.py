@@ -11,8 +11,7 @@ from vllm import SamplingParams
 
 from swiftkv_platform.configs.adapter import ADAPTER
 from swiftkv_platform.model import export_adapter
-from tests.outside.vllm.engines import prompts, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import make_student, prompts, serving
 from tests.tiny_models import family_teacher
 
 SCORED = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)
@@ -27,20 +26,14 @@ def make_adapter(name: str, tmp_path: Path, **base_options: Any) -> tuple[Path, 
     return full, adapter
 
 
-def scored(directory: Path) -> list[list[tuple[list[int], list[dict[int, float]]]]]:
+def scored(directory: Path) -> tuple[list[list[int]], list[dict[int, float]]]:
     """Tokens and their log-probabilities, to the bit."""
     with serving(directory) as llm:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], SCORED, use_tqdm=False)
-        return [
-            [
-                (
-                    list(sample.token_ids),
-                    [{token: entry.logprob for token, entry in position.items()} for position in sample.logprobs],
-                )
-                for sample in output.outputs
-            ]
-            for output in outputs
-        ]
+    samples = [sample for output in outputs for sample in output.outputs]
+    tokens = [list(sample.token_ids) for sample in samples]
+    logprobs = [{token: entry.logprob for token, entry in row.items()} for sample in samples for row in sample.logprobs]
+    return tokens, logprobs
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -49,18 +42,13 @@ def test_an_adapter_gives_the_log_probabilities_of_the_whole_artifact(name: str,
     assert scored(adapter) == scored(full)
 
 
-def test_another_base_is_refused(tmp_path: Path) -> None:
+def test_another_base_and_one_that_vllm_cannot_find_are_refused(tmp_path: Path) -> None:
     _, adapter = make_adapter("llama", tmp_path)
     family_teacher("llama", seed=4).save_pretrained(tmp_path / "base")
     with pytest.raises(Exception, match="has the SHA-256"), serving(adapter):
         pass
-
-
-def test_a_base_that_vllm_cannot_find_is_named(tmp_path: Path) -> None:
-    _, adapter = make_adapter("llama", tmp_path)
-    path = adapter / ADAPTER
-    document = json.loads(path.read_text())
+    document = json.loads((adapter / ADAPTER).read_text())
     document["base"]["name_or_path"] = "builtin:python-5m"
-    path.write_text(json.dumps(document))
+    (adapter / ADAPTER).write_text(json.dumps(document))
     with pytest.raises(Exception, match=r"swiftkv export .* makes a whole model"), serving(adapter):
         pass

@@ -8,8 +8,7 @@ import pytest
 from vllm import LLM
 from vllm.config import CompilationMode
 
-from tests.outside.vllm.engines import complete, expected, prompts, recorded_sizes, runner, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import complete, expected, make_student, prompts, recorded_sizes, runner, serving
 
 COMPILED = {"enforce_eager": False, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 

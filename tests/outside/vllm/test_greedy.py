@@ -12,8 +12,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from swiftkv_platform.model import export
 from swiftkv_platform.vllm.families import FAMILIES
-from tests.outside.vllm.engines import complete, expected, prompts, recorded_sizes, runner, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import complete, expected, make_student, prompts, recorded_sizes, runner, serving
 from tests.tiny_models import FAMILY_CONFIGS
 
 SERVED = [name for name in FAMILY_CONFIGS if name.split("-")[0] in FAMILIES]
@@ -35,13 +34,12 @@ def test_every_family(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param({"num_key_value_layers": 1, "key_value_group_size": 1}, id="l1-g1"),
-        pytest.param({"num_key_value_layers": 2, "key_value_group_size": 3}, id="l2-g3"),
-        pytest.param(
-            {"num_key_value_layers": 1, "key_value_group_size": 2, "own_output_projection": True}, id="l1-g2-output"
-        ),
-        pytest.param({"num_key_value_layers": 4, "key_value_group_size": 1, "early_exit": True}, id="l4-g1-exit-head"),
+        {"num_key_value_layers": 1, "key_value_group_size": 1},
+        {"num_key_value_layers": 2, "key_value_group_size": 3},
+        {"num_key_value_layers": 1, "key_value_group_size": 2, "own_output_projection": True},
+        {"num_key_value_layers": 4, "key_value_group_size": 1, "early_exit": True},
     ],
+    ids=["l1-g1", "l2-g3", "l1-g2-output", "l4-g1-exit-head"],
 )
 def test_layers_and_groups(shape: dict[str, Any], tmp_path: Path) -> None:
     make_student(tmp_path, "qwen3", shape=shape)

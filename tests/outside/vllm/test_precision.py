@@ -1,4 +1,4 @@
-"""In bfloat16 and with an 8-bit cache: as far from the float32 model as PyTorch's own arithmetic, not further."""
+"""In bfloat16 and with an 8-bit cache: as far from the float32 model as PyTorch's own arithmetic, and memory saved."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from tests.outside.vllm.engines import prompts, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import make_student, prompts, runner, serving
 
 LENGTHS = tuple(range(20, 148, 4))
 VOCAB = 258
@@ -53,3 +52,31 @@ def test_fp8_cache(llama: Path) -> None:
     served = served_logprobs(llama, batch, kv_cache_dtype="fp8")
     spread = float((exact - exact.mean(-1, keepdim=True)).square().mean().sqrt())
     assert 0 < rms(served - exact) < 0.1 * spread
+
+
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 layers, l = 8, g = 2: 12 KV-cache layers."""
+    shape = {"num_key_value_layers": 8, "key_value_group_size": 2}
+    return make_student(tmp_path_factory.mktemp("sixteen"), shape=shape, num_hidden_layers=16)
+
+
+def blocks(directory: Path, **options: object) -> tuple[int, int]:
+    """Blocks, and the layers that have memory of their own."""
+    with serving(directory, **options) as llm:
+        layers = {cache.data_ptr() for cache in runner(llm).kv_caches}
+        return runner(llm).kv_cache_config.num_blocks, len(layers)
+
+
+def test_blocks_grow_by_16_to_12(sixteen: Path) -> None:
+    ours, our_layers = blocks(sixteen)
+    dense, dense_layers = blocks(sixteen, hf_overrides={"swiftkv": False})
+    assert (our_layers, dense_layers) == (12, 16)
+    assert abs(12 * ours - 16 * dense) < 16  # each count is rounded down to whole blocks
+
+
+def test_fp8_halves_a_block(sixteen: Path) -> None:
+    ours, _ = blocks(sixteen, dtype="bfloat16")
+    halved, layers = blocks(sixteen, dtype="bfloat16", kv_cache_dtype="fp8")
+    assert layers == 12
+    assert halved // 2 in (ours, ours - 1)

@@ -14,8 +14,7 @@ from vllm.exceptions import VLLMValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
-from tests.outside.vllm.engines import DEFAULTS, complete, expected, prompts, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import DEFAULTS, complete, expected, make_student, prompts, serving
 
 
 def configure(directory: Path, **options: Any) -> Any:
@@ -38,7 +37,6 @@ def test_fast_prefill_needs_no_flag(llama: Path) -> None:
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
         ({"runner": "pooling", "convert": "embed"}, "use runner=generate"),
     ],
-    ids=["pipeline", "lora", "quantization", "kv-connector", "pooling"],
 )
 def test_options(options: dict[str, Any], message: str, llama: Path) -> None:
     with pytest.raises(ModelError, match=message) as caught:
@@ -46,17 +44,12 @@ def test_options(options: dict[str, Any], message: str, llama: Path) -> None:
     assert caught.value.field
 
 
-def test_drafts_from_a_second_model(llama: Path, tiny_teacher: Path) -> None:
-    speculative = {"method": "draft_model", "model": str(tiny_teacher), "num_speculative_tokens": 2}
-    with pytest.raises(ModelError, match=r"draft_model.*use ngram"):
-        configure(llama, speculative_config=speculative)
-
-
-def test_drafts_from_hidden_states(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_drafts_from_a_second_model_or_from_hidden_states(method: str, llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    speculative = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2}
-    with pytest.raises(ModelError, match=r"eagle.*use ngram"):
+    speculative = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(ModelError, match=rf"{method}.*use ngram"):
         configure(llama, speculative_config=speculative)
 
 
@@ -89,22 +82,13 @@ def test_prompt_logprobs_are_refused_and_the_engine_lives_on(prompt_logprobs: in
         assert complete(llm, batch) == expected(llama, batch)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tensors: tensors.pop("model.layers.4.self_attn.v_proj_swiftkv.weight"), "lacks 1 SwiftKV"),
-        (
-            lambda tensors: tensors.update(
-                {"model.layers.3.self_attn.k_proj_swiftkv.weight": tensors["model.norm_swiftkv.weight"].clone()}
-            ),
-            "has no place for 1 SwiftKV",
-        ),
-    ],
-    ids=["missing", "unexpected"],
-)
-def test_tensors_of_another_layer_map(change: Any, message: str, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("is_missing", "message"), [(True, "lacks 1 SwiftKV"), (False, "has no place for 1 SwiftKV")])
+def test_tensors_of_another_layer_map(is_missing: bool, message: str, llama: Path, tmp_path: Path) -> None:
     tensors = load_file(llama / "model.safetensors")
-    change(tensors)
+    if is_missing:
+        del tensors["model.layers.4.self_attn.v_proj_swiftkv.weight"]
+    else:
+        tensors["model.layers.3.self_attn.k_proj_swiftkv.weight"] = tensors["model.norm_swiftkv.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     with pytest.raises(ModelError, match=message), serving(tmp_path):

@@ -17,7 +17,7 @@ from swiftkv_platform.vllm import register
 from swiftkv_platform.vllm.families import architecture
 from tests.outside.vllm.engines import DEFAULTS
 
-HEAVY = ("ray", "boto3", "sqlalchemy", "alembic", "wandb", "datasets")
+HEAVY = ("ray", "obstore", "sqlalchemy", "alembic", "wandb", "datasets")
 OURS = tuple(
     f"swiftkv_platform.{room}"
     for room in ("model", "engine", "distillation", "database", "orchestration", "storage", "cluster", "api", "cli")

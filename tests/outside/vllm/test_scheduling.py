@@ -1,9 +1,8 @@
-"""Text that must not depend on how vLLM schedules: chunks, mixed batches, cached prefixes, preemption, speculation."""
+"""Text that must not depend on how vLLM schedules or divides: chunks, cached prefixes, preemption, drafts, ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import vllm
@@ -11,15 +10,14 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.fakes.tokenizers import byte_tokenizer
-from tests.outside.vllm.engines import GREEDY, complete, expected, prompts, recorded_sizes, serving
+from tests.outside.vllm.engines import GREEDY, complete, expected, make_student, prompts, recorded_sizes, serving
 
 
 def test_chunked_prefill_and_mixed_batches(llama: Path) -> None:
     batch = prompts((100, 5, 61, 33))
     with serving(llama, max_num_batched_tokens=32, max_num_seqs=4) as llm, recorded_sizes(llm) as sizes:
         assert complete(llm, batch) == expected(llama, batch)
-    mixed = [(lower, upper) for lower, upper in sizes if 1 < upper < lower]
-    assert mixed, "some step held chunks of one prompt beside tokens that another decodes"
+    assert any(1 < upper < lower for lower, upper in sizes), "chunks of one prompt beside tokens that another decodes"
     assert max(lower for lower, _ in sizes) <= 32
 
 
@@ -56,10 +54,10 @@ def test_preemption(llama: Path) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
     texts = expected(llama, batch, count=40)
     # 2 blocks for each prompt, a third for what it generates: not all four fit.
-    with serving(llama, block_size=32, num_gpu_blocks_override=10, enable_prefix_caching=False) as llm:
-        with recorded_sizes(llm) as sizes:
-            assert complete(llm, batch, params) == texts
-        assert _preemptions(sizes) > 0
+    options = {"block_size": 32, "num_gpu_blocks_override": 10, "enable_prefix_caching": False}
+    with serving(llama, **options) as llm, recorded_sizes(llm) as sizes:
+        assert complete(llm, batch, params) == texts
+    assert any(lower > upper for lower, upper in sizes[1:]), "a preempted one is read again"
 
 
 def test_structured_outputs(llama: Path, tmp_path: Path) -> None:
@@ -73,11 +71,6 @@ def test_structured_outputs(llama: Path, tmp_path: Path) -> None:
     assert {output.outputs[0].text for output in outputs} <= {"left", "right"}
 
 
-def _preemptions(sizes: list[tuple[int, int]]) -> int:
-    """Steps after the first with more than a token for each sequence: a preempted one is read again."""
-    return sum(lower > upper for lower, upper in sizes[1:])
-
-
 @pytest.mark.xfail(
     vllm.__version__.startswith("0.30."),
     raises=TypeError,
@@ -87,7 +80,7 @@ def _preemptions(sizes: list[tuple[int, int]]) -> int:
 def test_speculation_by_ngrams(cache: str, llama: Path) -> None:
     pattern = prompts((6,))[0]
     batch = [pattern * 8, *prompts((30,))]
-    options: dict[str, Any] = {"kv_cache_dtype": "fp8"} if cache == "fp8" else {}
+    options = {"kv_cache_dtype": "fp8"} if cache == "fp8" else {}
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     with serving(llama, **options) as llm:
         plain = complete(llm, batch)
@@ -97,3 +90,12 @@ def test_speculation_by_ngrams(cache: str, llama: Path) -> None:
     if cache == "float32":
         assert plain == expected(llama, batch)
     assert any(lower == upper > len(batch) for lower, upper in sizes), "drafts run through all layers"
+
+
+@pytest.mark.parametrize("num_key_value_heads", [2, 1], ids=["sharded", "replicated"])
+def test_two_ranks(num_key_value_heads: int, tmp_path: Path) -> None:
+    """Sharded key-value heads, and one head that both ranks hold."""
+    make_student(tmp_path, "qwen3", num_key_value_heads=num_key_value_heads)
+    batch = prompts()
+    with serving(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
+        assert complete(llm, batch) == expected(tmp_path, batch)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from structlog.testing import capture_logs
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components, prices, webhook_rules
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.deploying import DeploymentReconciler
 from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.parents import Parents
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
-from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
@@ -48,6 +49,13 @@ class Clock:
 
     def __call__(self) -> float:
         self.now += 1.0
+        return self.now
+
+
+class StillClock(Clock):
+    """Stands still until a test moves it."""
+
+    def __call__(self) -> float:
         return self.now
 
 
@@ -82,7 +90,7 @@ class Server:
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, so that what probes ask is looked at anew."""
+        """Let time pass."""
         assert isinstance(self.parts.clock, Clock)
         self.parts.clock.now += seconds
 
@@ -106,19 +114,27 @@ class Server:
     def worker(self, job_id: str, attempt: int = 1) -> FakeWorker:
         return FakeWorker(self.parts.objects, job_id, attempt)
 
-    def succeed(self, **spec: Any) -> dict[str, Any]:
-        """A job that has run to its end; returns it."""
-        job_id = self.submit(**spec)["id"]
+    def run(self, job_id: str) -> FakeWorker:
+        """Start the job's first attempt; its worker says that it runs."""
         self.tick()
         worker = self.worker(job_id)
         worker.say("status", status="running")
+        return worker
+
+    def end(self, job_id: str, status: SubmissionStatus = SubmissionStatus.SUCCEEDED, attempt: int = 1) -> None:
+        self.cluster.finish(f"{job_id}-{attempt}", status)
+        self.tick()
+
+    def succeed(self, **spec: Any) -> dict[str, Any]:
+        """A job that has run to its end; returns it."""
+        job_id = self.submit(**spec)["id"]
+        worker = self.run(job_id)
         worker.step(1, 2, time=1001)
         worker.step(3, time=1002)
         worker.checkpoint(2)
         worker.artifact()
         self.cluster.submissions[f"{job_id}-1"].log = "trained\n"
-        self.cluster.finish(f"{job_id}-1", SubmissionStatus.SUCCEEDED)
-        self.tick()
+        self.end(job_id)
         job: dict[str, Any] = self.get(f"/jobs/{job_id}")
         assert job["status"] == "succeeded"
         return job
@@ -167,9 +183,41 @@ def _first_turns(app: FastAPI) -> None:
         time.sleep(0.001)
 
 
+Start = Callable[..., Server]
+
+
 @pytest.fixture
-def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
-    parts = make_parts(tmp_path, empty_database)
-    settings = Settings(home=tmp_path, max_request_bytes=4096, _env_file=None)
-    with control_plane(parts, settings) as client:
-        yield Server(client, parts, settings)
+def parts(tmp_path: Path, empty_database: Path) -> Components:
+    return make_parts(tmp_path, empty_database)
+
+
+@pytest.fixture
+def start(parts: Components, tmp_path: Path) -> Iterator[Start]:
+    """Start control planes on the test's database and store, with `changed` parts and with settings of their own."""
+    with ExitStack() as stack:
+
+        def begin(url: str = URL, changed: Mapping[str, Any] | None = None, **settings: Any) -> Server:
+            chosen = Settings(**{"home": tmp_path, "_env_file": None, **settings})
+            here = replace(parts, **(changed or {}))
+            return Server(stack.enter_context(control_plane(here, chosen, url)), here, chosen)
+
+        yield begin
+
+
+@pytest.fixture
+def server(start: Start) -> Server:
+    return start(max_request_bytes=4096)
+
+
+def refusal(response: httpx.Response, status: int = 422) -> dict[str, Any]:
+    """The first error of a refusal with this status."""
+    assert response.status_code == status, response.text[:500]
+    error: dict[str, Any] = response.json()["errors"][0]
+    return error
+
+
+@pytest.fixture(autouse=True)
+def short_logs() -> Iterator[None]:
+    """Without configuration, structlog draws each traceback with all variables, which takes seconds."""
+    with capture_logs():
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,36 +12,23 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.orchestration.estimates import PROCESS_MEMORY
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.tenants import Tenants
-from swiftkv_platform.settings import Settings
-from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
+from tests.unit.api.conftest import SPEC, Server, Start, StillClock, refusal
 
 TRAINING = {"max_steps": 40, "batch_size": 4, "micro_batch_size": 2}
 
 
-class Clock:
-    """Stands still until a test moves it."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> StillClock:
+    return StillClock()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def priced(tmp_path: Path, empty_database: Path, clock: Clock) -> Iterator[Server]:
+def priced(start: Start, clock: StillClock) -> Server:
     """Two workers of one core each cost 4 an hour."""
-    parts = replace(make_parts(tmp_path, empty_database), clock=clock)
-    settings = Settings(home=tmp_path, cpu_hour_price=2.0, _env_file=None)
-    with control_plane(parts, settings) as client:
-        yield Server(client, parts, settings)
+    return start(changed={"clock": clock}, cpu_hour_price=2.0)
 
 
-def run(server: Server, clock: Clock, steps: int = 40, *, held: int = 0, **spec: Any) -> dict[str, Any]:
+def run(server: Server, clock: StillClock, steps: int = 40, *, held: int = 0, **spec: Any) -> dict[str, Any]:
     """A job of ten seconds to its first step, half a second a step, and twenty to its end.
 
     Its worker's process holds `held` bytes and, at times, two more.
@@ -60,8 +46,7 @@ def run(server: Server, clock: Clock, steps: int = 40, *, held: int = 0, **spec:
         server.tick()
     clock.now += 20
     worker.artifact()
-    server.cluster.finish(f"{job_id}-1", SubmissionStatus.SUCCEEDED)
-    server.tick()
+    server.end(job_id)
     job: dict[str, Any] = server.get(f"/jobs/{job_id}")
     return job
 
@@ -73,19 +58,31 @@ def validate(server: Server, **spec: Any) -> dict[str, Any]:
     return document
 
 
-def test_time_is_foreseen_from_a_job_that_was_measured(priced: Server, clock: Clock, teacher: dict[str, str]) -> None:
+def test_time_and_every_phase_are_foreseen_from_a_job_that_was_measured(
+    priced: Server, clock: StillClock, teacher: dict[str, str]
+) -> None:
     spec = {"model": teacher, "training": {**TRAINING, "max_steps": 400}}
     unmeasured = validate(priced, **spec)
     assert unmeasured["seconds"] is None, "nothing has been measured"
     assert unmeasured["process_memory"] == PROCESS_MEMORY
+    phases = [phase["phase"] for phase in unmeasured["phases"]]
+    assert phases == ["prepare", "calibrate", "train", "evaluate", "publish"]
+    assert unmeasured["phases"][2]["host_bytes"] == unmeasured["memory_per_worker"]
+    assert (unmeasured["phases"][2]["seconds"], unmeasured["assumptions"]["flops_source"]) == (None, None)
     shorter = validate(priced, model=teacher, training={**TRAINING, "max_steps": 40})  # which searches no rate
     assert shorter["memory_per_worker"] < unmeasured["memory_per_worker"]
     job = run(priced, clock, held=shorter["memory_per_worker"] + 1000, model=teacher)
     estimate = validate(priced, **spec)
-    assert estimate["speed_source"] == job["id"]
+    assert estimate["speed_source"] == estimate["assumptions"]["flops_source"] == job["id"]
     assert estimate["seconds"] == pytest.approx(10 + 400 * 0.5 + 20)
     assert estimate["cost"] == pytest.approx(estimate["seconds"] * 4 / 3600)
     assert (estimate["process_memory"], estimate["memory_per_worker"]) == (1002, unmeasured["memory_per_worker"])
+    computing = estimate["phases"][2]["seconds_of"]["compute"]
+    assert computing == pytest.approx(estimate["seconds"] - 30), "without its startup and its end"
+    assert estimate["phases"][2]["seconds"] > computing
+    schema = priced.client.get("/openapi.json").json()["components"]["schemas"]
+    assert schema["EstimateAnswer"]["properties"]["phases"]["items"] == {"$ref": "#/components/schemas/PhasePlan"}
+    assert set(schema["PhasePlan"]["properties"]) == estimate["phases"][0].keys()
     assert validate(priced, model=teacher)["process_memory"] == 1002
     assert validate(priced, model=teacher, resources={"gpus_per_worker": 1})["process_memory"] is None
     shorter = validate(priced, **spec, data={"max_length": 256})
@@ -94,57 +91,23 @@ def test_time_is_foreseen_from_a_job_that_was_measured(priced: Server, clock: Cl
     assert validate(priced, model=teacher)["seconds"] is None, "epochs decide"
 
 
-def test_a_configured_speed_does_until_there_is_a_measured_one(
-    tmp_path: Path, empty_database: Path, teacher: dict[str, str]
-) -> None:
-    settings = Settings(home=tmp_path, flops_per_second=1e9, _env_file=None)
-    with control_plane(make_parts(tmp_path, empty_database), settings) as client:
-        body = {**SPEC, "model": teacher, "training": TRAINING}
-        estimate = client.post("/jobs/validate", json=body).json()
+def test_a_configured_speed_does_until_there_is_a_measured_one(start: Start, teacher: dict[str, str]) -> None:
+    estimate = validate(start(flops_per_second=1e9), model=teacher, training=TRAINING)
     assert estimate["speed_source"] == "configured"
     assert estimate["seconds"] == pytest.approx(estimate["total_flops"] / 2e9)
     assert estimate["cost"] is None, "without prices"
 
 
-def test_every_phase_is_planned_at_the_measured_speed(priced: Server, clock: Clock, teacher: dict[str, str]) -> None:
-    spec = {"model": teacher, "training": TRAINING}
-    unmeasured = validate(priced, **spec)
-    assert [phase["phase"] for phase in unmeasured["phases"]] == [
-        "prepare",
-        "calibrate",
-        "train",
-        "evaluate",
-        "publish",
-    ]
-    assert unmeasured["phases"][2]["host_bytes"] == unmeasured["memory_per_worker"]
-    assert unmeasured["phases"][2]["seconds"] is None
-    assert unmeasured["assumptions"]["flops_source"] is None
-    job = run(priced, clock, model=teacher)
-    found = validate(priced, **spec)
-    assert found["assumptions"]["flops_source"] == job["id"]
-    computing = found["phases"][2]["seconds_of"]["compute"]
-    assert computing == pytest.approx(found["seconds"] - 30), "without its startup and its end"
-    assert found["phases"][2]["seconds"] > computing
-    schema = priced.client.get("/openapi.json").json()["components"]["schemas"]
-    assert schema["EstimateAnswer"]["properties"]["phases"]["items"] == {"$ref": "#/components/schemas/PhasePlan"}
-    assert set(schema["PhasePlan"]["properties"]) == found["phases"][0].keys()
+def test_a_job_that_a_node_has_no_disk_for_is_refused(start: Start, teacher: dict[str, str]) -> None:
+    server = start(node_disk_bytes=1 << 20)
+    for path in ("/jobs/validate", "/jobs"):
+        error = refusal(server.client.post(path, json={**SPEC, "model": teacher, "training": TRAINING}))
+        assert error["field"] == "model.name_or_path"
+        assert "a node has 0.0 GB (SWIFTKV_NODE_DISK_BYTES)" in error["message"]
+    assert server.get("/jobs")["data"] == []
 
 
-def test_a_job_that_a_node_has_no_disk_for_is_refused(
-    tmp_path: Path, empty_database: Path, teacher: dict[str, str]
-) -> None:
-    settings = Settings(home=tmp_path, node_disk_bytes=1 << 20, _env_file=None)
-    with control_plane(make_parts(tmp_path, empty_database), settings) as client:
-        body = {**SPEC, "model": teacher, "training": TRAINING}
-        for path in ("/jobs/validate", "/jobs"):
-            refused = client.post(path, json=body)
-            assert refused.status_code == 422, refused.text
-            assert refused.json()["errors"][0]["field"] == "model.name_or_path"
-            assert "a node has 0.0 GB (SWIFTKV_NODE_DISK_BYTES)" in refused.json()["detail"]
-        assert client.get("/jobs").json()["data"] == []
-
-
-def test_cost_counts_the_time_on_the_cluster_alone(priced: Server, clock: Clock) -> None:
+def test_cost_counts_the_time_on_the_cluster_alone(priced: Server, clock: StillClock) -> None:
     job_id = priced.submit()["id"]
     clock.now += 3600
     assert priced.get(f"/jobs/{job_id}")["cost"] == 0.0
@@ -159,16 +122,14 @@ def test_cost_counts_the_time_on_the_cluster_alone(priced: Server, clock: Clock)
     assert (running["cost"], running["estimated_cost"]) == (2.0, 3.0)
     assert running["progress"]["seconds_remaining"] == 900
     worker.say("error", "lost", code="worker_lost", retryable=True)
-    priced.cluster.finish(f"{job_id}-1", SubmissionStatus.FAILED)
-    priced.tick()
+    priced.end(job_id, SubmissionStatus.FAILED)
     clock.now += 7200
     assert priced.get(f"/jobs/{job_id}")["cost"] == 2.0
     priced.tick()
     clock.now += 900
     assert priced.get(f"/jobs/{job_id}")["cost"] == 3.0, "both attempts"
     priced.worker(job_id, 2).artifact()
-    priced.cluster.finish(f"{job_id}-2", SubmissionStatus.SUCCEEDED)
-    priced.tick()
+    priced.end(job_id, attempt=2)
     clock.now += 900
     ended = priced.get(f"/jobs/{job_id}")
     assert (ended["status"], ended["cost"], ended["estimated_cost"]) == ("succeeded", 3.0, 3.0)
@@ -176,16 +137,14 @@ def test_cost_counts_the_time_on_the_cluster_alone(priced: Server, clock: Clock)
 
 @pytest.mark.parametrize("by_tenant", [False, True])
 def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
-    priced: Server, clock: Clock, tmp_path: Path, by_tenant: bool
+    priced: Server, clock: StillClock, tmp_path: Path, by_tenant: bool
 ) -> None:
     if by_tenant:
         (tmp_path / "tenants.yaml").write_text("default: {cost_cap: 4}")
         parts = replace(priced.parts, policies=Tenants(tmp_path / "tenants.yaml"))
         priced = Server(priced.client, parts, priced.settings)
     job_id = priced.submit(limits={} if by_tenant else {"cost_cap": 4})["id"]
-    priced.tick()
-    worker = priced.worker(job_id)
-    worker.say("status", status="running")
+    worker = priced.run(job_id)
     clock.now += 3600
     priced.tick()
     assert priced.get(f"/jobs/{job_id}")["status"] == "running"
@@ -202,8 +161,7 @@ def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
     if by_tenant:
         return
     for body in (None, {"cost_cap": 4}):
-        refused = priced.client.post(f"/jobs/{job_id}/resume", json=body)
-        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (409, "cost_cap")
+        assert refusal(priced.client.post(f"/jobs/{job_id}/resume", json=body), 409)["field"] == "cost_cap"
     resumed = priced.client.post(f"/jobs/{job_id}/resume", json={"cost_cap": 8})
     assert (resumed.status_code, resumed.json()["spec"]["limits"]["cost_cap"]) == (200, 8)
     priced.tick()
@@ -212,6 +170,6 @@ def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
 
 
 def test_without_prices_a_cap_is_refused(server: Server) -> None:
-    refused = server.client.post("/jobs", json={**SPEC, "limits": {"cost_cap": 1}})
-    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "limits.cost_cap")
+    refused = refusal(server.client.post("/jobs", json={**SPEC, "limits": {"cost_cap": 1}}))
+    assert refused["field"] == "limits.cost_cap"
     assert server.get(f"/jobs/{server.submit()['id']}")["cost"] is None

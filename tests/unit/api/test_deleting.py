@@ -7,9 +7,8 @@ import time
 from swiftkv_platform.api.dependencies import retention
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.orchestration.sweeper import Sweeper
-from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.sweeping import StoredObjects
-from tests.unit.api.conftest import Server, control_plane
+from tests.unit.api.conftest import Server, Start, refusal
 
 
 def sweep(server: Server) -> dict[str, int]:
@@ -50,23 +49,16 @@ def test_a_hold_is_a_conflict_that_names_its_holder(server: Server) -> None:
     model = job["distilled_model"]
     deployment = server.client.post("/deployments", json={"model": model, "route_prefix": "/"}).json()
     for path in (f"/models/{model}", f"/jobs/{job['id']}"):
-        answer = server.client.delete(path)
-        assert answer.status_code == 409
-        assert deployment["id"] in answer.json()["detail"]
-    waiting = server.submit()
-    answer = server.client.delete(f"/jobs/{waiting['id']}")
-    assert answer.status_code == 409
-    assert "cancel it" in answer.json()["detail"]
+        assert deployment["id"] in refusal(server.client.delete(path), 409)["message"]
+    assert "cancel it" in refusal(server.client.delete(f"/jobs/{server.submit()['id']}"), 409)["message"]
 
 
-def test_metrics_show_what_the_sweeper_counted(server: Server) -> None:
+def test_metrics_show_what_the_sweeper_counted(server: Server, start: Start) -> None:
     server.succeed()
-    with control_plane(server.parts, Settings(home=server.settings.home, _env_file=None)) as client:
-        deadline = time.monotonic() + 30
-        while 'swiftkv_database_rows{table="jobs"} 1.0' not in client.get("/metrics").text:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        text = client.get("/metrics").text
+    client, deadline = start().client, time.monotonic() + 30
+    while 'swiftkv_database_rows{table="jobs"} 1.0' not in (text := client.get("/metrics").text):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert 'swiftkv_store_objects{kind="artifacts"} 2.0' in text
     assert 'swiftkv_store_bytes{kind="logs"}' in text
     assert "swiftkv_orphans_stopped_total 0.0" in text

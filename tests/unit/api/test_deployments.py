@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.orchestration.deployment import DeploymentStatus
-from swiftkv_platform.settings import Settings
 from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.unit.api.conftest import Server, control_plane, make_parts
+from tests.unit.api.conftest import Server, Start, refusal
 
 
 @pytest.fixture
@@ -67,9 +65,8 @@ def test_options_that_no_engine_knows_are_refused_before_anything_starts(server:
             deploy(server, model, route_prefix="/other", engine=options),
             server.client.patch(path, json={"engine": options}),
         ):
-            [error] = refused.json()["errors"]
-            assert (refused.status_code, error["field"]) == (422, field)
-            assert message in error["message"]
+            error = refusal(refused)
+            assert (error["field"], message in error["message"]) == (field, True)
     assert len(server.get("/deployments")["data"]) == 1
 
 
@@ -90,8 +87,7 @@ def test_a_candidate_and_a_shadow_are_part_of_what_is_served(server: Server, mod
         ({"shadow": {"against": "nobody"}}, "shadow.against"),
         ({"engine": {"backend": "vllm"}}, "shadow"),
     ):
-        refused = server.client.patch(path, json=body)
-        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, field)
+        assert refusal(server.client.patch(path, json=body))["field"] == field
     teacher = {"against": "teacher", "share": 1.0}
     changed = server.client.patch(path, json={"candidate": None, "shadow": teacher}).json()
     assert (changed["candidate"], changed["shadow"]) == (None, teacher)
@@ -121,8 +117,7 @@ def test_another_model_is_swapped_in(server: Server, model: str) -> None:
         ({"min_replicas": None}, "min_replicas"),
         ({"route_prefix": "/other"}, "route_prefix"),
     ):
-        refused = server.client.patch(path, json=body)
-        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, field)
+        assert refusal(server.client.patch(path, json=body))["field"] == field
     server.client.delete(path)
     assert server.client.patch(path, json={"max_replicas": 4}).status_code == 409
     assert server.client.patch("/deployments/dep_unknown", json={}).status_code == 404
@@ -130,19 +125,16 @@ def test_another_model_is_swapped_in(server: Server, model: str) -> None:
 
 def test_a_route_has_one_holder(server: Server, model: str) -> None:
     holder = deploy(server, model).json()
-    refused = deploy(server, model)
-    assert refused.status_code == 409
-    assert holder["id"] in refused.json()["detail"]
-    assert refused.json()["errors"][0]["field"] == "route_prefix"
+    error = refusal(deploy(server, model), 409)
+    assert (error["field"], holder["id"] in error["message"]) == ("route_prefix", True)
     other = deploy(server, model, route_prefix="/python").json()
     assert other["url"] == "http://127.0.0.1:8001/python"
     server.client.delete(f"/deployments/{holder['id']}")
     assert deploy(server, model).status_code == 201
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
+def test_bad_deployments_are_refused(server: Server, model: str) -> None:
+    for options, field in (
         ({"model": "mdl_unknown"}, "model"),
         ({"min_replicas": -1}, "min_replicas"),
         ({"route_prefix": "python"}, "route_prefix"),
@@ -150,28 +142,22 @@ def test_a_route_has_one_holder(server: Server, model: str) -> None:
         ({"target_ongoing_requests": 0}, "target_ongoing_requests"),
         ({"replicas": 2}, "replicas"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas"),
-    ],
-)
-def test_bad_deployments_are_refused(server: Server, model: str, options: dict[str, Any], field: str) -> None:
-    response = deploy(server, **{"model": model, **options})
-    assert response.status_code == 422, response.text
-    assert response.json()["errors"][0]["field"] == field
+    ):
+        assert refusal(deploy(server, **{"model": model, **options}))["field"] == field
     assert server.get("/deployments")["data"] == []
 
 
-def test_a_chat_is_passed_on_to_the_deployment_with_its_tools(tmp_path: Path, empty_database: Path) -> None:
+def test_a_chat_is_passed_on_to_the_deployment_with_its_tools(start: Start) -> None:
     script = Script()
     script.on("POST", "/chat/v1/chat/completions", json_answer({"object": "chat.completion"}))
     with serve(script) as serve_url:
-        settings = Settings(home=tmp_path, serve_url=serve_url, _env_file=None)
-        with control_plane(parts := make_parts(tmp_path, empty_database), settings) as client:
-            server = Server(client, parts, settings)
-            model = server.succeed()["distilled_model"]
-            deployment = client.post("/deployments", json={"model": model, "route_prefix": "/chat"}).json()["id"]
-            body = {"model": model, "messages": [{"role": "user", "content": "?"}], "tools": []}
-            answer = client.post(f"/deployments/{deployment}/chat/completions", json=body)
-            assert answer.json() == {"object": "chat.completion"}
-            missing = client.post("/deployments/dep_none/chat/completions", json=body)
+        server = start(serve_url=serve_url)
+        model = server.succeed()["distilled_model"]
+        deployment = deploy(server, model, route_prefix="/chat").json()["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": "?"}], "tools": []}
+        answer = server.client.post(f"/deployments/{deployment}/chat/completions", json=body)
+        assert answer.json() == {"object": "chat.completion"}
+        missing = server.client.post("/deployments/dep_none/chat/completions", json=body)
     assert missing.status_code == 404
     [request] = script.sent("POST", "/chat/v1/chat/completions")
     assert request.body == body

@@ -1,25 +1,25 @@
-"""Many followers of one job's events at once, over real connections; 30 here, 200 with `SWIFTKV_SOAK=1`."""
+"""Many followers of one job's events at once, over real connections."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from swiftkv_platform.orchestration.job import Event, JobStatus, new_id, transition
 from swiftkv_platform.settings import Settings
 from tests.unit.api.conftest import SPEC, make_parts, served_control_plane
 
-FOLLOWERS = 200 if "SWIFTKV_SOAK" in os.environ else 30
 EVENTS = 40
 
 
+@pytest.mark.parametrize("number", [3, pytest.param(200, marks=pytest.mark.soak("200 connections"))])
 async def test_every_follower_hears_everything_in_order_and_others_are_still_answered(
-    tmp_path: Path, empty_database: Path
+    tmp_path: Path, empty_database: Path, number: int
 ) -> None:
     parts = make_parts(tmp_path, empty_database)
     settings = Settings(home=tmp_path, _env_file=None)
@@ -28,11 +28,11 @@ async def test_every_follower_hears_everything_in_order_and_others_are_still_ans
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
             job_id = (await client.post("/jobs", json=SPEC)).json()["id"]
             connected = asyncio.Semaphore(0)
-            followers = [asyncio.create_task(follow(client, job_id, connected)) for _ in range(FOLLOWERS)]
+            followers = [asyncio.create_task(follow(client, job_id, connected)) for _ in range(number)]
             for _ in followers:
                 await connected.acquire()
             job = parts.jobs.get(job_id, tenant="default")
-            sent = [Event(new_id("evt"), job_id, 1000, "message", f"number {number}") for number in range(EVENTS)]
+            sent = [Event(new_id("evt"), job_id, 1000, "message", f"number {each}") for each in range(EVENTS)]
             for event in sent:
                 job = parts.jobs.update(job, events=[event])
                 assert (await client.get(f"/jobs/{job_id}")).status_code == 200

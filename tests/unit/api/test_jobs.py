@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
 
 from swiftkv_platform.orchestration.ports import SubmissionStatus
-from tests.unit.api.conftest import SPEC, URL, Server
+from swiftkv_platform.orchestration.tenants import Tenants
+from swiftkv_platform.security.keys import Scope, create_key
+from tests.unit.api.conftest import SPEC, URL, Server, Start, refusal
 
 JOB_KEYS = {
     *("id", "object", "name", "status", "status_reason", "created_at", "started_at", "finished_at"),
@@ -30,29 +36,11 @@ def test_submitting_answers_with_the_job_and_its_place(server: Server) -> None:
     assert server.get(f"/jobs/{job['id']}") == job
 
 
-def test_the_same_key_and_body_is_the_same_job(server: Server) -> None:
-    headers = {"Idempotency-Key": "k"}
-    first = server.client.post("/jobs", json=SPEC, headers=headers)
-    # The same spec, written out.
-    again = server.client.post("/jobs", json={**SPEC, "training": {"seed": 0}}, headers=headers)
-    assert (first.status_code, again.status_code) == (201, 201)
-    assert first.json() == again.json()
-    other = server.client.post("/jobs", json={**SPEC, "name": "other"}, headers=headers)
-    assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
-    assert other.json()["errors"][0]["field"] == "Idempotency-Key"
-    assert len(server.get("/jobs")["data"]) == 1
-
-
 def test_validation_says_what_the_job_would_make_and_stores_nothing(server: Server, teacher: dict[str, str]) -> None:
     body = {"name": "test", "model": teacher, "swiftkv": {"key_value_group_size": 3}}
-    response = server.client.post("/jobs/validate", json=body)
-    estimate = response.json()
-    assert (estimate["num_hidden_layers"], estimate["num_key_value_layers"], estimate["num_kv_cache_layers"]) == (
-        12,
-        6,
-        8,
-    )
-    assert estimate["kv_bytes_ratio"] == pytest.approx(2 / 3)
+    estimate = server.client.post("/jobs/validate", json=body).json()
+    layers = [estimate[f"num_{kind}_layers"] for kind in ("hidden", "key_value", "kv_cache")]
+    assert (layers, estimate["kv_bytes_ratio"]) == ([12, 6, 8], pytest.approx(2 / 3))
     assert estimate["memory_per_worker"] > estimate["parameters"] > estimate["trained_parameters"] > 0
     assert estimate["max_tokens"] is None, "epochs decide"
     assert estimate["sources"] == [
@@ -77,38 +65,24 @@ def test_lists_are_paged_and_filtered(server: Server) -> None:
     assert (empty["data"], empty["first_id"], empty["last_id"]) == ([], None, None)
 
 
-def test_cancelling_is_idempotent_and_refused_after_the_end(server: Server) -> None:
+def test_changes_of_status_are_idempotent_and_refused_after_the_end(server: Server) -> None:
     job = server.submit()
-    for _ in range(2):
-        response = server.client.post(f"/jobs/{job['id']}/cancel")
-        assert (response.status_code, response.json()["status"]) == (200, "cancelled")
-    done = server.succeed()
-    refused = server.client.post(f"/jobs/{done['id']}/cancel")
-    assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
-
-
-def test_pausing_and_resuming_are_idempotent_and_refused_after_the_end(server: Server) -> None:
-    job = server.submit()
-    for verb, status in (("pause", "paused"), ("resume", "queued")):
+    for verb, status in (("pause", "paused"), ("resume", "queued"), ("cancel", "cancelled")):
         for _ in range(2):
             response = server.client.post(f"/jobs/{job['id']}/{verb}")
             assert (response.status_code, response.json()["status"]) == (200, status)
-    server.client.post(f"/jobs/{job['id']}/cancel")
     done = server.succeed()
-    for verb in ("pause", "resume"):
+    for verb in ("pause", "resume", "cancel"):
         refused = server.client.post(f"/jobs/{done['id']}/{verb}")
         assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
 
 
 def test_a_failed_job_says_why(server: Server) -> None:
-    job = server.submit()
+    job, field = server.submit()["id"], "data.sources[0].name_or_path"
     server.tick()
-    worker = server.worker(job["id"])
-    worker.say("error", "no text", code="data_error", field="data.sources[0].name_or_path", retryable=False)
-    server.cluster.finish(f"{job['id']}-1", SubmissionStatus.FAILED)
-    server.tick()
-    failed = server.get(f"/jobs/{job['id']}")
-    field = "data.sources[0].name_or_path"
+    server.worker(job).say("error", "no text", code="data_error", field=field, retryable=False)
+    server.end(job, SubmissionStatus.FAILED)
+    failed = server.get(f"/jobs/{job}")
     assert failed["error"] == {"code": "data_error", "message": "no text", "param": field}
     assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
 
@@ -151,8 +125,7 @@ def test_the_event_stream_of_an_ended_job_ends_and_goes_on_where_it_broke_off(se
     resumed = stream(server, job["id"], **{"Last-Event-ID": events[1]["id"]})
     assert [data for _, data in resumed] == events[2:]
     headers = {"Accept": "text/event-stream", "Last-Event-ID": "evt_unknown"}
-    refused = server.client.get(f"/jobs/{job['id']}/events", headers=headers)
-    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "after")
+    assert refusal(server.client.get(f"/jobs/{job['id']}/events", headers=headers))["field"] == "after"
 
 
 def test_metrics_are_a_series_by_step(server: Server) -> None:
@@ -209,3 +182,48 @@ def test_artifacts_are_listed_and_downloaded(server: Server) -> None:
     assert (page["last_id"], page["has_more"]) == ("data.bin", True)
     for path in ("missing", "../attempt.json", "%2e%2e/attempt.json"):
         assert server.client.get(f"/jobs/{job['id']}/artifacts/{path}").status_code == 404
+
+
+def test_every_recipe_is_listed_with_its_comments_and_a_spec_that_is_accepted_as_such(server: Server) -> None:
+    listed = {row["id"]: row for row in server.get("/recipes")["data"]}
+    assert sorted(listed) == sorted(path.stem for path in Path("jobs/recipes").glob("*.yaml"))
+    demo = listed["builtin-python-5m"]
+    assert demo["description"].startswith("The demo's job: the teacher that ships with the package")
+    assert "# three to four minutes" in demo["text"], "comments stay"
+    assert "yaml-language-server" not in demo["text"]
+    assert yaml.safe_load(demo["text"])["training"]["max_steps"] == demo["spec"]["training"]["max_steps"] == 100
+
+
+def test_a_retry_is_answered_whatever_has_changed(start: Start, teacher: dict[str, str], tmp_path: Path) -> None:
+    """Each request goes to a control plane of its own, as after a restart with other settings."""
+    granted = tmp_path / "tenants.yaml"
+
+    def post(spec: dict[str, Any], roots: tuple[str, ...], grants: str = "max_queued_jobs: 1") -> httpx.Response:
+        granted.write_text(f"default: {{{grants}}}\n")
+        server = start(changed={"policies": Tenants(granted)}, source_roots=roots)
+        return server.client.post("/jobs", json=spec, headers={"Idempotency-Key": "once"})
+
+    spec, opened = {**SPEC, "model": teacher}, (str(tmp_path),)
+    refusal(post(spec, ()))  # a refusal is not remembered
+    first = post(spec, opened)
+    assert first.status_code == 201, first.text
+    shutil.rmtree(teacher["name_or_path"])  # its source vanishes
+    assert post({**spec, "training": {"seed": 0}}, opened).json() == first.json(), "the same spec, written out"
+    for again in (post(spec, ()), post(spec, (), "max_queued_jobs: 0, max_cpus: 0")):  # so do rules and quota
+        assert (again.status_code, again.json()) == (201, first.json())
+        assert again.headers["Location"] == f"/jobs/{first.json()['id']}"
+    other = post({**spec, "model": {"name_or_path": str(tmp_path / "missing")}}, opened)
+    assert (refusal(other)["field"], other.json()["code"]) == ("Idempotency-Key", "idempotency_key_reused")
+
+
+def test_a_key_is_its_tenants_alone(start: Start, tmp_path: Path) -> None:
+    """The lookup comes before every other check, so it must not cross tenants."""
+    path, ids = tmp_path / "keys.json", set()
+    for tenant in ("acme", "other"):
+        token = create_key(path, name=tenant, tenant=tenant, scopes=frozenset({Scope.ADMIN}))
+        headers = {"Idempotency-Key": "once", "authorization": f"Bearer {token}"}
+        server = start("http://swiftkv.example", api_keys_file=path)
+        answer = server.client.post("/jobs", json=SPEC, headers=headers)
+        assert (answer.status_code, answer.json()["tenant"]) == (201, tenant)
+        ids.add(answer.json()["id"])
+    assert len(ids) == 2

@@ -1,21 +1,24 @@
-"""`/metrics` of a control plane that does its work: requests, ticks, waits and lags are counted once each."""
+"""`/metrics` and `/readyz`: all is counted once, asking often costs little, and loops that get nowhere are told of."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.settings import Settings
 from tests.fakes.attempt_store import FakeWorker
-from tests.unit.api.conftest import SPEC, URL, make_parts
+from tests.unit.api.conftest import SPEC, URL, Start, StillClock, make_parts, refusal
 
 DEADLINE_S = 60.0
 
@@ -33,7 +36,7 @@ def client(tmp_path: Path, parts: Components) -> Iterator[TestClient]:
         yield client
 
 
-def samples(client: TestClient) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def samples(client: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """Values by name and labels."""
     page = client.get("/metrics").text
     return {
@@ -74,26 +77,94 @@ def test_requests_are_counted_by_template_and_never_by_path(client: TestClient) 
         assert client.request(f"X{number}", "/jobs").status_code == 405
     assert client.get("/jobs").status_code == 200
     name = "swiftkv_http_request_duration_seconds_count"
-    found = {dict(labels)["route"]: value for (each, labels), value in samples(client).items() if each == name}
     counted = {labels: value for (each, labels), value in samples(client).items() if each == name}
     assert counted[("method", "GET"), ("route", "/jobs/{job_id}"), ("status", "4xx")] == 30
     assert counted[("method", "GET"), ("route", "/jobs"), ("status", "2xx")] == 1
     assert counted[("method", "GET"), ("route", "unmatched"), ("status", "4xx")] == 30
     assert {dict(labels)["method"] for labels in counted} == {"GET", "other"}
-    assert len(counted) < 10
-    assert not any("nowhere" in route or "job_1" in route for route in found)
+    assert len(counted) < 10, "neither 'nowhere' nor 'job_1' is a route"
 
 
-def test_a_request_that_fails_is_counted_as_a_5xx(
-    tmp_path: Path, parts: Components, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = Settings(home=tmp_path, reconcile_interval_s=1e6, _env_file=None)
-    with TestClient(create_app(settings, components=parts), base_url=URL, raise_server_exceptions=False) as client:
+def test_a_request_that_fails_is_counted_as_a_5xx(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    server.client._transport.raise_server_exceptions = False  # type: ignore[attr-defined]
 
-        def broken(*_: object, **__: object) -> None:
-            raise ZeroDivisionError("a bug")
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(parts.jobs, "get", broken)
-        assert client.get("/jobs/job_x").status_code == 500
-        labels = (("method", "GET"), ("route", "/jobs/{job_id}"), ("status", "5xx"))
-        assert samples(client)["swiftkv_http_request_duration_seconds_count", labels] == 1
+    monkeypatch.setattr(server.parts.jobs, "get", broken)
+    assert server.client.get("/jobs/job_x").status_code == 500
+    labels = (("method", "GET"), ("route", "/jobs/{job_id}"), ("status", "5xx"))
+    assert samples(server.client)["swiftkv_http_request_duration_seconds_count", labels] == 1
+
+
+def test_probes_that_come_at_once_look_once(parts: Components, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call() -> object:
+            calls.append(name)
+            return real()
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(parts.objects, "ping")
+    counted(parts.cluster, "check")
+    counted(parts.jobs, "count_by_status")
+    counted(parts.outbox, "count_by_status")
+    server = start(changed={"clock": StillClock()})
+    server.wait(3600)
+    calls.clear()
+    for _ in range(20):
+        assert server.client.get("/readyz").status_code == 200
+        assert "swiftkv_jobs_put_off 0.0" in server.client.get("/metrics").text
+    assert sorted(calls) == ["check", "count_by_status", "count_by_status", "ping"]
+    server.cluster.away = True
+    server.wait(5)
+    assert refusal(server.client.get("/readyz"), 503)["field"] == "ray", "told within seconds"
+    server.cluster.away = False
+    server.wait(60)
+    assert server.client.get("/readyz").status_code == 200
+    assert calls.count("ping") == 2
+
+
+def test_a_loop_that_gets_nowhere_is_told(parts: Components, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, clock = threading.Event(), StillClock()
+
+    def broken() -> object:
+        failed.set()
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(parts.jobs, "on_cluster", broken)
+    settings = Settings(home=tmp_path, reconcile_interval_s=0.01, _env_file=None)
+    app = create_app(settings, components=replace(parts, clock=clock))
+    with TestClient(app, base_url=URL) as client:
+        assert failed.wait(30)
+        assert client.get("/readyz").status_code == 200, "it may be mended by its next turn"
+        clock.now += 300
+        response = client.get("/readyz")
+        assert response.status_code == 503
+        assert "loop jobs" in [error["field"] for error in response.json()["errors"]]
+        assert 'swiftkv_loop_stalled{loop="jobs"} 1.0' in client.get("/metrics").text
+
+
+def test_a_loop_in_the_middle_of_a_step_stalls_as_well() -> None:
+    clock, entered, leave = StillClock(), threading.Event(), threading.Event()
+
+    def hanging() -> None:
+        entered.set()
+        leave.wait(30)
+
+    loop = ControlLoop("test", hanging, interval_s=1.0, clock=clock)
+    stalled = [loop.is_stalled]
+    loop.start()
+    assert entered.wait(30)
+    stalled.append(loop.is_stalled)
+    clock.now += 3600
+    stalled.append(loop.is_stalled)
+    leave.set()
+    loop.stop(30)
+    stalled.append(loop.is_stalled)
+    assert stalled == [False, False, True, False]

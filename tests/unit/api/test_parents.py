@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from tests.unit.api.conftest import SPEC, Server
-
-
-def refusal(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    response = server.client.post(path, json=body)
-    assert response.status_code == 422, response.text
-    error: dict[str, Any] = response.json()["errors"][0]
-    return error
+from tests.unit.api.conftest import SPEC, Server, refusal
 
 
 def continuing(parent: str, **sections: Any) -> dict[str, Any]:
@@ -28,7 +21,9 @@ def parent(server: Server) -> dict[str, Any]:
     return server.succeed(swiftkv={"num_key_value_layers": 6})
 
 
-L6 = {"swiftkv": {"num_key_value_layers": 6}}
+SIX = {"num_key_value_layers": 6}
+L6 = {"swiftkv": SIX}
+STATE = {**L6, "training": {"load_optimizer_state": True}}
 
 
 def test_a_job_is_pinned_to_the_checkpoint_that_it_continues_from(server: Server, parent: dict[str, Any]) -> None:
@@ -55,66 +50,48 @@ def test_a_job_continues_from_a_model(server: Server, parent: dict[str, Any]) ->
     assert request.parent.key == AttemptId(parent["id"], 1).artifact_prefix
 
 
-@pytest.mark.parametrize(
-    ("reference", "sections", "field", "said"),
-    [
-        ("nonsense", {}, "training.from", "JOB:STEP"),
-        ("mdl_nobodys", L6, "training.from", "there is no such model"),
-        ("job_nobodys:2", L6, "training.from", "there is no job job_nobodys"),
-        ("{job}:3", L6, "training.from", "it has steps 2"),
-        ("{job}:ckpt_00000002_0002", L6, "training.from", "it has steps 2"),
-        ("{job}:2", {"swiftkv": {"num_key_value_layers": 5}}, "swiftkv.num_key_value_layers", "6 would do"),
-        ("{job}:2", {}, "swiftkv.num_key_value_layers", "6 would do"),
-        (
-            "{job}:2",
-            {"swiftkv": {"num_key_value_layers": 6, "key_value_group_size": 2}},
-            "swiftkv.key_value_group_size",
-            "1 would do",
-        ),
-        (
-            "{job}:2",
-            {"swiftkv": {"num_key_value_layers": 6, "own_output_projection": True}},
-            "swiftkv.own_output_projection",
-            "False would do",
-        ),
-        ("{job}:2", {**L6, "model": {"name_or_path": "org/other"}}, "model.name_or_path", "'org/teacher' would do"),
-        (
-            "{job}:2",
-            {**L6, "training": {"load_optimizer_state": True}, "optimizer": {"name": "muon"}},
-            "optimizer.name",
-            "'adamw', or training.load_optimizer_state false",
-        ),
-        (
-            "{job}:2",
-            {**L6, "training": {"load_optimizer_state": True}, "distillation": {"trainable": "tail"}},
-            "distillation.trainable",
-            "'qkv', or",
-        ),
-        ("{model}", {**L6, "training": {"load_optimizer_state": True}}, "training.load_optimizer_state", "JOB:STEP"),
-        ("{model}", {**L6, "training": {"max_steps": 0}}, "training.max_steps", "1 or more"),
-        (
-            "{model}",
-            {**L6, "sweep": {"num_key_value_layers": [5, 6]}, "evaluation": {"max_kl": 1}},
-            "training.from",
-            "sweep",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    server: Server, parent: dict[str, Any], reference: str, sections: dict[str, Any], field: str, said: str
-) -> None:
-    name = reference.format(job=parent["id"], model=parent["distilled_model"])
-    error = refusal(server, "/jobs", continuing(name, **sections))
-    assert error["field"] == field
-    assert said in error["message"]
+REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("nonsense", {}, "training.from", "JOB:STEP"),
+    ("mdl_nobodys", L6, "training.from", "there is no such model"),
+    ("job_nobodys:2", L6, "training.from", "there is no job job_nobodys"),
+    ("{job}:3", L6, "training.from", "it has steps 2"),
+    ("{job}:ckpt_00000002_0002", L6, "training.from", "it has steps 2"),
+    ("{job}:2", {"swiftkv": {"num_key_value_layers": 5}}, "swiftkv.num_key_value_layers", "use 6"),
+    ("{job}:2", {}, "swiftkv.num_key_value_layers", "use 6"),
+    ("{job}:2", {"swiftkv": {**SIX, "key_value_group_size": 2}}, "swiftkv.key_value_group_size", "use 1"),
+    ("{job}:2", {"swiftkv": {**SIX, "own_output_projection": True}}, "swiftkv.own_output_projection", "use False"),
+    ("{job}:2", {**L6, "model": {"name_or_path": "org/other"}}, "model.name_or_path", "use 'org/teacher'"),
+    (
+        "{job}:2",
+        {**STATE, "optimizer": {"name": "muon"}},
+        "optimizer.name",
+        "'adamw', or training.load_optimizer_state",
+    ),
+    ("{job}:2", {**STATE, "distillation": {"trainable": "tail"}}, "distillation.trainable", "'qkv', or"),
+    ("{model}", STATE, "training.load_optimizer_state", "JOB:STEP"),
+    ("{model}", {**L6, "training": {"max_steps": 0}}, "training.max_steps", "1 or more"),
+    (
+        "{model}",
+        {**L6, "sweep": {"num_key_value_layers": [5, 6]}, "evaluation": {"max_kl": 1}},
+        "training.from",
+        "sweep",
+    ),
+]
+"""Parents and sections that do not fit together, with the field that is named and what is said of it."""
 
 
-@pytest.mark.parametrize("training", [{"max_steps": 0}, {"load_optimizer_state": True}])
-def test_what_needs_a_parent_is_refused_without_one(server: Server, training: dict[str, Any]) -> None:
-    [name] = training
-    error = refusal(server, "/jobs", {**SPEC, "training": training})
-    assert error["field"] == f"training.{name}"
-    assert "training.from" in error["message"]
+def test_what_does_not_fit_is_refused(server: Server, parent: dict[str, Any]) -> None:
+    for reference, sections, field, said in REFUSALS:
+        name = reference.format(job=parent["id"], model=parent["distilled_model"])
+        error = refusal(server.client.post("/jobs", json=continuing(name, **sections)))
+        assert (error["field"], said in error["message"]) == (field, True), error
+    for field, value in (("max_steps", 0), ("load_optimizer_state", True)):
+        error = refusal(server.client.post("/jobs", json={**SPEC, "training": {field: value}}))
+        assert (error["field"], "training.from" in error["message"]) == (f"training.{field}", True)
+    error = refusal(server.client.post("/models", json={"from_checkpoint": parent["distilled_model"]}))
+    assert error["field"] == "from_checkpoint"
+    error = refusal(server.client.post("/models", json={"from_checkpoint": f"{parent['id']}:7"}))
+    assert "it has steps 2" in error["message"]
 
 
 def test_shares_of_layers_are_compared_where_the_teacher_is_known(server: Server, teacher: dict[str, str]) -> None:
@@ -122,24 +99,21 @@ def test_shares_of_layers_are_compared_where_the_teacher_is_known(server: Server
     parent = server.succeed(model=teacher, data=data, swiftkv={"num_key_value_layers": 6})
     body = continuing(f"{parent['id']}:2", model=teacher, data=data)
     assert server.submit(**body)["spec"]["swiftkv"]["num_key_value_layers"] is None  # half of 12
-    error = refusal(server, "/jobs", {**body, "swiftkv": {"prefill_reduction": 0.25}})
+    error = refusal(server.client.post("/jobs", json={**body, "swiftkv": {"prefill_reduction": 0.25}}))
     assert error["field"] == "swiftkv.num_key_value_layers"
 
 
 def test_a_job_that_trains_tail_does_not_go_on_as_qkv(server: Server) -> None:
     parent = server.succeed(distillation={"trainable": "tail"})
-    error = refusal(server, "/jobs", continuing(f"{parent['id']}:2"))
-    assert (error["field"], "'tail' would do" in error["message"]) == ("distillation.trainable", True)
+    error = refusal(server.client.post("/jobs", json=continuing(f"{parent['id']}:2")))
+    assert (error["field"], "use 'tail'" in error["message"]) == ("distillation.trainable", True)
     server.submit(**continuing(f"{parent['id']}:2", distillation={"trainable": "all"}))
 
 
 def test_checkpoints_of_an_attempt_that_goes_on_are_not_relied_on(server: Server) -> None:
-    job = server.submit()
-    server.tick()
-    server.worker(job["id"]).say("status", status="running")
-    server.worker(job["id"]).checkpoint(2)
-    error = refusal(server, "/jobs", continuing(f"{job['id']}:2"))
-    assert "checkpoint.keep" in error["message"]
+    job = server.submit()["id"]
+    server.run(job).checkpoint(2)
+    assert "checkpoint.keep" in refusal(server.client.post("/jobs", json=continuing(f"{job}:2")))["message"]
 
 
 def test_what_a_job_reads_is_kept_until_its_end(server: Server, parent: dict[str, Any]) -> None:
@@ -160,22 +134,12 @@ def test_a_checkpoint_becomes_a_model_by_a_job_that_trains_nothing(server: Serve
     assert response.headers["Location"] == f"/jobs/{job['id']}"
     assert (job["name"], job["metadata"]) == ("test-step-2", {"by": "hand"})
     spec, theirs = job["spec"], parent["spec"]
-    assert spec["training"] == {
-        **theirs["training"],
-        "from": f"{parent['id']}:ckpt_00000002_0001",
-        "max_steps": 0,
-    }
+    assert spec["training"] == {**theirs["training"], "from": f"{parent['id']}:ckpt_00000002_0001", "max_steps": 0}
     assert spec["evaluation"] == {**theirs["evaluation"], "max_kl": 0.5}
     assert spec["swiftkv"] == theirs["swiftkv"]
     assert server.parts.jobs.get(job["id"], tenant=job["tenant"]).traceparent == traceparent
     again = server.client.post("/models", json=body, headers=headers).json()
     assert again["id"] == job["id"]
-
-
-def test_a_model_and_an_unknown_checkpoint_make_no_model(server: Server, parent: dict[str, Any]) -> None:
-    error = refusal(server, "/models", {"from_checkpoint": parent["distilled_model"]})
-    assert error["field"] == "from_checkpoint"
-    assert "it has steps 2" in refusal(server, "/models", {"from_checkpoint": f"{parent['id']}:7"})["message"]
 
 
 def test_lineage_names_every_ancestor(server: Server, parent: dict[str, Any]) -> None:

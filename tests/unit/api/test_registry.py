@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.orchestration.comparison import Figure, compare
 from swiftkv_platform.orchestration.deployment import DeploymentStatus
-from tests.unit.api.conftest import Server
+from swiftkv_platform.orchestration.job import Model
+from tests.unit.api.conftest import Server, refusal
 
 
 @pytest.fixture
@@ -15,18 +17,19 @@ def models(server: Server) -> list[str]:
     return [server.succeed(name=name)["distilled_model"] for name in ("first", "second", "third")]
 
 
-def promote(server: Server, model: str, alias: str = "production", reason: str = "better") -> dict[str, Any]:
-    response = server.client.post(f"/models/{model}/promote", json={"alias": alias, "reason": reason})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-def roll_back(server: Server, status: int = 200) -> dict[str, Any]:
-    response = server.client.post("/aliases/production/rollback", json={"reason": "it stutters"})
+def post(server: Server, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
+    response = server.client.post(path, json=body)
     assert response.status_code == status, response.text
     answer: dict[str, Any] = response.json()
     return answer
+
+
+def promote(server: Server, model: str, alias: str = "production", reason: str = "better") -> dict[str, Any]:
+    return post(server, f"/models/{model}/promote", {"alias": alias, "reason": reason})
+
+
+def roll_back(server: Server, status: int = 200) -> dict[str, Any]:
+    return post(server, "/aliases/production/rollback", {"reason": "it stutters"}, status)
 
 
 def test_promotions_and_rollbacks_are_kept_with_who_and_why(server: Server, models: list[str]) -> None:
@@ -41,17 +44,11 @@ def test_promotions_and_rollbacks_are_kept_with_who_and_why(server: Server, mode
     assert roll_back(server, 409)["code"] == "conflict"
     promote(server, third)
     back = roll_back(server)
-    assert (back["action"], back["model"], back["previous"], back["reason"]) == (
-        "rollback",
-        first,
-        third,
-        "it stutters",
-    )
+    told = [back[name] for name in ("action", "model", "previous", "reason")]
+    assert told == ["rollback", first, third, "it stutters"]
     alias = server.get("/aliases/production")
-    assert (alias["model"], [item["action"] for item in alias["history"]]) == (
-        first,
-        ["promote"] * 3 + ["rollback"] * 2 + ["promote", "rollback"],
-    )
+    history = [*["promote"] * 3, *["rollback"] * 2, "promote", "rollback"]
+    assert (alias["model"], [item["action"] for item in alias["history"]]) == (first, history)
     assert server.get("/aliases")["data"] == [alias]
 
 
@@ -79,28 +76,6 @@ def test_a_deployment_of_an_alias_follows_it(server: Server, models: list[str]) 
     assert server.get(f"/deployments/{created['id']}")["model"] == models[2]
 
 
-def test_a_job_is_deployed_by_its_own_id(server: Server) -> None:
-    job = server.succeed()
-    created = server.client.post("/deployments", json={"model": job["id"]})
-    assert (created.status_code, created.json()["model"]) == (201, job["distilled_model"])
-
-
-@pytest.mark.parametrize("model", ["mdl_x", "job_x", "production", ""])
-def test_what_stands_for_no_model_is_refused(server: Server, model: str) -> None:
-    refused = server.client.post("/deployments", json={"model": model})
-    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "model")
-
-
-@pytest.mark.parametrize("body", [{"alias": "production"}, {"reason": ""}, {"reason": "x", "alias": "mdl_x"}])
-def test_a_promotion_says_why_and_under_a_name_that_is_no_id(
-    server: Server, models: list[str], body: dict[str, str]
-) -> None:
-    assert server.client.post(f"/models/{models[0]}/promote", json=body).status_code == 422
-    assert server.client.post("/aliases/nothing/rollback", json={"reason": "x"}).status_code == 404
-    assert server.client.get("/aliases/nothing").status_code == 404
-    assert server.client.post("/models/mdl_x/promote", json={"reason": "x"}).status_code == 404
-
-
 def test_lineage_leads_from_the_data_to_the_deployments(server: Server, models: list[str]) -> None:
     promote(server, models[0])
     deployment = server.client.post("/deployments", json={"model": "production"}).json()
@@ -122,3 +97,41 @@ def test_two_models_are_compared(server: Server, models: list[str]) -> None:
     assert figures["distilled.kl"] == {"name": "distilled.kl", "a": 0.1, "b": 0.1, "better": None}
     assert (comparison["differences"], figures["kv_bytes_ratio"]["a"]) == ([], None)
     assert server.client.get(f"/models/{models[0]}/compare/mdl_x").status_code == 404
+
+
+def test_what_stands_for_no_model_is_refused(server: Server) -> None:
+    job = server.succeed()
+    model = job["distilled_model"]
+    for name in ("mdl_x", "job_x", "production", ""):
+        assert refusal(server.client.post("/deployments", json={"model": name}))["field"] == "model"
+    assert post(server, "/deployments", {"model": job["id"]}, 201)["model"] == model, "a job stands for its own"
+    for body in ({"alias": "production"}, {"reason": ""}, {"reason": "x", "alias": "mdl_x"}):
+        post(server, f"/models/{model}/promote", body, 422)
+    for path in ("/aliases/nothing/rollback", "/models/mdl_x/promote"):
+        post(server, path, {"reason": "x"}, 404)
+    assert server.client.get("/aliases/nothing").status_code == 404
+
+
+def described(metrics: dict[str, Any], **lineage: Any) -> Model:
+    return Model("mdl_x", "acme", "m", "job_x", 1, 100, "s3://b/a", "d", 1, lineage, metrics)
+
+
+def test_figures_say_which_is_better_and_lineage_whether_that_counts() -> None:
+    def model(kl: float, top1: float, ratio: float, mmlu: float, fingerprint: str, group: int) -> Model:
+        tasks = [{"task": "mmlu", "student": mmlu}]
+        metrics = {"distilled": {"kl": kl, "top1_agreement": top1}, "kv_bytes_ratio": ratio, "tasks": tasks}
+        spec = {"swiftkv": {"key_value_group_size": group}, "optimizer": {"learning_rate": 0.1}}
+        return described(metrics, teacher="t", data_fingerprint=fingerprint, spec=spec)
+
+    found = compare(model(0.1, 0.9, 0.75, 60.0, "x", 2), model(0.2, 0.8, 0.5, 61.0, "y", 4))
+    figures = {figure.name: figure for figure in found.figures}
+    assert figures["distilled.kl"] == Figure("distilled.kl", 0.1, 0.2, "a")
+    assert figures["distilled.top1_agreement"].better == "a"
+    assert figures["kv_bytes_ratio"].better == "b"
+    assert figures["tasks.mmlu.student"] == Figure("tasks.mmlu.student", 60.0, 61.0, "b")
+    assert figures["distilled.perplexity"] == Figure("distilled.perplexity", None, None, None)
+    less = {"task": "wikitext", "student": 9.0, "higher_is_better": False}
+    perplexities = compare(described({"tasks": [less]}), described({"tasks": [less | {"student": 8.0}]})).figures
+    assert perplexities[-1] == Figure("tasks.wikitext.student", 9.0, 8.0, "b")
+    assert found.differences == {"data_fingerprint": ("x", "y")}
+    assert found.spec_differences == {"swiftkv.key_value_group_size": (2, 4)}

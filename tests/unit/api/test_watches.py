@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swiftkv_platform.api.watches import Watches
+from swiftkv_platform.api.following import Watches
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.orchestration.job import start
 from swiftkv_platform.orchestration.ports import Page
 from tests.records import make_job, store
-
-
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.unit.api.conftest import StillClock
 
 
 @dataclass
@@ -35,7 +28,7 @@ class Noted:
 
 
 def test_a_job_that_is_asked_for_again_and_again_is_marked_now_and_then() -> None:
-    jobs, clock = Noted(), Clock()
+    jobs, clock = Noted(), StillClock()
     watches = Watches(jobs, clock)  # type: ignore[arg-type]
     for _ in range(100):
         watches.note("a")
@@ -48,7 +41,7 @@ def test_a_job_that_is_asked_for_again_and_again_is_marked_now_and_then() -> Non
 
 def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> None:
     jobs = Noted(away=True)
-    watches = Watches(jobs, Clock())  # type: ignore[arg-type]
+    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
     watches.note("a")
     jobs.away = False
     watches.note("a")
@@ -57,7 +50,7 @@ def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> 
 
 def test_of_very_many_jobs_the_newest_are_remembered() -> None:
     jobs = Noted()
-    watches = Watches(jobs, Clock())  # type: ignore[arg-type]
+    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
     for number in range(1500):
         watches.note(str(number))
     watches.note("1499")
@@ -70,6 +63,6 @@ def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
     jobs = SqlJobRepository(sqlite_database)
     started, event = start(store(jobs, make_job()), now=100)
     job = jobs.update(started, events=[event])
-    found = Watches(jobs, Clock()).events(job.id, Page(limit=5, order="asc"))
+    found = Watches(jobs, StillClock()).events(job.id, Page(limit=5, order="asc"))
     assert [item.data["status"] for item in found.items] == ["queued", "starting"]
     assert jobs.on_cluster()[0].watched_until == 1060.0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
+import yaml
 
-from benchmarks.depths import POINTS, SPEC, name_of, point_spec
+from benchmarks.depths import POINTS, SPEC, main, name_of, point_spec, spread
 from swiftkv_platform.specs import load_spec
+from tests.tiny_models import save_teacher
 
 
 def arguments(**changed: object) -> argparse.Namespace:
@@ -21,11 +25,12 @@ def arguments(**changed: object) -> argparse.Namespace:
         ("15:2", (15, 2, True, "calibrated")),
         ("15:1:refitted", (15, 1, True, "refitted")),
         ("15:1:copied", (15, 1, False, "copied")),
+        ("15:2:teacher-output", (15, 2, False, "calibrated")),
     ],
 )
 def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[int, int, bool, str]) -> None:
     spec = load_spec(SPEC)
-    found = point_spec(spec, point, arguments(calibration_tokens=2048))
+    found = point_spec(spec, point, arguments(calibration_tokens=2048), seed=3)
     swiftkv = found.swiftkv
     assert expected == (
         swiftkv.num_key_value_layers,
@@ -33,11 +38,45 @@ def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[in
         swiftkv.own_output_projection,
         swiftkv.initialization,
     )
-    assert (swiftkv.calibration_tokens, found.training.max_steps) == (2048, 20)
+    assert (swiftkv.calibration_tokens, found.training.max_steps, found.training.seed) == (2048, 20, 3)
     assert (found.data, found.distillation, found.optimizer) == (spec.data, spec.distillation, spec.optimizer)
 
 
 def test_what_is_kept_of_points_has_names_of_their_own() -> None:
     settings = (arguments(), arguments(early_exit=True), arguments(steps=0), arguments(calibration_tokens=4096))
-    names = [name_of(point, args) for point in POINTS for args in settings]
+    names = [name_of(point, args, seed) for point in POINTS for args in settings for seed in (0, 1)]
     assert len(set(names)) == len(names)
+
+
+def test_seeds_become_their_mean_and_range() -> None:
+    rows = [{"start": {"kl": start}, "end": {"kl": end}} for start, end in ((0.2, 0.1), (0.5, 0.3))]
+    assert spread(rows)["end"] == {"mean": 0.2, "lowest": 0.1, "highest": 0.3}
+    assert spread(rows)["start"]["mean"] == 0.35
+
+
+@pytest.mark.soak("trains students of a tiny model")
+def test_points_are_trained_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = tmp_path / "texts.jsonl"
+    rows = [json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) for i in range(60)]
+    texts.write_text("\n".join(rows) + "\n")
+    document = {
+        "name": "tiny",
+        "model": {"name_or_path": str(save_teacher(tmp_path / "teacher")), "dtype": "float32"},
+        "swiftkv": {"calibration_tokens": 1024},
+        "data": {"sources": [{"name_or_path": str(texts)}], "max_length": 64, "validation_fraction": 0.2},
+        "training": {"batch_size": 2, "micro_batch_size": 2},
+        "sharding": {"strategy": "ddp"},
+        "resources": {"num_workers": 1},
+    }
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(document))
+    report = tmp_path / "report.json"
+    options = f"{tmp_path / 'kept'} --spec {tmp_path / 'spec.yaml'} --points 2:1 2:2 --steps 4 --seeds 0 1"
+    monkeypatch.setattr("sys.argv", ["depths", *options.split(), "--needle-lengths", "--output", str(report)])
+    assert main() == 0
+    points = json.loads(report.read_text())["points"]
+    assert {point: len(seeds) for point, seeds in points.items()} == {"2:1": 2, "2:2": 2}
+    assert points["2:2"][0]["swiftkv"]["own_output_projection"]
+    assert points["2:1"][0]["end"]["kl"] != points["2:1"][1]["end"]["kl"]
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").glob("*-steps-*.json")}
+    assert main() == 0
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept

@@ -41,7 +41,11 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
 
 @pytest.mark.slow  # the whole benchmark, however small
 @pytest.mark.parametrize(
-    "vllm", [False, pytest.param(True, marks=pytest.mark.skipif(not VLLM_PYTHON, reason="no vLLM"))]
+    "vllm",
+    [
+        pytest.param(False, marks=pytest.mark.soak("the whole benchmark, however small")),
+        pytest.param(True, marks=pytest.mark.skipif(not VLLM_PYTHON, reason="no vLLM")),
+    ],
 )
 def test_the_run_writes_what_it_measured(vllm: bool, tmp_path: Path) -> None:
     options = ["--vllm-python", str(VLLM_PYTHON)] if vllm else []
@@ -67,7 +71,7 @@ def test_the_run_writes_what_it_measured(vllm: bool, tmp_path: Path) -> None:
         assert "TPOT" in (tmp_path / f"{engine}.md").read_text()
 
 
-def test_without_a_gpu_it_says_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_names_the_options_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):

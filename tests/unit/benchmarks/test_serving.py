@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serving.__main__ import main, parse_arguments
-from benchmarks.serving.metrics import RequestTimes, figures, median_ratio, medians, percentile
-from benchmarks.serving.search import RateSearch
+from benchmarks.serving.metrics import RateSearch, RequestTimes, figures, median_ratio, medians, percentile
 from benchmarks.serving.workloads import Request, at_rate, drawn, read_trace, scaled, thinned, uniform
 from swiftkv_platform.errors import DataError, InvalidInputError
 
@@ -32,38 +31,24 @@ def test_an_azure_trace_is_read_by_arrival(tmp_path: Path) -> None:
     assert [r.arrival for r in requests] == pytest.approx([0.0, 0.52004])
 
 
-def test_a_mooncake_trace_is_read(tmp_path: Path) -> None:
-    trace = tmp_path / "mooncake.jsonl"
-    rows = [{"timestamp": at, "input_length": 6758, "output_length": 500, "hash_ids": [0]} for at in (1000, 4500)]
-    trace.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert read_trace(trace) == [Request(0.0, 6758, 500), Request(3.5, 6758, 500)]
-
-
 @pytest.mark.parametrize(
-    ("line", "field"),
+    "line",
     [
-        ("yesterday,30,3", "TIMESTAMP"),
-        ("2023-11-16 18:17:04.5000000,many,3", "ContextTokens"),
-        ("2023-11-16 18:17:04.5000000,30,0", "GeneratedTokens"),
-        ("2023-11-16 18:17:04.5000000,30", "GeneratedTokens"),
+        "yesterday,30,3",
+        "2023-11-16 18:17:04.5000000,many,3",
+        "2023-11-16 18:17:04.5000000,30,0",
+        "2023-11-16 18:17:04.5000000,30",
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, field: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     good = "2023-11-16 18:17:03.9799600,4808,10"
-    with pytest.raises(DataError, match=rf"line 3: {field} is") as caught:
+    with pytest.raises(DataError, match="line 3: "):
         read_trace(azure(tmp_path / "bad.csv", good, line))
-    assert caught.value.field == field
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"neither \.csv nor \.jsonl"):
-        read_trace(tmp_path / "trace.parquet")
+def test_a_trace_without_a_request_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no request"):
         read_trace(azure(tmp_path / "empty.csv"))
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("[1, 2]\n", encoding="utf-8")
-    with pytest.raises(DataError, match="line 1: timestamp"):
-        read_trace(bad)
 
 
 def test_scaling_keeps_rhythm_and_ratio() -> None:
@@ -105,8 +90,6 @@ def test_drawn_loads_have_the_lengths_of_their_trace() -> None:
     assert sum(inputs) / 4000 == pytest.approx(2048, rel=0.1)
     assert outputs[2000] == pytest.approx(13, rel=0.1)
     assert requests[-1].arrival == pytest.approx(4000, rel=0.1)  # one a second
-    with pytest.raises(InvalidInputError, match="code, conversation"):
-        drawn("chess", 1, seed=0)
     assert {(r.num_input_tokens, r.num_output_tokens) for r in uniform(5, 7, 3, seed=0)} == {(7, 3)}
 
 
@@ -158,7 +141,7 @@ def test_the_search_finds_the_highest_sustained_rate(capacity: float, expected: 
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["speed"])
-    assert "saturation, sustained, rates, lengths, memory" in capsys.readouterr().err
+    assert "saturation, sustained, lengths, memory" in capsys.readouterr().err
 
 
 def report(directory: Path, part: str) -> dict[str, Any]:
@@ -166,20 +149,20 @@ def report(directory: Path, part: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow  # replays traces on every engine
+@pytest.mark.soak("replays traces on every engine")
 def test_every_part_runs_and_says_how_its_figures_came_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     times = [f"2023-11-16 18:17:0{second}.0000000,{1000 + second},{150 + second}" for second in range(8)]
     trace = azure(tmp_path / "code.csv", *times)
     options = f"{TINY} --num-key-value-layers 2 --length-scale 0.02 --rounds 2 --num-requests 4"
-    options += " --num-search-requests 2 --num-trials 1 --rates 40 --rate-seconds 0.1"
-    options += " --min-rate-requests 2 --lengths 16 32 --length-total-tokens 64 --length-output-tokens 4"
+    options += " --num-search-requests 2 --num-trials 1"
+    options += " --lengths 16 32 --length-total-tokens 64 --length-output-tokens 4"
     options += " --memory-mib 1 --num-memory-requests 16 --memory-input-tokens 240 --memory-output-tokens 40"
     main([*options.split(), "--trace", str(trace), "--output-dir", str(tmp_path / "out")])
 
     saturation = report(tmp_path / "out", "saturation")
-    assert list(saturation["results"]) == ["dense", "swiftkv_g1", "swiftkv_g2", "hf_generate", "hf_generate_batch"]
+    assert list(saturation["results"]) == ["dense", "swiftkv_g1", "swiftkv_g2", "hf_generate"]
     load = saturation["loads"][0]
     assert load["num_requests"] == 4
     for name, found in saturation["results"].items():
@@ -199,7 +182,6 @@ def test_every_part_runs_and_says_how_its_figures_came_about(
     assert sustained["against_dense"]["dense"] == 1.0
 
     assert [row["num_input_tokens"] for row in report(tmp_path / "out", "lengths")["rows"]] == [16, 32]
-    assert report(tmp_path / "out", "rates")["rows"][0]["results"]["dense"]["completed"] == 4
     caches = report(tmp_path / "out", "memory")["rows"][0]["kv_cache"]
     blocks = {name: cache["num_blocks"] for name, cache in caches.items()}
     assert blocks["merge_all_layers"] == 4 * blocks["dense"]
@@ -211,4 +193,4 @@ def test_every_part_runs_and_says_how_its_figures_came_about(
     printed = [float(number) for number in re.findall(r"\| dense \| ([0-9.]+) \|", shown)]
     rate = sustained["results"]["dense"]["sustained_request_rate"]  # rounded once more than what is printed
     assert any(number == pytest.approx(rate, abs=0.011) for number in printed)
-    assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {"lengths.svg", "rates.svg", "memory.svg"}
+    assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {"lengths.svg", "memory.svg"}

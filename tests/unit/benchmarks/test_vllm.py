@@ -49,7 +49,7 @@ def started(python: Path, model: Path = FAKE, **options: float) -> VLLMWorker:
         model, kv_cache_bytes=1 << 20, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64
     )
     arguments["enforce_eager"] = True  # compiling takes a minute for each worker
-    return VLLMWorker(python, arguments, num_threads=1, **options)  # type: ignore[arg-type]
+    return VLLMWorker(python, arguments, num_threads=1, **options)
 
 
 def ended(worker: VLLMWorker) -> bool:
@@ -111,20 +111,22 @@ def test_an_interpreter_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         started(bare)
 
 
+@pytest.mark.soak("four engines on one model")
 def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = "--layers 4 --hidden-size 64 --intermediate-size 96 --heads 4 --kv-heads 2 --vocab-size 128"
     tiny += " --num-key-value-layers 2 --prompt-length 40 --context-length 12 --output-length 4 --short"
+    tiny += " --systems dense swiftkv huggingface vllm vllm-swiftkv"
     engine.main([*tiny.split(), "--vllm-python", str(fake_python), "--output", str(tmp_path / "engine.json")])
     report = json.loads((tmp_path / "engine.json").read_text(encoding="utf-8"))
-    assert report["vllm"]["vllm"] == "fake"
+    assert {name: made["vllm"] for name, made in report["vllm"].items()} == {"vllm": "fake", "vllm-swiftkv": "fake"}
     for load, figure, tokens in (("prefill", "median_ttft_ms", 41), ("decode", "median_tpot_ms", 8 * 16)):
         rows = report[load]
-        assert list(rows) == ["dense", "swiftkv", "huggingface", "vllm"]
+        assert list(rows) == ["dense", "swiftkv", "huggingface", "vllm", "vllm-swiftkv"]
         counted = {row["total_input_tokens"] + row["total_output_tokens"] for row in rows.values()}
         assert counted == {tokens}
         faster = rows["vllm"][figure] / rows["swiftkv"][figure]
         found = report["speedups"][load]["vllm"]
-        assert set(found) == {"dense", "swiftkv", "huggingface"}
+        assert set(found) == {"dense", "swiftkv", "huggingface", "vllm-swiftkv"}
         if load == "prefill":
             assert found["swiftkv"] == pytest.approx(faster)
     assert "as fast as vllm: dense " in capsys.readouterr().out

@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from tests.fakes.scripted_server import Script, serve
+from tests.unit.api.conftest import parts, start
+
+__all__ = ["parts", "start"]
 
 Run = Callable[..., Result]
 

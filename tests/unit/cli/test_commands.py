@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer, serve
+from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer
 from tests.model_configs import llama_config
+from tests.s3_servers import free_port
 from tests.unit.cli.conftest import Run
 
 
@@ -23,14 +24,8 @@ def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
 
 
 def event_row(number: int, kind: str, message: str, **data: Any) -> dict[str, Any]:
-    return {
-        "id": f"evt_{number}",
-        "created_at": number,
-        "level": "info",
-        "type": kind,
-        "message": message,
-        "data": data,
-    }
+    row = {"id": f"evt_{number}", "created_at": number, "level": "info", "type": kind, "message": message}
+    return {**row, "data": data}
 
 
 def steps(first: int, last: int) -> dict[str, Any]:
@@ -60,85 +55,49 @@ def finished(script: Script, status: str, **changes: Any) -> None:
     script.on("GET", "/jobs/job_1", json_answer(job_row(status, **changes)))
 
 
-def test_help_names_every_command() -> None:
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    for name in ("up", "down", "status", "jobs", "distill", "deploy", "generate", "models", "demo"):
-        assert name in result.output
-
-
-def test_starting_the_command_line_imports_neither_ray_nor_torch() -> None:
-    code = "import sys, swiftkv_platform.cli.app; print(sorted({'ray', 'torch', 'transformers'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
-def test_submit_prints_the_id(run: Run, script: Script, spec: Path) -> None:
+def test_a_submission_prints_the_id_or_the_job(run: Run, script: Script, spec: Path) -> None:
     script.on("POST", "/jobs", json_answer(job_row(), 201))
-    result = run("jobs", "submit", "-f", str(spec))
-    assert result.exit_code == 0
-    assert "job_1" in result.stdout
-    assert script.requests[0].body == {"name": "tiny", "swiftkv": {"key_value_group_size": 2}}
-
-
-def test_submit_with_json_prints_the_job(run: Run, script: Script, spec: Path) -> None:
-    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    assert "job_1" in run("jobs", "submit", "-f", str(spec)).stdout
     result = run("jobs", "submit", "-f", str(spec), "--idempotency-key", "k", "--json")
     assert json.loads(result.stdout)["id"] == "job_1"
-    assert script.requests[0].headers["idempotency-key"] == "k"
+    assert script.requests[0].body == {"name": "tiny", "swiftkv": {"key_value_group_size": 2}}
+    assert script.requests[1].headers["idempotency-key"] == "k"
 
 
 def test_a_clone_is_the_spec_with_what_is_set(run: Run, script: Script) -> None:
     spec = {"name": "tiny", "training": {"max_steps": None, "seed": 0}, "data": {"sources": [{"weight": 1.0}]}}
     script.on("GET", "/jobs/job_1", json_answer(job_row("failed", spec=spec)))
     script.on("POST", "/jobs", json_answer(job_row(id="job_2"), 201))
+    for change, told in (
+        ("training.max_steps", "KEY=VALUE"),
+        ("name={", "no YAML"),
+        ("name.first=1", "no path of the spec"),
+    ):
+        refused = run("jobs", "clone", "job_1", "--set", change)
+        assert refused.exit_code != 0
+        assert told in " ".join(refused.output.split())
     changes = ("--set", "training.max_steps=100", "--set", "data.sources.0.weight=2.5", "--set", "name=again")
     result = run("jobs", "clone", "job_1", *changes)
     assert result.exit_code == 0, result.output
     assert "Submitted job_2" in result.output
     [sent] = script.sent("POST", "/jobs")
-    assert sent.body == {
-        "name": "again",
-        "training": {"max_steps": 100, "seed": 0},
-        "data": {"sources": [{"weight": 2.5}]},
-    }
+    training = {"max_steps": 100, "seed": 0}
+    assert sent.body == {"name": "again", "training": training, "data": {"sources": [{"weight": 2.5}]}}
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [("training.max_steps", "KEY=VALUE"), ("name={", "no YAML"), ("name.first=1", "no path of the spec")],
-)
-def test_a_change_that_cannot_be_made_submits_nothing(run: Run, script: Script, change: str, told: str) -> None:
-    script.on("GET", "/jobs/job_1", json_answer(job_row("failed", spec={"name": "tiny"})))
-    result = run("jobs", "clone", "job_1", "--set", change)
-    assert result.exit_code != 0
-    assert told in " ".join(result.output.split())
-    assert script.sent("POST", "/jobs") == []
-
-
-def test_submit_and_follow_shows_progress_and_the_model(run: Run, script: Script, spec: Path) -> None:
+def test_submit_and_follow_shows_progress_and_the_end(run: Run, script: Script, spec: Path) -> None:
     finished(script, "succeeded", distilled_model="mdl_1")
     result = run("jobs", "submit", "-f", str(spec), "--follow")
     assert result.exit_code == 0
-    assert "running, attempt 1" in result.stdout
-    assert "step 4/4" in result.stdout
-    assert "loss 0.2500" in result.stdout
-    assert "mdl_1" in result.stdout
-
-
-@pytest.mark.parametrize("status", ["failed", "cancelled"])
-def test_following_a_job_that_does_not_succeed_fails(run: Run, script: Script, status: str) -> None:
-    finished(script, status, error={"code": "data_error", "message": "no rows"})
-    result = run("jobs", "watch", "job_1")
-    assert result.exit_code == 1
-    assert "data_error: no rows" in result.stdout
-
-
-def test_watch_with_json_prints_events_and_then_the_job(run: Run, script: Script) -> None:
+    for shown in ("running, attempt 1", "step 4/4", "loss 0.2500", "mdl_1"):
+        assert shown in result.stdout
     finished(script, "succeeded")
-    result = run("jobs", "watch", "job_1", "--json")
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [line["id"] for line in lines] == ["evt_0", "evt_2", "evt_4", "evt_9", "job_1"]
+    printed = run("jobs", "watch", "job_1", "--json").stdout.splitlines()
+    assert [json.loads(line)["id"] for line in printed] == ["evt_0", "evt_2", "evt_4", "evt_9", "job_1"]
+    for status in ("failed", "cancelled"):
+        finished(script, status, error={"code": "data_error", "message": "no rows"})
+        result = run("jobs", "watch", "job_1")
+        assert (result.exit_code, "data_error: no rows" in result.stdout) == (1, True)
 
 
 def test_list_is_a_table_with_whole_ids(run: Run, script: Script) -> None:
@@ -149,9 +108,6 @@ def test_list_is_a_table_with_whole_ids(run: Run, script: Script) -> None:
     assert identifier in result.stdout
     assert "3/9" in result.stdout
     assert script.requests[0].query["status"] == "running"
-
-
-def test_list_without_jobs_says_so(run: Run, script: Script) -> None:
     script.on("GET", "/jobs", list_answer([]))
     assert run("jobs", "list").stdout.strip() == "No jobs."
     assert json.loads(run("jobs", "list", "--json").stdout) == []
@@ -172,66 +128,10 @@ def test_a_refused_spec_names_field_value_and_reason_before_anything_is_sent(
     assert script.requests == []
 
 
-@pytest.mark.parametrize("text", ["a: [1", "just text", ""])
-def test_a_file_that_is_no_spec_is_an_error(run: Run, tmp_path: Path, text: str) -> None:
-    bad = tmp_path / "bad.yaml"
-    bad.write_text(text)
-    result = run("jobs", "submit", "-f", str(bad))
-    assert result.exit_code == 1
-    assert "bad.yaml" in result.stderr
-
-
-def test_a_servers_refusal_is_one_block(run: Run, script: Script, spec: Path) -> None:
-    entry = {"field": "model.name_or_path", "value": "nowhere", "message": "a directory or hub id would do"}
-    script.on("POST", "/jobs", problem_answer(422, "The spec is refused.", errors=[entry]))
-    result = run("jobs", "submit", "-f", str(spec))
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert "model.name_or_path: a directory or hub id would do" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_errors_are_json_where_json_was_asked_for(run: Run) -> None:
-    result = run("jobs", "get", "job_9", "--json")
-    assert result.exit_code == 1
-    error = json.loads(result.stderr)["error"]
-    assert (error["code"], error["status"]) == ("not_found", 404)
-
-
-def test_no_control_plane_tells_how_to_start_one(tmp_path: Path) -> None:
-    with serve(Script()) as url:
-        pass
-    environment = {"SWIFTKV_HOME": str(tmp_path), "SWIFTKV_URL": url}
-    result = CliRunner(env=environment).invoke(app, ["jobs", "list"])
-    assert result.exit_code == 1
-    assert "swiftkv up" in result.stderr
-
-
-def test_a_variable_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path), "SWIFTKV_PORT": "many"}).invoke(app, ["status"])
-    assert result.exit_code == 1
-    assert "port" in result.stderr
-    assert "many" in result.stderr
-
-
 def test_validate_prints_the_estimate(run: Run, script: Script, spec: Path) -> None:
     script.on("POST", "/jobs/validate", json_answer({"kv_bytes_ratio": 0.75}))
     assert "75.0% of the teacher's" in run("jobs", "validate", "-f", str(spec)).stdout
     assert json.loads(run("jobs", "validate", "-f", str(spec), "--json").stdout) == {"kv_bytes_ratio": 0.75}
-
-
-@pytest.mark.parametrize(("verb", "status"), [("pause", "pausing"), ("resume", "queued")])
-def test_pause_and_resume(run: Run, script: Script, verb: str, status: str) -> None:
-    script.on("POST", f"/jobs/job_1/{verb}", json_answer(job_row(status)))
-    assert status in run("jobs", verb, "job_1").stdout
-    assert json.loads(run("jobs", verb, "job_1", "--json").stdout)["status"] == status
-
-
-def test_cancel_and_logs(run: Run, script: Script) -> None:
-    script.on("POST", "/jobs/job_1/cancel", json_answer(job_row("cancelling")))
-    assert "cancelling" in run("jobs", "cancel", "job_1").stdout
-    script.on("GET", "/jobs/job_1/logs", json_answer("step 1"))
-    assert "step 1" in run("jobs", "logs", "job_1").stdout
 
 
 def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
@@ -283,15 +183,6 @@ def test_generate_streams_the_text(run: Run, script: Script) -> None:
     assert (body["max_tokens"], body["stop"], body["seed"], body["stream"]) == (3, ["\n"], 7, True)
 
 
-def test_models_list_and_get(run: Run, script: Script) -> None:
-    row = {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1, "size": 24 << 20}
-    script.on("GET", "/models", list_answer([row]))
-    script.on("GET", "/models/mdl_1", json_answer(row))
-    assert "mdl_1" in run("models", "list").stdout
-    assert "24 MiB" in run("models", "get", "mdl_1").stdout
-    assert json.loads(run("models", "get", "mdl_1", "--json").stdout)["size"] == 24 << 20
-
-
 def test_status_of_nothing_fails(tmp_path: Path) -> None:
     result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)}).invoke(app, ["status", "--json"])
     assert result.exit_code == 1
@@ -313,3 +204,35 @@ def test_a_given_configuration_is_checked_here(run: Run, script: Script, spec: P
     assert str(tmp_path) in result.stderr
     assert "holds no object" in result.stderr
     assert not script.requests
+
+
+def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spec: Path, tmp_path: Path) -> None:
+    entry = {"field": "model.name_or_path", "value": "nowhere", "message": "a directory or hub id is accepted"}
+    script.on("POST", "/jobs", problem_answer(422, "The spec is refused.", errors=[entry]))
+    refused = run("jobs", "submit", "-f", str(spec))
+    assert (refused.exit_code, refused.stdout, "Traceback" in refused.stderr) == (1, "", False)
+    assert "model.name_or_path: a directory or hub id is accepted" in refused.stderr
+    for text in ("a: [1", "just text", ""):
+        (tmp_path / "bad.yaml").write_text(text)
+        result = run("jobs", "submit", "-f", str(tmp_path / "bad.yaml"))
+        assert (result.exit_code, "bad.yaml" in result.stderr) == (1, True)
+    error = json.loads(run("jobs", "get", "job_9", "--json").stderr)["error"]
+    assert (error["code"], error["status"]) == ("not_found", 404), "as JSON where JSON was asked for"
+    for environment, command, named in (
+        ({"SWIFTKV_URL": f"http://127.0.0.1:{free_port()}"}, ["jobs", "list"], "swiftkv up"),
+        ({"SWIFTKV_PORT": "many"}, ["status"], "many"),
+    ):
+        result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path), **environment}).invoke(app, command)
+        assert (result.exit_code, named in result.stderr) == (1, True)
+
+
+def test_starting_the_command_line_imports_nothing_heavy() -> None:
+    heavy = {"ray", "torch", "transformers", "sqlalchemy", "fastapi"}
+    code = f"import sys, swiftkv_platform.cli.app; print(sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_logs_are_printed(run: Run, script: Script) -> None:
+    script.on("GET", "/jobs/job_1/logs", json_answer("step 1"))
+    assert "step 1" in run("jobs", "logs", "job_1").stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from click.testing import Result
 from transformers import AutoModelForCausalLM
@@ -46,7 +45,7 @@ def header_bytes(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
-def test_calibrated_on_text(tiny_teacher: Path, tmp_path: Path) -> None:
+def test_calibrated_on_text_or_with_other_heads(tiny_teacher: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Words to look at, one line after another.\n" * 50)
     assert run("convert", tiny_teacher, tmp_path / "copied", "--prefill-reduction", "0.5").exit_code == 0
@@ -55,41 +54,32 @@ def test_calibrated_on_text(tiny_teacher: Path, tmp_path: Path) -> None:
     copied, calibrated = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("copied", "calibrated"))
     name = "model.layers.3.self_attn.k_proj_swiftkv.weight"
     assert not torch.equal(copied.state_dict()[name], calibrated.state_dict()[name])
-
-
-def test_other_heads_come_with_the_group_size_of_equal_cache(tiny_teacher: Path, tmp_path: Path) -> None:
-    result = run("convert", tiny_teacher, tmp_path / "student", "-l", "2", "--sharing", "mha")
-    assert result.exit_code == 0, result.output
+    result = run("convert", tiny_teacher, tmp_path / "mha", "-l", "2", "--sharing", "mha")
     assert "With the heads of mha, --key-value-group-size 4 caches as much as gqa does with 1." in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_input_is_one_message_and_leaves_nothing(tiny_teacher: Path, tmp_path: Path) -> None:
+    for options, message in (
         (["-l", "6"], "1..5 are accepted"),
         (["-l", "2", "--prefill-reduction", "0.5"], "not both"),
         (["--calibration", "no-such-file.txt"], "no-such-file.txt"),
-    ],
-)
-def test_bad_input_is_one_message_and_leaves_nothing(
-    options: list[str], message: str, tiny_teacher: Path, tmp_path: Path
-) -> None:
-    result = run("convert", tiny_teacher, tmp_path / "student", *options)
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_output_in_use_is_refused(tiny_teacher: Path, tmp_path: Path) -> None:
+    ):
+        result = run("convert", tiny_teacher, tmp_path / "student", *options)
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert not list(tmp_path.iterdir())
     (tmp_path / "precious").write_text("")
     result = run("export", tiny_teacher, tmp_path, "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stderr)["error"]["field"] == "output"
+    assert json.loads(result.stderr)["error"]["field"] == "output", "it is in use"
 
 
 def test_an_adapter_and_a_whole_model_of_it(tiny_teacher: Path, tmp_path: Path) -> None:
     student, adapter, whole = tmp_path / "student", tmp_path / "adapter", tmp_path / "whole"
     assert run("convert", tiny_teacher, student, "-l", "2").exit_code == 0
+    refused = run("export", student, adapter, "--adapter")
+    assert refused.exit_code != 0
+    assert "--base with the model that it was made from" in refused.output
     result = run("export", student, "--adapter", adapter, "--base", tiny_teacher, "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -99,10 +89,3 @@ def test_an_adapter_and_a_whole_model_of_it(tiny_teacher: Path, tmp_path: Path) 
     prompt = torch.arange(20)[None]
     expected, *found = (AutoModelForCausalLM.from_pretrained(path)(prompt).logits for path in (student, adapter, whole))
     assert all(torch.equal(expected, logits) for logits in found)
-
-
-def test_an_adapter_needs_a_base(tiny_teacher: Path, tmp_path: Path) -> None:
-    assert run("convert", tiny_teacher, tmp_path / "student", "-l", "2").exit_code == 0
-    result = run("export", tmp_path / "student", tmp_path / "adapter", "--adapter")
-    assert result.exit_code != 0
-    assert "--base with the model that it was made from would do" in result.output

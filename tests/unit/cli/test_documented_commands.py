@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import click
-import pytest
 import typer.main
 
 from swiftkv_platform.cli.app import app
@@ -16,6 +15,7 @@ from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.documented import blocks
 
 PAGES = [Path("README.md"), Path("infra/README.md"), *sorted(Path("docs").glob("*.md"))]
+
 COMMANDS = [
     (block.place, command)
     for page in PAGES
@@ -24,17 +24,29 @@ COMMANDS = [
     for command in block.commands()
     if shlex.split(command, comments=True)[0] == "swiftkv"
 ]
+
 _STANDS_FOR_A_FILE = re.compile(r"does not exist|no such file", re.IGNORECASE)
 
 
-def test_there_are_commands() -> None:
+def test_documented_deployments_are_accepted() -> None:
+    bodies = [block.text for block in blocks(Path("docs/serving.md")) if block.language == "json"]
+    assert [DeploymentSpec.model_validate(json.loads(body)).model for body in bodies] == ["mdl_one", "mdl_one"]
+
+
+def test_documented_commands_are_accepted_and_name_files_of_the_repository() -> None:
     assert len(COMMANDS) > 40
+    for place, command in COMMANDS:
+        check_accepted(place, command)
+        words = shlex.split(command, comments=True)
+        named = [word for word in words if re.match(r"(jobs|benchmarks|infra|docs)/", word)]
+        assert [path for path in named if not Path(path).exists()] == [], place
 
 
-@pytest.mark.parametrize(("place", "command"), COMMANDS)
-def test_a_documented_command_is_accepted(place: str, command: str) -> None:
-    arguments = shlex.split(command, comments=True)[1:]
-    parsed: click.Command = typer.main.get_command(app)
+APP: click.Command = typer.main.get_command(app)
+
+
+def check_accepted(place: str, command: str) -> None:
+    arguments, parsed = shlex.split(command, comments=True)[1:], APP
     context = None
     try:
         while isinstance(parsed, click.Group):
@@ -46,14 +58,3 @@ def test_a_documented_command_is_accepted(place: str, command: str) -> None:
     except click.BadParameter as refused:
         if _STANDS_FOR_A_FILE.search(refused.message) is None:
             raise AssertionError(f"{place}: {command}: {refused.format_message()}") from refused
-
-
-@pytest.mark.parametrize(("place", "command"), COMMANDS)
-def test_the_repository_has_the_files_that_a_command_names(place: str, command: str) -> None:
-    named = [word for word in shlex.split(command, comments=True) if re.match(r"(jobs|benchmarks|infra|docs)/", word)]
-    assert [path for path in named if not Path(path).exists()] == [], place
-
-
-def test_documented_deployments_are_accepted() -> None:
-    bodies = [block.text for block in blocks(Path("docs/serving.md")) if block.language == "json"]
-    assert [DeploymentSpec.model_validate(json.loads(body)).model for body in bodies] == ["mdl_one", "mdl_one"]

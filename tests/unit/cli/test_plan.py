@@ -30,43 +30,36 @@ def test_json_is_the_plan() -> None:
     assert expected.num_kv_cache_layers == 50
 
 
-def test_the_table_compares_students_as_table_1_does() -> None:
+RECIPE = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
+
+
+def test_the_table_compares_students_as_table_1_does(tmp_path: Path) -> None:
     result = run(LLAMA_70B, "-l", "60", "-l", "40", "-g", "1", "-g", "4")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.splitlines()]
     assert rows[1][:7] == ["dense", "4.2", "2.68", "21.5", "113", "172", "313"]
     assert [" ".join(row[:6]) for row in rows[2:6]] == [f"l = {l}, g = {g}" for l in (60, 40) for g in (1, 4)]  # noqa: E741
     assert rows[5][6:] == ["4.2", "1.68", "10.7", "56.4", "85.9", "159", "50.8%", "50.1%", "50", "204,800", "62.5%"]
-
-
-def test_several_students_in_json() -> None:
     document = json.loads(run("builtin:python-5m", "-g", "1", "-g", "3", "--json").output)
     assert [each["num_kv_cache_layers"] for each in document["plans"]] == [12, 8]
-
-
-def test_a_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(LLAMA_70B.read_text())
-    assert run(tmp_path, "--json").output == run(LLAMA_70B, "--json").output
+    assert run(tmp_path, "--json").output == run(LLAMA_70B, "--json").output, "a directory"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_a_model_that_is_not_there() -> None:
+    for name, message in (
         ("nobody/nothing", "'nobody/nothing' is no file or directory here, and the hub gives no config.json"),
         ("missing/config.json", "missing/config.json cannot be read"),
         ("builtin:gpt", "the built-in teachers are builtin:python-5m and"),
-    ],
-)
-def test_a_model_that_is_not_there(name: str, message: str) -> None:
-    result = run(name)
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert "Traceback" not in result.output + result.stderr
+    ):
+        result = run(name)
+        assert (result.exit_code, message in result.stderr) == (1, True)
+        assert "Traceback" not in result.output + result.stderr
+    assert "--config" in run(RECIPE).stdout, "a hub teacher needs its configuration"
 
 
 def test_a_job_spec_is_planned_phase_by_phase() -> None:
-    recipe = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
-    result = run(recipe, "--config", LLAMA_70B, "--tokens", "160000000")
+    result = run(RECIPE, "--config", LLAMA_70B, "--tokens", "160000000")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:6]] == ["prepare", "calibrate", "train", "evaluate", "publish"]
@@ -77,22 +70,16 @@ def test_a_job_spec_is_planned_phase_by_phase() -> None:
     assert "A node's disk holds most in publishing, " in lines[6]
     assert "answers to tasks, needles and continuations (evaluation)" in lines[7]
     assert lines[8].startswith("Assumed: 4 nodes of up to 8 workers; 396 TFLOPs a second and worker (assumed: 40% of ")
-    document = json.loads(run(recipe, "--config", LLAMA_70B, "--json").output)
+    document = json.loads(run(RECIPE, "--config", LLAMA_70B, "--json").output)
     assert (document["phases"][2]["phase"], document["phases"][2]["seconds"]) == ("train", None)
 
 
-def test_a_job_spec_of_a_hub_teacher_needs_its_configuration() -> None:
-    recipe = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
-    assert "--config" in run(recipe).stdout
-
-
 def test_the_operators_figures_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
     monkeypatch.setenv("SWIFTKV_NODE_GPUS", "4")
     monkeypatch.setenv("SWIFTKV_HUB_BYTES_PER_SECOND", "1e9")
-    found = json.loads(run(recipe, "--config", LLAMA_70B, "--json").output)
+    found = json.loads(run(RECIPE, "--config", LLAMA_70B, "--json").output)
     assert (found["assumptions"]["num_nodes"], found["assumptions"]["hub_bytes_per_second"]) == (8, 1e9)
     monkeypatch.setenv("SWIFTKV_NODE_DISK_BYTES", "100000000000")
-    refused = run(recipe, "--config", LLAMA_70B)
+    refused = run(RECIPE, "--config", LLAMA_70B)
     assert refused.exit_code == 1
     assert "of a node's disk" in refused.output

@@ -14,131 +14,124 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from typer.testing import CliRunner
 
 from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.cli.app import app as command_line
 from swiftkv_platform.client import Client
 from swiftkv_platform.orchestration.deployment import DeploymentStatus
-from swiftkv_platform.settings import Settings
 from tests.fakes.scripted_server import Answer, Script, event_stream, serve
 from tests.servers import serving
-from tests.unit.api.conftest import SPEC, Server, make_parts
+from tests.unit.api.conftest import SPEC, Start
 
 Call = Callable[[Client, dict[str, str]], Any]
 
 TRACKED = "attempts/1/tracking/offline-run-20261123_000000-job/run-job.wandb"
 
+FINE_TUNING = (
+    *(f"{method} /v1/fine_tuning/jobs" for method in ("GET", "POST")),
+    *(f"GET /v1/fine_tuning/jobs/{{job_id}}{part}" for part in ("", "/events", "/checkpoints")),
+    *(f"POST /v1/fine_tuning/jobs/{{job_id}}/{verb}" for verb in ("cancel", "pause", "resume")),
+)
+
 CALLS: dict[str, tuple[Call | None, str | None]] = {
-    "GET /healthz": (lambda client, _: client.health(), None),
-    "GET /readyz": (lambda client, _: client.ready(), None),
+    "GET /healthz": (lambda own, _: own.health(), None),
+    "GET /readyz": (lambda own, _: own.ready(), None),
     "GET /readyz/{check}": (None, None),
     "GET /metrics": (None, None),
-    "POST /jobs": (lambda client, _: client.jobs.create(SPEC), "jobs submit -f {spec}"),
-    "POST /jobs/validate": (lambda client, _: client.jobs.validate(SPEC), "jobs validate -f {spec} --url {url}"),
-    "GET /jobs": (lambda client, _: client.jobs.list(), "jobs list"),
-    "GET /jobs/{job_id}": (lambda client, ids: client.jobs.get(ids["done"]), "jobs get {done}"),
-    "POST /jobs/{job_id}/pause": (lambda client, ids: client.jobs.pause(ids["job"]), "jobs pause {job}"),
-    "POST /jobs/{job_id}/resume": (lambda client, ids: client.jobs.resume(ids["job"]), "jobs resume {job}"),
-    "POST /jobs/{job_id}/cancel": (lambda client, ids: client.jobs.cancel(ids["job"]), "jobs cancel {job}"),
+    "POST /jobs": (lambda own, _: own.jobs.create(SPEC), "jobs submit -f {spec}"),
+    "POST /jobs/validate": (lambda own, _: own.jobs.validate(SPEC), "jobs validate -f {spec} --url {url}"),
+    "GET /jobs": (lambda own, _: own.jobs.list(), "jobs list"),
+    "GET /jobs/{job_id}": (lambda own, ids: own.jobs.get(ids["done"]), "jobs get {done}"),
+    "POST /jobs/{job_id}/pause": (lambda own, ids: own.jobs.pause(ids["job"]), "jobs pause {job}"),
+    "POST /jobs/{job_id}/resume": (lambda own, ids: own.jobs.resume(ids["job"]), "jobs resume {job}"),
+    "POST /jobs/{job_id}/cancel": (lambda own, ids: own.jobs.cancel(ids["job"]), "jobs cancel {job}"),
     "GET /jobs/{job_id}/events": (
-        lambda client, ids: list(client.jobs.events(ids["done"], follow=False)),
+        lambda own, ids: list(own.jobs.events(ids["done"], follow=False)),
         "jobs events {done}",
     ),
-    "GET /jobs/{job_id}/metrics": (lambda client, ids: client.jobs.metrics(ids["done"]), "jobs metrics {done}"),
-    "GET /jobs/{job_id}/logs": (lambda client, ids: list(client.jobs.logs(ids["done"])), "jobs logs {done}"),
-    "GET /jobs/{job_id}/checkpoints": (
-        lambda client, ids: client.jobs.checkpoints(ids["done"]),
-        "jobs checkpoints {done}",
-    ),
-    "GET /jobs/{job_id}/artifacts": (lambda client, ids: client.jobs.artifacts(ids["done"]), "jobs artifacts {done}"),
+    "GET /jobs/{job_id}/metrics": (lambda own, ids: own.jobs.metrics(ids["done"]), "jobs metrics {done}"),
+    "GET /jobs/{job_id}/logs": (lambda own, ids: list(own.jobs.logs(ids["done"])), "jobs logs {done}"),
+    "GET /jobs/{job_id}/checkpoints": (lambda own, ids: own.jobs.checkpoints(ids["done"]), "jobs checkpoints {done}"),
+    "GET /jobs/{job_id}/artifacts": (lambda own, ids: own.jobs.artifacts(ids["done"]), "jobs artifacts {done}"),
     "GET /jobs/{job_id}/artifacts/{path}": (
-        lambda client, ids: client.jobs.download(ids["done"], "manifest.json", Path(ids["fresh"]) / "manifest.json"),
+        lambda own, ids: own.jobs.download(ids["done"], "manifest.json", Path(ids["fresh"]) / "manifest.json"),
         "jobs download {done} {fresh} --file manifest.json",
     ),
     "GET /jobs/{job_id}/tracking": (
-        lambda client, ids: client.jobs.tracking_files(ids["done"]),
+        lambda own, ids: own.jobs.tracking_files(ids["done"]),
         "jobs wandb-sync {done} --dry-run",
     ),
     "GET /jobs/{job_id}/tracking/{tracking_path}": (
-        lambda client, ids: client.jobs.download_tracking_file(ids["done"], TRACKED, Path(ids["fresh"]) / "run.wandb"),
+        lambda own, ids: own.jobs.download_tracking_file(ids["done"], TRACKED, Path(ids["fresh"]) / "run.wandb"),
         None,  # `jobs wandb-sync` needs a W&B: tests/unit/tracking/test_recorded.py
     ),
-    "POST /v1/files": (lambda client, ids: client.files.upload(Path(ids["rows"])), "files upload {rows}"),
-    "GET /v1/files": (lambda client, _: client.files.list(), "files list"),
-    "GET /v1/files/{file_id}": (lambda client, ids: client.files.get(ids["file"]), "files show {file}"),
+    "POST /v1/files": (lambda own, ids: own.files.upload(Path(ids["rows"])), "files upload {rows}"),
+    "GET /v1/files": (lambda own, _: own.files.list(), "files list"),
+    "GET /v1/files/{file_id}": (lambda own, ids: own.files.get(ids["file"]), "files show {file}"),
     "GET /v1/files/{file_id}/content": (
-        lambda client, ids: client.files.download(ids["file"], Path(ids["fresh"]) / "rows.jsonl"),
+        lambda own, ids: own.files.download(ids["file"], Path(ids["fresh"]) / "rows.jsonl"),
         "files download {file} {fresh}-rows.jsonl",
     ),
-    "DELETE /v1/files/{file_id}": (lambda client, ids: client.files.delete(ids["file"]), "files delete {file}"),
-    "POST /v1/fine_tuning/jobs": (None, None),
-    "GET /v1/fine_tuning/jobs": (None, None),
-    "GET /v1/fine_tuning/jobs/{job_id}": (None, None),
-    "POST /v1/fine_tuning/jobs/{job_id}/cancel": (None, None),
-    "POST /v1/fine_tuning/jobs/{job_id}/pause": (None, None),
-    "POST /v1/fine_tuning/jobs/{job_id}/resume": (None, None),
-    "GET /v1/fine_tuning/jobs/{job_id}/events": (None, None),
-    "GET /v1/fine_tuning/jobs/{job_id}/checkpoints": (None, None),
+    "DELETE /v1/files/{file_id}": (lambda own, ids: own.files.delete(ids["file"]), "files delete {file}"),
     "POST /models": (
-        lambda client, ids: client.models.create(from_checkpoint=f"{ids['done']}:2"),
+        lambda own, ids: own.models.create(from_checkpoint=f"{ids['done']}:2"),
         "models create --from-checkpoint {done}:2 --name chosen --set evaluation.max_kl=0.5",
     ),
-    "GET /models": (lambda client, _: client.models.list(), "models list"),
-    "GET /models/{model_id}": (lambda client, ids: client.models.get(ids["model"]), "models get {model}"),
-    "GET /models/{model_id}/lineage": (
-        lambda client, ids: client.models.lineage(ids["model"]),
-        "models lineage {model}",
-    ),
+    "GET /models": (lambda own, _: own.models.list(), "models list"),
+    "GET /models/{model_id}": (lambda own, ids: own.models.get(ids["model"]), "models get {model}"),
+    "GET /models/{model_id}/lineage": (lambda own, ids: own.models.lineage(ids["model"]), "models lineage {model}"),
     "GET /models/{model_id}/compare/{other_id}": (
-        lambda client, ids: client.models.compare(ids["model"], ids["model"]),
+        lambda own, ids: own.models.compare(ids["model"], ids["model"]),
         "models compare {model} {model}",
     ),
     "POST /models/{model_id}/publish": (
-        lambda client, ids: client.models.publish(ids["model"], to="s3://models/one"),
+        lambda own, ids: own.models.publish(ids["model"], to="s3://models/one"),
         "models publish {model} --to s3://models/one",
     ),
     "POST /models/{model_id}/promote": (
-        lambda client, ids: client.models.promote(ids["other"], reason="better"),
+        lambda own, ids: own.models.promote(ids["other"], reason="better"),
         "models promote {other} --reason better",
     ),
-    "GET /aliases": (lambda client, _: client.models.aliases(), "models aliases"),
-    "GET /aliases/{alias}": (lambda client, _: client.models.alias("production"), "models aliases --alias production"),
+    "GET /aliases": (lambda own, _: own.models.aliases(), "models aliases"),
+    "GET /aliases/{alias}": (lambda own, _: own.models.alias("production"), "models aliases --alias production"),
     "POST /aliases/{alias}/rollback": (
-        lambda client, _: client.models.rollback(reason="worse"),
+        lambda own, _: own.models.rollback(reason="worse"),
         "models rollback --reason worse",
     ),
     "POST /deployments": (
-        lambda client, ids: client.deployments.create(ids["model"], route_prefix="/second"),
+        lambda own, ids: own.deployments.create(ids["model"], route_prefix="/second"),
         "deploy {model} --route-prefix /second --no-wait",
     ),
-    "GET /deployments": (lambda client, _: client.deployments.list(), "deployments list"),
+    "GET /deployments": (lambda own, _: own.deployments.list(), "deployments list"),
     "GET /deployments/{deployment_id}": (
-        lambda client, ids: client.deployments.get(ids["deployment"]),
+        lambda own, ids: own.deployments.get(ids["deployment"]),
         "deployments get {deployment}",
     ),
     "PATCH /deployments/{deployment_id}": (
-        lambda client, ids: client.deployments.update(ids["deployment"], max_replicas=3),
+        lambda own, ids: own.deployments.update(ids["deployment"], max_replicas=3),
         "deploy {model} --replace {deployment} --no-wait",
     ),
     "GET /deployments/{deployment_id}/metrics": (
-        lambda client, ids: client.deployments.metrics(ids["deployment"]),
+        lambda own, ids: own.deployments.metrics(ids["deployment"]),
         "deployments metrics {deployment}",
     ),
     "POST /deployments/{deployment_id}/generate": (
-        lambda client, ids: list(client.deployments.generate(ids["deployment"], "a")),
+        lambda own, ids: list(own.deployments.generate(ids["deployment"], "a")),
         "generate a --deployment {deployment}",
     ),
     "DELETE /deployments/{deployment_id}": (
-        lambda client, ids: client.deployments.delete(ids["deployment"]),
+        lambda own, ids: own.deployments.delete(ids["deployment"]),
         "deployments delete {deployment}",
     ),
     "DELETE /models/{model_id}": (
-        lambda client, ids: client.models.delete(ids["spare_model"]),
+        lambda own, ids: own.models.delete(ids["spare_model"]),
         "models delete {spare_model}",
     ),
-    "DELETE /jobs/{job_id}": (lambda client, ids: client.jobs.delete(ids["spare"]), "jobs delete {spare}"),
+    "DELETE /jobs/{job_id}": (lambda own, ids: own.jobs.delete(ids["spare"]), "jobs delete {spare}"),
     "POST /deployments/{deployment_id}/chat/completions": (None, None),
-    "GET /recipes": (lambda client, _: client.jobs.recipes(), "jobs recipes"),
-    "GET /audit": (lambda client, _: client.audit(status=201), "audit --status 201"),
-    "GET /quota": (lambda client, _: client.quota(), "quota"),
+    **dict.fromkeys(FINE_TUNING, (None, None)),
+    "GET /recipes": (lambda own, _: own.jobs.recipes(), "jobs recipes"),
+    "GET /audit": (lambda own, _: own.audit(status=201), "audit --status 201"),
+    "GET /quota": (lambda own, _: own.quota(), "quota"),
 }
 """By route: the client's method, and the command. None: probes, Prometheus and OpenAI's clients ask that."""
 
@@ -175,63 +168,40 @@ class Platform:
 
 
 @pytest.fixture
-def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
+def platform(parts: Components, start: Start, tmp_path: Path) -> Iterator[Platform]:
     """A control plane with a job that has succeeded, one that waits, and a deployment that answers."""
     script = Script()
     generation = {"id": "gen_1", "model": "m", "choices": [{"index": 0, "text": "b"}]}
     script.on("POST", "/generate", event_stream((None, generation), (None, "[DONE]")))
     script.on("GET", "/metrics", Answer(200, b'swiftkv:replica_info{replica="one"} 1\n'))
     with serve(script) as serve_url:
-        settings = Settings(
-            home=tmp_path,
-            serve_url=serve_url,
-            reconcile_interval_s=1e6,
-            publish_targets=("s3://models",),
-            _env_file=None,
-        )
-        parts = make_parts(tmp_path, empty_database)
+        server = start(serve_url=serve_url, publish_targets=("s3://models",))
+        settings = server.settings.model_copy(update={"reconcile_interval_s": 1e6})
         recorder = Recorder(create_app(settings, components=parts))
-        with serving(recorder) as url, httpx.Client(base_url=url) as client:  # type: ignore[arg-type]
-            server = Server(client, parts, settings)
-            done = server.succeed()
+        with serving(recorder) as url, Client(url) as own:  # type: ignore[arg-type]
+            done, other, spare = (server.succeed(name=name) for name in ("done", "other", "spare"))
+            model = done["distilled_model"]
             parts.objects.put_bytes(f"jobs/{done['id']}/{TRACKED}", b"recorded")
-            deployment = client.post(
-                "/deployments", json={"model": done["distilled_model"], "route_prefix": "/"}
-            ).json()
+            deployment = own.deployments.create(model, route_prefix="/").id
             server.tick()
-            server.serving.become(deployment["id"], DeploymentStatus.RUNNING, replicas=1)
+            server.serving.become(deployment, DeploymentStatus.RUNNING, replicas=1)
             server.tick()
-            other = server.succeed(name="other")
-            spare = server.succeed(name="spare")
-            client.post(f"/models/{done['distilled_model']}/promote", json={"reason": "first"}).raise_for_status()
-            spec = tmp_path / "spec.yaml"
+            own.models.promote(model, reason="first")
+            spec, rows = tmp_path / "spec.yaml", tmp_path / "rows.jsonl"
             spec.write_text(yaml.safe_dump(SPEC))
-            ids = {"done": done["id"], "job": server.submit()["id"], "model": done["distilled_model"]}
-            rows = tmp_path / "rows.jsonl"
             rows.write_text('{"text": "x"}\n')
-            with Client(url) as own:
-                ids["file"] = own.files.upload(rows).id
-            ids |= {
-                "rows": str(rows),
-                "other": other["distilled_model"],
-                "spare": spare["id"],
-                "spare_model": spare["distilled_model"],
-                "deployment": deployment["id"],
-                "spec": str(spec),
-                "fresh": str(tmp_path / "fresh"),
-                "url": url,
-            }
-            yield Platform(url, recorder, ids)
+            ids = {"done": done["id"], "job": server.submit()["id"], "model": model, "deployment": deployment}
+            ids |= {"other": other["distilled_model"], "spare": spare["id"], "spare_model": spare["distilled_model"]}
+            ids |= {"file": own.files.upload(rows).id, "rows": str(rows), "spec": str(spec), "url": url}
+            yield Platform(url, recorder, {**ids, "fresh": str(tmp_path / "fresh")})
 
 
-def test_every_route_is_listed_here(platform: Platform) -> None:
+@pytest.mark.slow("reaches every route")
+def test_the_client_reaches_every_route(platform: Platform) -> None:
     paths: dict[str, dict[str, Any]] = httpx.get(f"{platform.url}/openapi.json").json()["paths"]
     routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert routes - CALLS.keys() == set(), "without client and command"
     assert CALLS.keys() - routes == set(), "no longer there"
-
-
-def test_the_client_reaches_every_route(platform: Platform) -> None:
     with platform.client() as client:
         for route, (call, _) in CALLS.items():
             if call is not None:
@@ -240,7 +210,7 @@ def test_the_client_reaches_every_route(platform: Platform) -> None:
                 assert shown(route) in platform.recorder.reached, route
 
 
-@pytest.mark.slow  # runs every command
+@pytest.mark.slow("runs every command")
 def test_a_command_reaches_every_route(platform: Platform) -> None:
     for route, (_, command) in CALLS.items():
         if command is not None:

@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.client import Estimate
-from swiftkv_platform.local import units
+from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import Script, json_answer, list_answer
 from tests.unit.cli.conftest import Run
 
 QUICKSTART = Path("docs/quickstart.md")
+
 MIB, GIB = 1 << 20, 1 << 30
+
 ESTIMATE: dict[str, Any] = {
     "num_hidden_layers": 12,
     "num_key_value_layers": 6,
@@ -43,6 +45,7 @@ ESTIMATE: dict[str, Any] = {
         {"name_or_path": "org/set", "num_files": None, "num_bytes": None, "formats": []},
     ],
 }
+
 SPEC: dict[str, Any] = {"name": "tiny", "training": {"max_steps": 100}, "data": {"max_length": 512}}
 
 
@@ -58,40 +61,6 @@ def described(
 ) -> dict[str, Any]:
     estimate = Estimate.model_validate({**ESTIMATE, **changes})
     return describe_estimate(estimate, JobSpec.model_validate({**SPEC, **(spec or {})}), machine_bytes)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.977 KiB"),
-        (129_704_832, "124 MiB"),
-        (1023.6 * MIB, "1 GiB"),
-        (16 * GIB, "16 GiB"),
-    ],
-)
-def test_sizes(number: float, text: str) -> None:
-    assert units.size(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (250, "4 min 10 s"), (3601, "1 h"), (90_000, "1 d 1 h")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert units.duration(seconds) == text
-
-
-def test_counts() -> None:
-    assert [units.count(number) for number in (12, 331_968, 5_989_248, 8.43e9)] == [
-        "12",
-        "331,968",
-        "5.99 million",
-        "8.43 billion",
-    ]
-    assert units.flops(29.6e12) == "29.6 TFLOPs"
-    assert [units.plural(number, "step") for number in (1, 2)] == ["1 step", "2 steps"]
 
 
 def test_an_estimate_says_what_is_made_and_taken() -> None:
@@ -113,12 +82,12 @@ def test_an_estimate_says_what_is_made_and_taken() -> None:
 def test_memory_that_does_not_fit_says_what_would_do() -> None:
     on_cpus = described(GIB)["memory"]
     assert on_cpus.endswith(
-        "this machine's 1 GiB: does not fit: fewer workers or a smaller training.micro_batch_size would do"
+        "this machine's 1 GiB: does not fit; use fewer workers or a smaller training.micro_batch_size"
     )
     on_gpus = {"resources": {"gpus_per_worker": 1, "accelerator_type": "L4"}}
     assert described(spec=on_gpus)["memory"] == "124 MiB a worker of one L4's 22.4 GiB: fits"
     too_large = described(spec=on_gpus, memory_per_worker=30 * GIB)["memory"]
-    assert too_large.startswith("30 GiB a worker of one L4's 22.4 GiB: does not fit: more workers")
+    assert too_large.startswith("30 GiB a worker of one L4's 22.4 GiB: does not fit; use more workers")
     assert described(spec={"resources": {"gpus_per_worker": 1}})["memory"] == "124 MiB a worker of GPU memory"
     assert described(None)["memory"].endswith("2 workers take 1.63 GiB")
 
@@ -264,22 +233,34 @@ def test_the_list_of_deployments_has_their_replicas(run: Run, script: Script) ->
     assert [row[3] for row in cells] == ["replicas", "2 of 1 to 4", "2 of 4"]
 
 
+def test_units() -> None:
+    sizes = {0: "0 B", 999: "999 B", 1000: "0.977 KiB", 129_704_832: "124 MiB", 16 * GIB: "16 GiB"}
+    assert {number: units.size(number) for number in sizes} == sizes
+    assert units.size(1023.6 * MIB) == "1 GiB"
+    durations = {0.2: "0 s", 59: "59 s", 60: "1 min", 250: "4 min 10 s", 3601: "1 h", 90_000: "1 d 1 h"}
+    assert {seconds: units.duration(seconds) for seconds in durations} == durations
+    counts = {12: "12", 331_968: "331,968", 5_989_248: "5.99 million", 8.43e9: "8.43 billion"}
+    assert {number: units.count(number) for number in counts} == counts
+    assert units.flops(29.6e12) == "29.6 TFLOPs"
+    assert [units.plural(number, "step") for number in (1, 2)] == ["1 step", "2 steps"]
+
+
 def test_sizes_of_files_and_checkpoints(run: Run, script: Script) -> None:
-    script.on(
-        "GET", "/jobs/job_1/artifacts", list_answer([{"path": "model.safetensors", "size": 24 * MIB, "sha256": "f"}])
-    )
+    weights = {"path": "model.safetensors", "size": 24 * MIB, "sha256": "f"}
     checkpoint = {"id": "c", "attempt": 1, "step": 25, "key": "jobs/job_1", "size": 3 * GIB, "sha256": "f"}
+    model = {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1, "size": 24 * MIB}
+    script.on("GET", "/jobs/job_1/artifacts", list_answer([weights]))
     script.on("GET", "/jobs/job_1/checkpoints", list_answer([checkpoint]))
+    script.on("GET", "/models/mdl_1", json_answer(model))
     assert "24 MiB" in run("jobs", "artifacts", "job_1").stdout
     assert "3 GiB" in run("jobs", "checkpoints", "job_1").stdout
+    assert "24 MiB" in run("models", "get", "mdl_1").stdout
     assert json.loads(run("jobs", "artifacts", "job_1", "--json").stdout)[0]["size"] == 24 * MIB
 
 
 def test_a_plan_says_in_a_sentence_what_a_student_saves() -> None:
     result = CliRunner().invoke(app, ["plan", "builtin:python-5m", "-g", "1", "-g", "2", "-s", "2048"])
-    first, second = result.stdout.splitlines()[-2:]
-    assert first == "l = 6, g = 1: 52.3% of the prefill's FLOPs, and the same cache, 9 MiB for such a prompt."
-    assert (
-        second
-        == "l = 6, g = 2: 51.2% of the prefill's FLOPs, and a cache of 6.75 MiB instead of 9 MiB for such a prompt."
-    )
+    assert result.stdout.splitlines()[-2:] == [
+        "l = 6, g = 1: 52.3% of the prefill's FLOPs, and the same cache, 9 MiB for such a prompt.",
+        "l = 6, g = 2: 51.2% of the prefill's FLOPs, and a cache of 6.75 MiB instead of 9 MiB for such a prompt.",
+    ]

@@ -1,15 +1,21 @@
-"""A job on a terminal and in a log file."""
+"""A job on a terminal and in a log file, and identifiers that no width of a terminal or pipe breaks or cuts."""
 
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from swiftkv_platform.cli import output
+from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import JobEvent
 from swiftkv_platform.local.terminal import JobDisplay, follow
+from tests.fakes.scripted_server import Script, json_answer, list_answer, serve
 
 
 def event(kind: str, message: str, *, level: str = "info", **data: Any) -> JobEvent:
@@ -70,3 +76,74 @@ def test_plain_lines_say_how_long_the_rest_takes() -> None:
     assert second.endswith("ETA 3 min")  # 80 steps
     assert before.endswith("ETA 1 min")
     assert "ETA" not in last
+
+
+JOB, MODEL, DEPLOYMENT = (f"{kind}_01M81FFKAVT351GP1Y6VBZ512V" for kind in ("job", "mdl", "dep"))
+
+ROW = {"id": JOB, "object": "distillation.job", "name": "tiny", "status": "queued", "created_at": 1, "attempt": 1}
+
+COMMANDS = {
+    "jobs submit -f {spec}": JOB,
+    "jobs list": JOB,
+    f"jobs get {JOB}": JOB,
+    f"jobs cancel {JOB}": JOB,
+    f"jobs pause {JOB}": JOB,
+    f"jobs resume {JOB}": JOB,
+    f"models promote {MODEL} --alias production --reason good": MODEL,
+    f"deployments delete {DEPLOYMENT}": DEPLOYMENT,
+    "deployments list": DEPLOYMENT,
+    f"deployments get {DEPLOYMENT}": DEPLOYMENT,
+    "models list": MODEL,
+    f"models get {MODEL}": MODEL,
+    f"models lineage {MODEL}": MODEL,
+    "models aliases": MODEL,
+    f"jobs checkpoints {JOB}": f"jobs/{JOB}/attempts/1/checkpoints/25",
+}
+
+
+@pytest.fixture
+def script() -> Script:
+    script = Script()
+    script.on("POST", "/jobs", json_answer(ROW, 201))
+    script.on("GET", "/jobs", list_answer([ROW]))
+    script.on("GET", f"/jobs/{JOB}", json_answer(ROW))
+    for action in ("cancel", "pause", "resume"):
+        script.on("POST", f"/jobs/{JOB}/{action}", json_answer(ROW))
+    promotion = {"id": "prm_1", "alias": "production", "model": MODEL, "created_at": 1, "action": "promote"}
+    promotion |= {"reason": "good", "by": "ann"}
+    script.on("POST", f"/models/{MODEL}/promote", json_answer(promotion))
+    deployment = {"id": DEPLOYMENT, "model": MODEL, "status": "running", "url": "http://127.0.0.1:8001"}
+    script.on("GET", "/deployments", list_answer([deployment]))
+    script.on("GET", f"/deployments/{DEPLOYMENT}", json_answer(deployment))
+    model = {"id": MODEL, "name": "tiny", "job_id": JOB}
+    script.on("GET", "/models", list_answer([model]))
+    script.on("GET", f"/models/{MODEL}", json_answer(model))
+    script.on("GET", f"/models/{MODEL}/lineage", json_answer({"model": MODEL, "job_id": JOB}))
+    aliased = {"id": "production", "model": MODEL, "history": [promotion]}
+    script.on("GET", "/aliases", list_answer([aliased]))
+    key = f"jobs/{JOB}/attempts/1/checkpoints/25"
+    checkpoint = {"id": "chk_1", "attempt": 1, "step": 25, "key": key, "size": 1, "sha256": "0"}
+    script.on("GET", f"/jobs/{JOB}/checkpoints", list_answer([checkpoint]))
+    script.on("DELETE", f"/deployments/{DEPLOYMENT}", json_answer({"id": DEPLOYMENT}))
+    return script
+
+
+def test_a_narrow_terminal_breaks_no_id(script: Script, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("name: tiny\n")
+    with serve(script) as url:
+        environment = {"SWIFTKV_HOME": str(tmp_path), "SWIFTKV_URL": url, "COLUMNS": "20"}
+        for command, identifier in COMMANDS.items():
+            arguments = [str(spec) if part == "{spec}" else part for part in command.split()]
+            result = CliRunner(env=environment).invoke(app, arguments)
+            assert result.exit_code == 0, result.output
+            assert identifier in re.sub(r"\x1b\[[0-9;]*m", "", result.stdout), command
+
+
+def test_what_is_printed_is_not_styled_by_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names come from servers and other users: brackets in them are text."""
+    monkeypatch.setenv("COLUMNS", "20")
+    output.say("[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:")
+    assert capsys.readouterr().out == "[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swiftkv_platform import errors
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.events import ReasonCode
 
 
 def test_no_reason_has_the_code_of_an_error() -> None:

@@ -19,12 +19,7 @@ def test_trials_are_every_combination_and_differ_in_nothing_else() -> None:
     sweep = {"num_key_value_layers": [4, 9], "key_value_group_size": [2, 1], "learning_rate": [1e-3]}
     job = spec(sweep, swiftkv={"prefill_reduction": 0.5, "early_exit": True})
     trials = expand(job)
-    assert [trial.name for trial in trials] == [
-        "l9-g1-lr0.001",
-        "l9-g2-lr0.001",
-        "l4-g1-lr0.001",
-        "l4-g2-lr0.001",
-    ]
+    assert [trial.name for trial in trials] == ["l9-g1-lr0.001", "l9-g2-lr0.001", "l4-g1-lr0.001", "l4-g2-lr0.001"]
     assert [trial.index for trial in trials] == [0, 1, 2, 3]
     last = trials[-1].spec
     assert (last.swiftkv.num_key_value_layers, last.swiftkv.key_value_group_size) == (4, 2)

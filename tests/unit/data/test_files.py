@@ -21,8 +21,7 @@ def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    reader = reader_for(path)
-    assert reader is not None
+    reader: Any = reader_for(path)
     rows = list(reader.rows(path, None, "data"))
     assert reader.count(path, "data") == len(rows)
     return rows
@@ -47,8 +46,9 @@ def test_lines_and_arrays_hold_the_same_rows(tmp_path: Path, content: str) -> No
     assert read(path) == list(enumerate(ROWS, start=1))
 
 
-def test_every_ending_that_counts_as_data_has_a_reader() -> None:
+def test_every_ending_that_counts_as_data_has_a_reader_and_no_other() -> None:
     assert set(data_files.READERS) == set(SUFFIXES)
+    assert reader_for(Path("rows.csv")) is None
 
 
 def test_blank_lines_are_counted_as_lines_and_not_as_rows(tmp_path: Path) -> None:
@@ -101,10 +101,6 @@ def test_a_text_file_is_one_document_unless_it_is_very_long(tmp_path: Path, monk
     monkeypatch.setattr(data_files, "MAX_DOCUMENT_CHARACTERS", 10)
     pieces = [row["text"] for _, row in read(path)]
     assert "".join(pieces) == whole
-    assert pieces[1:] == ["zweite ä\n", "last"] or len(pieces) > 2
+    assert len(pieces) > 2
     path.write_bytes(b"")
     assert read(path) == [(1, {"text": ""})]
-
-
-def test_other_files_are_not_read(tmp_path: Path) -> None:
-    assert reader_for(tmp_path / "rows.csv") is None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.data.packing import Samples, batch_rows, pack, rank_rows, total_steps
+from swiftkv_platform.data.packing import PackedRows, Samples, batch_rows, pack, rank_rows, total_steps
 
 MAX_LENGTH = 16
 PAD = 9999
@@ -22,6 +22,11 @@ def make_samples(lengths: list[int]) -> Samples:
     counts = np.arange(starts[-1]) % 2 == 1
     counts[starts[1:] - 1] = False
     return Samples(np.arange(starts[-1], dtype=np.int32), counts, starts)
+
+
+def packed(lengths: list[int], *, packing: bool = True) -> PackedRows:
+    chosen = np.arange(len(lengths))
+    return pack(make_samples(lengths), chosen, max_length=MAX_LENGTH, pad_token_id=PAD, packing=packing)
 
 
 def segments(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
@@ -37,9 +42,8 @@ lengths_strategy = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40)
 
 @given(lengths_strategy, st.booleans())
 def test_every_sample_stands_whole_in_exactly_one_place(lengths: list[int], packing: bool) -> None:
-    samples = make_samples(lengths)
-    rows = pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD, packing=packing)
-    found = []
+    rows, found = packed(lengths, packing=packing), []
+    samples = rows.samples
     for index in range(len(rows)):
         parts = segments(rows[index])
         assert len(parts) == len(rows.lengths(index))
@@ -60,7 +64,7 @@ def test_every_sample_stands_whole_in_exactly_one_place(lengths: list[int], pack
 
 @given(lengths_strategy, st.integers(1, 7), st.data())
 def test_rows_end_to_end_are_their_samples(lengths: list[int], multiple: int, data: st.DataObject) -> None:
-    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
+    rows = packed(lengths)
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=4))
     num_counted = data.draw(st.integers(0, len(chosen)))
     batch, found = rows.end_to_end(chosen, multiple=multiple, num_counted=num_counted)
@@ -78,41 +82,29 @@ def test_rows_end_to_end_are_their_samples(lengths: list[int], multiple: int, da
 
 
 @given(lengths_strategy)
-def test_lengths_are_counted(lengths: list[int]) -> None:
-    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
-    assert dict(rows.sample_counts) == Counter(lengths)
-
-
-@given(lengths_strategy)
-def test_no_two_rows_could_be_one(lengths: list[int]) -> None:
+def test_rows_are_counted_and_no_two_could_be_one(lengths: list[int]) -> None:
     """Best fit never opens a row while another has room, so at most one row is half empty."""
-    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
-    filled = sorted(int((rows[i]["input_ids"] != PAD).sum()) for i in range(len(rows)))
-    assert all(filled[0] + other > MAX_LENGTH for other in filled[1:])
-
-
-def test_the_tightest_row_is_taken() -> None:
-    rows = pack(make_samples([12, 10, 4]), np.arange(3), max_length=MAX_LENGTH, pad_token_id=PAD)
-    assert [rows.members[begin:end].tolist() for begin, end in pairwise(rows.row_starts)] == [[0, 2], [1]]
-
-
-@given(lengths_strategy)
-def test_counts_and_efficiency_are_those_of_the_rows(lengths: list[int]) -> None:
-    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
+    rows = packed(lengths)
     batch = rows.batch(range(len(rows)))
-    assert rows.num_tokens == int((batch["input_ids"] != PAD).sum())
+    filled = sorted((batch["input_ids"] != PAD).sum(axis=1).tolist())
+    assert all(filled[0] + other > MAX_LENGTH for other in filled[1:])
+    assert dict(rows.sample_counts) == Counter(lengths)
+    assert rows.num_tokens == sum(filled)
     assert rows.num_counted_tokens == int(batch["loss_mask"].sum())
     assert rows.packing_efficiency == rows.num_tokens / batch["input_ids"].size
 
 
+def test_the_tightest_row_is_taken() -> None:
+    rows = packed([12, 10, 4])
+    assert [rows.members[begin:end].tolist() for begin, end in pairwise(rows.row_starts)] == [[0, 2], [1]]
+
+
 def test_a_batch_has_the_types_a_model_takes() -> None:
-    rows = pack(make_samples([5, 16, 9]), np.arange(3), max_length=MAX_LENGTH, pad_token_id=PAD)
+    rows = packed([5, 16, 9])
     batch = rows.batch([1, 0])
-    assert {name: (array.dtype, array.shape) for name, array in batch.items()} == {
-        "input_ids": (np.int64, (2, MAX_LENGTH)),
-        "position_ids": (np.int64, (2, MAX_LENGTH)),
-        "loss_mask": (np.bool_, (2, MAX_LENGTH)),
-    }
+    assert {array.shape for array in batch.values()} == {(2, MAX_LENGTH)}
+    types = {"input_ids": np.int64, "position_ids": np.int64, "loss_mask": np.bool_}
+    assert {name: array.dtype for name, array in batch.items()} == types
     assert np.array_equal(batch["input_ids"][0], rows[1]["input_ids"])
     with pytest.raises(IndexError, match="row 2 of 2"):
         rows[2]
@@ -121,11 +113,8 @@ def test_a_batch_has_the_types_a_model_takes() -> None:
 def test_a_sample_may_be_repeated_or_left_out() -> None:
     rows = pack(make_samples([4, 4, 4]), np.array([2, 2, 0]), max_length=4, pad_token_id=PAD)
     assert sorted(rows[i]["input_ids"][0].item() for i in range(len(rows))) == [0, 8, 8]
-
-
-def test_without_samples_there_are_no_rows() -> None:
-    rows = pack(make_samples([4]), np.empty(0, dtype=np.int64), max_length=4, pad_token_id=PAD)
-    assert (len(rows), rows.num_tokens, rows.packing_efficiency) == (0, 0, 0.0)
+    none = pack(make_samples([4]), np.empty(0, dtype=np.int64), max_length=4, pad_token_id=PAD)
+    assert (len(none), none.num_tokens, none.packing_efficiency) == (0, 0, 0.0)
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))
@@ -135,24 +124,18 @@ def test_every_epoch_takes_every_row_once(num_rows: int, batch_size: int, seed: 
     assert num_rows * epochs <= len(taken) < num_rows * epochs + batch_size
     for epoch in range(epochs):
         assert sorted(taken[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+    assert total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=3) == 3
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    orders = [
-        tuple(batch_rows(100, batch_size=100, seed=seed, step=epoch))
-        for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]
-    ]
-    assert len(set(orders)) == 4
+    pairs = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    orders = {tuple(batch_rows(100, batch_size=100, seed=seed, step=epoch)) for seed, epoch in pairs}
+    assert len(orders) == 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_workers_share_a_batch_without_overlap_whatever_their_number(world_size: int) -> None:
     batch = batch_rows(50, batch_size=8, seed=3, step=5)
     shares = [rank_rows(batch, rank, world_size) for rank in range(world_size)]
     assert {len(share) for share in shares} <= {8 // world_size, -(-8 // world_size)}
     assert sorted(chain.from_iterable(shares)) == sorted(batch)
-
-
-def test_a_step_limit_overrides_epochs() -> None:
-    assert total_steps(100, batch_size=32, num_epochs=2, max_steps=None) == 7
-    assert total_steps(100, batch_size=32, num_epochs=2, max_steps=3) == 3

@@ -1,62 +1,33 @@
-"""From files to rows: what is read, what counts, and what is held out."""
+"""From rows to training and held-out samples: what counts, what is held out, and how often a sample is taken."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from tokenizers import models
 
 from swiftkv_platform.data import documents
-from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.errors import DataError
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
-from tests.training_text import CHAT, NUMBERED, TALK, Write, new_directory, prepare, spec
+from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, targets, texts, turns
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def texts(rows: PackedRows) -> list[str]:
-    """Each sample as text, `^` for BOS, `$` for EOS, in no particular order."""
-    tokenizer, found = byte_tokenizer(), []
-    for member in rows.members:
-        ids = rows.samples.tokens[rows.samples.starts[member] : rows.samples.starts[member + 1]].tolist()
-        found.append("".join({BOS: "^", EOS: "$"}.get(i) or tokenizer.decode([i]) for i in ids))
-    return sorted(found)
-
-
-def targets(rows: PackedRows) -> list[str]:
-    """The tokens that each sample is trained to predict, as text."""
-    tokenizer, found = byte_tokenizer(), []
-    for member in rows.members:
-        span = slice(rows.samples.starts[member], rows.samples.starts[member + 1])
-        ids, counts = rows.samples.tokens[span], rows.samples.counts[span]
-        found.append("".join("$" if i == EOS else tokenizer.decode([i]) for i in ids[1:][counts[:-1]]))
-    return sorted(found)
-
-
 def test_a_document_has_bos_in_front_and_eos_behind_and_all_of_it_counts(write: Write) -> None:
-    prepared = prepare(write([{"text": "one"}, {"text": "two"}, {"text": None}, {"text": ""}]))
-    assert texts(prepared.train) == ["^one$", "^two$"]
+    prepared = prepare(write([{"text": "one"}, {"text": "<s>two</s>"}, {"text": None}, {"text": ""}]))
+    assert texts(prepared.train) == ["^one$", "^two$"], "special tokens that the text has are not doubled"
     assert targets(prepared.train) == ["one$", "two$"]
     source = prepared.statistics.sources[0]
     assert (source.formats, source.rows, source.documents, source.dropped) == ({"text": 4}, 4, 2, 2)
     assert prepared.statistics.train.model_dump() == {
         "documents": 2, "samples": 2, "tokens": 10, "counted_tokens": 8, "rows": 1, "packing_efficiency": 10 / 64,
     }  # fmt: skip
-
-
-def test_special_tokens_the_text_has_are_not_doubled(write: Write) -> None:
-    assert texts(prepare(write([{"text": "<s>one</s>"}])).train) == ["^one$"]
-
-
-def test_a_tokenizer_without_special_tokens_adds_none(write: Write) -> None:
-    prepared = prepare_data(spec(write([{"text": "one"}])), byte_tokenizer(special=False), new_directory(), seed=0)
-    assert texts(prepared.train) == ["one"]
+    without = prepare(write([{"text": "one"}]), tokenizer=byte_tokenizer(special=False))
+    assert texts(without.train) == ["one"]
 
 
 def test_a_long_text_is_split_into_consecutive_windows(write: Write) -> None:
@@ -72,94 +43,46 @@ PLAIN = "^### User:\nask\n### Assistant:\nsay\n### User:\nmore\n### Assistant:\n
 
 
 @pytest.mark.parametrize(
-    ("template", "train_on", "text", "target"),
+    ("template", "train_on", "talk", "text", "target"),
     [
-        (CHAT, "assistant", RENDERED, "say|no|"),
-        (CHAT, "all", RENDERED, RENDERED[1:]),
-        (None, "assistant", PLAIN, "say\nno\n$"),
-        (None, "all", PLAIN, PLAIN[1:]),
+        (CHAT, "assistant", TALK, RENDERED, "say|no|"),
+        (CHAT, "all", TALK, RENDERED, RENDERED[1:]),
+        (None, "assistant", TALK, PLAIN, "say\nno\n$"),
+        (None, "all", TALK, PLAIN, PLAIN[1:]),
+        # The end counts only where the assistant has the last word.
+        (None, "assistant", TALK[:3], "^### User:\nask\n### Assistant:\nsay\n### User:\nmore\n$", "say\n"),
     ],
 )
 def test_conversations_count_what_train_on_says(
-    write: Write, template: str | None, train_on: str, text: str, target: str
+    write: Write, template: str | None, train_on: str, talk: list[dict[str, str]], text: str, target: str
 ) -> None:
-    path = write([{"messages": TALK}])
-    prepared = prepare(path, template=template, train_on=train_on, max_length=128)
-    assert texts(prepared.train) == [text]
-    assert targets(prepared.train) == [target]
-
-
-def test_the_end_counts_only_where_the_assistant_has_the_last_word(write: Write) -> None:
-    prepared = prepare(write([{"messages": TALK[:3]}]), train_on="assistant", max_length=128)
-    assert texts(prepared.train)[0].endswith("more\n$")
-    assert targets(prepared.train) == ["say\n"]
+    prepared = prepare(write([{"messages": talk}]), template=template, train_on=train_on, max_length=128)
+    assert (texts(prepared.train), targets(prepared.train)) == ([text], [target])
 
 
 def test_characters_of_several_tokens_count_whole(write: Write) -> None:
-    talk = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "né"}]
-    prepared = prepare(write([{"messages": talk}]), template=CHAT, train_on="assistant")
+    prepared = prepare(write([{"messages": turns("é", "né")}]), template=CHAT, train_on="assistant")
     assert prepared.statistics.train.counted_tokens == len("né|".encode())
 
 
 def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_dropped(write: Write) -> None:
-    late = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "late"}]
-    question = [{"role": "user", "content": "nobody answers"}]
-    rows = [{"messages": TALK}, {"messages": late}, {"messages": question}, {"messages": []}]
+    rows = [{"messages": talk} for talk in (TALK, turns("x" * 40, "late"), turns("nobody answers"), [])]
     prepared = prepare(write(rows), template=CHAT, train_on="assistant", max_length=24)
-    assert texts(prepared.train) == ["<user>ask|<assistant>say"]
-    assert targets(prepared.train) == ["say"]
+    assert (texts(prepared.train), targets(prepared.train)) == (["<user>ask|<assistant>say"], ["say"])
     source = prepared.statistics.sources[0]
     assert (source.documents, source.dropped, source.truncated, source.split) == (1, 3, 1, 0)
+    with pytest.raises(DataError, match="of 1 rows 0 have a position that counts") as caught:
+        prepare(write(rows[2:3]), template=CHAT, train_on="assistant")
+    assert caught.value.field == "data.sources"
 
 
-def test_every_kind_of_file_is_read_and_formats_are_reported(write: Write, tmp_path: Path) -> None:
-    write([{"text": "lines"}], "all/a.jsonl")
-    write('[{"text": "array"}, {"text": "array 2"}]', "all/b.json")
-    write("plain", "all/deep/c.txt")
-    write("x = 1", "all/d.py")
-    write("not read", "all/e.bin")
-    datasets.Dataset.from_dict({"prompt": ["ask"], "completion": ["say"]}).to_parquet(tmp_path / "all" / "f.parquet")
-    prepared = prepare(str(tmp_path / "all"))
-    conversation = "^### User:\nask\n### Assistant:\nsay\n$"
-    assert texts(prepared.train) == sorted(["^lines$", "^array$", "^array 2$", "^plain$", "^x = 1$", conversation])
-    assert prepared.statistics.sources[0].formats == {"text": 5, "prompt_completion": 1}
-
-
-def test_the_standard_library_brings_its_own_held_out_modules() -> None:
-    source = {"name_or_path": "builtin:python-stdlib", "sample_count": 3}
-    prepared = prepare(source, validation_fraction=0.5, max_length=4096)
-    assert prepared.statistics.train.documents == 3
-    assert prepared.statistics.held_out.documents > 3
-    assert prepared.statistics.sources[0].formats.keys() == {"text"}
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_s3_sources_come_through_the_given_remote(write: Write, streaming: bool) -> None:
-    objects = {"a.jsonl": NUMBERED[:6], "b.txt": "plain", "c.bin": "no rows"}
-    fetched = dict[str, Path]()
-
-    class Remote:
-        def list(self, uri: str) -> list[str]:
-            return [f"{uri}/{name}" for name in objects]
-
-        def fetch(self, uri: str) -> Path:
-            name = uri.removeprefix("s3://bucket/prefix/")
-            fetched[name] = Path(write(objects[name], f"fetched/{name}"))
-            return fetched[name]
-
-    def prepared(sample_count: int | None) -> list[str]:
-        source = {"name_or_path": "s3://bucket/prefix", "streaming": streaming, "sample_count": sample_count}
-        data = prepare_data(spec(source), byte_tokenizer(), new_directory(), seed=0, remote=Remote())
-        return texts(data.train)
-
-    if streaming:
-        assert prepared(3) == [f"^document {i}$" for i in range(3)]
-    else:
-        assert len(prepared(3)) == 3
-    assert prepared(None) == ["^document 0$", *(f"^document {i}$" for i in range(1, 6)), "^plain$"]
-    assert {name: path.exists() for name, path in fetched.items()} == dict.fromkeys(("a.jsonl", "b.txt"), not streaming)
-    with pytest.raises(InvalidInputError, match="no object store"):
-        prepare("s3://bucket/prefix")
+def test_token_lengths_and_losses_are_counted(write: Write) -> None:
+    path = write([{"messages": TALK}] * 3 + [{"messages": turns("x" * 40, "late")}])
+    source = prepare(path, template=CHAT, max_length=24).statistics.sources[0]
+    rendered = len("<user>" + "x" * 40 + "|<assistant>late|")
+    assert source.lengths.model_dump() == {"median": len(RENDERED), "p95": len(RENDERED), "longest": rendered}
+    assert source.tokens == 3 * len(RENDERED) + rendered
+    assert (source.truncated, source.truncated_tokens) == (4, source.tokens - 4 * 24)
 
 
 def test_a_sample_is_on_the_same_side_whatever_surrounds_it(write: Write) -> None:
@@ -171,8 +94,7 @@ def test_a_sample_is_on_the_same_side_whatever_surrounds_it(write: Write) -> Non
     assert 15 <= len(held_out) <= 45
     assert set(texts(part.held_out)) <= held_out
     assert set(texts(part.train)) <= train
-    more = prepare(write(NUMBERED), validation_fraction=0.5)
-    assert held_out < set(texts(more.held_out))
+    assert held_out < set(texts(prepare(write(NUMBERED), validation_fraction=0.5).held_out))
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.999999])
@@ -199,52 +121,22 @@ def test_of_one_long_text_parts_are_held_out(write: Write) -> None:
 def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> None:
     rows = [{"text": str(i) * length} for i, length in enumerate((6000, 900, 800, 30))]
     prepared = prepare(write(rows), validation_fraction=0.1)
-    shares = prepared.held_out.num_tokens / (prepared.held_out.num_tokens + prepared.train.num_tokens)
-    assert 0.02 < shares < 0.25
+    assert 0.02 < prepared.held_out.num_tokens / (prepared.held_out.num_tokens + prepared.train.num_tokens) < 0.25
 
 
 def test_a_long_text_is_tokenized_in_pieces(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "a few words\n" * 20 + "x" * 90
-    whole = texts(prepare(write(text, "whole.txt")).train)
+    path = write("a few words\n" * 20 + "x" * 90, "long.txt")
+    whole = texts(prepare(path).train)
     monkeypatch.setattr(documents, "_LONG_TEXT", 50)
-    assert texts(prepare(write(text, "pieces.txt")).train) == whole
+    assert texts(prepare(path).train) == whole
 
 
-def test_token_ids_beyond_the_number_of_words_are_kept(write: Write) -> None:
+def test_token_ids_take_two_bytes_where_the_vocabulary_allows(write: Write) -> None:
+    assert prepare(write(NUMBERED)).train.samples.tokens.dtype == np.uint16
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.model = models.BPE(vocab={"x": 70_000, "<s>": BOS, "</s>": EOS}, merges=[])
-    prepared = prepare_data(spec(write([{"text": "xx"}])), tokenizer, new_directory(), seed=0)
-    assert prepared.train.samples.tokens.tolist() == [BOS, 70_000, 70_000, EOS]
-
-
-def test_what_is_no_data_beside_the_data_is_passed_over(write: Write, tmp_path: Path) -> None:
-    write([{"text": "read"}], "all/a.jsonl")
-    write([{"text": "as well"}], "elsewhere/b.jsonl")
-    write([{"text": "hidden"}], "all/.cache/c.jsonl")
-    write("hidden", "all/._d.txt")
-    write([{"text": "part"}], "all/spark.json/part-0.json")
-    (tmp_path / "all" / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    (tmp_path / "all" / "linked").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "all" / "loop").symlink_to(tmp_path / "all")
-    assert texts(prepare(str(tmp_path / "all")).train) == ["^as well$", "^part$", "^read$"]
-
-
-def test_a_shard_beside_other_files_is_one_of_them(write: Write, tmp_path: Path) -> None:
-    write([{"text": "lines"}], "all/extra.jsonl")
-    shard = tmp_path / "all" / "part-00000-of-00001.parquet"
-    datasets.Dataset.from_dict({"text": ["shard"]}).to_parquet(shard)
-    assert texts(prepare(str(tmp_path / "all")).train) == ["^lines$", "^shard$"]
-
-
-def test_a_subset_names_one_of_several_configurations(write: Write, tmp_path: Path) -> None:
-    for name in ("main", "socratic"):
-        write([{"text": name}], f"hub/{name}/train.jsonl")
-    configs = "".join(f"- config_name: {name}\n  data_files: {name}/train.jsonl\n" for name in ("main", "socratic"))
-    (tmp_path / "hub" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    source = {"name_or_path": str(tmp_path / "hub")}
-    assert texts(prepare({**source, "subset": "socratic"}).train) == ["^socratic$"]
-    with pytest.raises(DataError, match=r"data.sources\[0\].subset names one"):
-        prepare(source)
+    beyond = prepare(write([{"text": "xx"}]), tokenizer=tokenizer)
+    assert beyond.train.samples.tokens.tolist() == [BOS, 70_000, 70_000, EOS]
 
 
 def test_weights_repeat_and_thin_out_training_samples_only(write: Write) -> None:
@@ -253,8 +145,7 @@ def test_weights_repeat_and_thin_out_training_samples_only(write: Write) -> None
     own = [text for text in texts(once.train) if text != "^other$"]
 
     def weighed(weight: float, seed: int = 0) -> list[str]:
-        source = {"name_or_path": path, "weight": weight}
-        prepared = prepare(source, other, validation_fraction=0.2, seed=seed)
+        prepared = prepare({"name_or_path": path, "weight": weight}, other, validation_fraction=0.2, seed=seed)
         assert texts(prepared.held_out) == texts(once.held_out)
         return [text for text in texts(prepared.train) if text != "^other$"]
 
@@ -277,108 +168,23 @@ def test_sample_count_takes_so_many_by_the_seed(write: Write) -> None:
 
 def test_the_same_input_gives_the_same_rows_and_fingerprint(write: Write) -> None:
     path, copy = write(NUMBERED), write(NUMBERED, "copy.jsonl")
+    other = write([*NUMBERED[:-1], {"text": "document 9!"}], "changed.jsonl")
     first, second = prepare(path, validation_fraction=0.1), prepare(copy, validation_fraction=0.1)
     assert first.fingerprint == second.fingerprint
     assert np.array_equal(first.train.members, second.train.members)
-    changed = [
-        prepare(write([*NUMBERED[:-1], {"text": "document 9!"}], "changed.jsonl"), validation_fraction=0.1),
-        prepare(path, validation_fraction=0.1, packing=False),
-        prepare(path, validation_fraction=0.1, max_length=128),
-        prepare(path, validation_fraction=0.2),
-    ]
+    changes = [{"packing": False}, {"max_length": 128}, {"validation_fraction": 0.2}]
+    changed = [prepare(other, validation_fraction=0.1)]
+    changed += [prepare(path, **{"validation_fraction": 0.1, **change}) for change in changes]
     assert len({first.fingerprint, *(prepared.fingerprint for prepared in changed)}) == 5
 
 
-def test_token_ids_take_two_bytes_where_the_vocabulary_allows(write: Write) -> None:
-    assert prepare(write(NUMBERED)).train.samples.tokens.dtype == np.uint16
-
-
-CARD = """---
-configs:
-- config_name: default
-  data_files:
-  - {split: train_sft, path: chat/train.parquet}
-  - {split: test_sft, path: chat/test.parquet}
----
-"""
-
-
-@pytest.fixture
-def repository(write: Write, tmp_path: Path) -> Path:
-    """A directory as the hub lays out a data set with two splits."""
-    write(CARD, "repository/README.md")
-    (tmp_path / "repository" / "chat").mkdir()
-    for side in ("train", "test"):
-        rows = datasets.Dataset.from_dict({"prompt": [f"{side} {i}" for i in range(4)], "completion": ["say"] * 4})
-        rows.to_parquet(tmp_path / "repository" / "chat" / f"{side}.parquet")
-    return tmp_path / "repository"
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_directory_laid_out_as_on_the_hub_gives_the_split(repository: Path, streaming: bool) -> None:
-    source = {"name_or_path": str(repository), "split": "test_sft", "streaming": streaming, "sample_count": 3}
-    found = prepare(source, template=CHAT)
-    assert len(found.train.members) == 3
-    assert all(text.startswith("<user>test ") for text in texts(found.train))
-    if streaming:
-        assert texts(found.train) == [f"<user>test {i}|<assistant>say|" for i in range(3)]
-    with pytest.raises(DataError, match="split 'train'"):
-        prepare({"name_or_path": str(repository), "streaming": streaming})
-
-
-def test_shards_named_as_on_the_hub_are_a_data_set_with_splits(tmp_path: Path) -> None:
-    for side in ("train", "test"):
-        rows = datasets.Dataset.from_dict({"text": [side]})
-        rows.to_parquet(tmp_path / "data" / f"{side}-00000-of-00001.parquet")
-    assert texts(prepare(str(tmp_path / "data")).train) == ["^train$"]
-
-
-def test_what_datasets_saved_to_disk_is_read(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_dict({"text": ["saved"]})
-    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "both")
-    rows.save_to_disk(tmp_path / "one")
-    assert texts(prepare(str(tmp_path / "both"), str(tmp_path / "one")).train) == ["^saved$", "^saved$"]
-    with pytest.raises(DataError, match="has train") as caught:
-        prepare({"name_or_path": str(tmp_path / "both"), "split": "test"})
-    assert caught.value.field == "data.sources[0].split"
-
-
-def test_every_row_of_a_file_may_have_its_own_format(write: Write) -> None:
-    path = write([{"text": "one"}, {"messages": TALK[:2], "text": "two"}, {"question": "q", "answer": "a"}])
-    assert prepare(path, max_length=128).statistics.sources[0].formats == {
-        "text": 1,
-        "messages": 1,
-        "prompt_completion": 1,
-    }
-    with pytest.raises(DataError, match=r"rows.jsonl, line 2, has the columns body") as caught:
-        prepare(write([{"text": "one"}, {"body": "two"}]))
-    assert caught.value.field == "data.sources[0].format"
-
-
-def test_half_a_surrogate_pair_is_no_text(write: Write) -> None:
-    with pytest.raises(DataError, match="line 1, read as text: character 1 is half of a surrogate pair"):
-        prepare(write('{"text": "a\\ud800"}\n'))
-
-
-def test_token_lengths_and_losses_are_counted(write: Write) -> None:
-    late = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "late"}]
-    path = write([{"messages": TALK}] * 3 + [{"messages": late}])
-    source = prepare(path, template=CHAT, max_length=24).statistics.sources[0]
-    rendered = len("<user>" + "x" * 40 + "|<assistant>late|")
-    assert source.lengths.model_dump() == {"median": len(RENDERED), "p95": len(RENDERED), "longest": rendered}
-    assert source.tokens == 3 * len(RENDERED) + rendered
-    assert (source.truncated, source.truncated_tokens) == (4, source.tokens - 4 * 24)
-
-
-def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write) -> None:
-    directory = new_directory()
-    made = prepare_data(spec(write(NUMBERED), validation_fraction=0.2), byte_tokenizer(), directory, seed=0)
-    opened = PreparedData.load(directory)
+def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    made = prepare(write(NUMBERED), validation_fraction=0.2, directory=tmp_path / "made")
+    opened = PreparedData.load(tmp_path / "made")
     assert isinstance(made.train.samples.tokens, np.memmap)
     assert (opened.statistics, opened.fingerprint) == (made.statistics, made.fingerprint)
-    for side in ("train", "held_out"):
-        ours, theirs = getattr(made, side), getattr(opened, side)
+    for ours, theirs in ((made.train, opened.train), (made.held_out, opened.held_out)):
         assert len(ours) == len(theirs) > 0
         for index in range(len(ours)):
-            for name, array in ours[index].items():
-                assert np.array_equal(array, theirs[index][name])
+            assert all(np.array_equal(array, theirs[index][name]) for name, array in ours[index].items())

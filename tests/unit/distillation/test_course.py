@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
-from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseEvent
-from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseCode, CourseEvent
+from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation.course import Course, Turn, chosen_step, measured, turn_notes, went_back
-from swiftkv_platform.specs import TrainingSpec
+from swiftkv_platform.distillation.micro_batches import measured_rows
+from swiftkv_platform.specs import TrainingSpec, ValidationSpec
 
 
 def training(**fields: Any) -> TrainingSpec:
@@ -25,15 +27,12 @@ def course_of(*kls: float, spec: TrainingSpec | None = None) -> Turn:
     return turn
 
 
-def test_the_first_measurement_is_start_and_best() -> None:
+def test_the_first_measurement_is_the_start_and_the_lowest_the_best() -> None:
     turn = course_of(0.5)
     assert (turn.course.start_kl, turn.course.best_kl, turn.course.best_step) == (0.5, 0.5, 0)
     assert turn.is_best
     assert (turn.rollback, turn.end) == (None, None)
-
-
-def test_the_lowest_is_the_best_and_a_little_more_is_no_matter() -> None:
-    turn = course_of(0.5, 0.3, 0.35)
+    turn = course_of(0.5, 0.3, 0.35)  # a little more is no matter
     assert (turn.course.best_kl, turn.course.best_step) == (0.3, 10)
     assert (turn.is_best, turn.rollback) == (False, None)
 
@@ -74,7 +73,7 @@ def test_a_state_that_is_not_kept_is_not_the_best() -> None:
         ((0.5, 0.2, 0.31), CourseCode.HELD_OUT_KL_DIVERGED),
     ],
 )
-def test_kl_above_the_start_or_far_above_the_best_goes_back_at_half_the_rate(
+def test_kl_above_start_or_far_above_best_goes_back_at_half_the_rate(
     kls: tuple[float, ...], reason: CourseCode
 ) -> None:
     turn = course_of(*kls)
@@ -90,13 +89,9 @@ def test_a_run_that_may_not_go_back_again_ends_with_the_best() -> None:
     assert (turn.course.num_rollbacks, turn.course.ended, turn.course.best_step) == (3, 1, 10)
 
 
-def test_the_last_step_goes_back_whatever_has_been() -> None:
-    spec = training(keep_best=False)
-    turn = measured(course_of(0.5, 0.4).course, 0.6, 20, spec, is_last=True)
+def test_the_last_step_goes_back_whatever_has_been_and_nothing_does_without_a_guard() -> None:
+    turn = measured(course_of(0.5, 0.4).course, 0.6, 20, training(keep_best=False), is_last=True)
     assert (turn.rollback, turn.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.LAST_STEP)
-
-
-def test_without_a_guard_nothing_goes_back() -> None:
     turn = course_of(0.5, 0.1, 7.0, spec=training(guard=None))
     assert (turn.rollback, turn.course.best_step) == (None, 10)
 
@@ -116,9 +111,6 @@ def test_the_model_is_of_the_best_step_unless_the_last_is_asked_for() -> None:
     assert chosen_step(course, training()) == 10
     assert chosen_step(course, training(keep_best=False)) is None
     assert chosen_step(Course(), training()) is None
-
-
-def test_a_course_is_its_numbers() -> None:
     course = went_back(course_of(0.5, 0.4).course, CourseCode.LOSS_NOT_FINITE, 17, training()).course
     assert Course.of(course.numbers()) == course
     assert math.isnan(Course.of({}).start_kl)
@@ -135,19 +127,21 @@ def test_a_step_back_is_told_with_its_reason_and_travels_as_an_event(kl: float, 
 
 
 def test_the_end_says_which_step_the_model_is_of_and_why() -> None:
-    turn = measured(course_of(0.5, 0.4).course, 0.45, 20, training(), is_last=True)
-    (note,) = turn_notes(turn, 0.45, 20, 1e-3, 10)
-    assert note.data["chosen_step"] == 10
-    assert note.message == (
-        "step 20: the last step is done; the model is that of step 10, whose held-out KL is the lowest, 0.4, "
-        "from 0.5 at the start"
-    )
+    lowest = "step 10, whose held-out KL is the lowest, 0.4, from 0.5 at the start"
+    near = "step 20, whose held-out KL is within 2% of the lowest (0.4), 0.404, from 0.5 at the start"
+    for kl, chosen, said in ((0.45, 10, lowest), (0.404, 20, near)):
+        turn = measured(course_of(0.5, 0.4).course, kl, 20, training(), is_last=True)
+        (note,) = turn_notes(turn, kl, 20, 1e-3, chosen)
+        assert note.data["chosen_step"] == chosen
+        assert note.message == f"step 20: the last step is done; the model is that of {said}"
 
 
-def test_the_end_says_that_the_model_is_of_a_later_state_than_the_lowest() -> None:
-    turn = measured(course_of(0.5, 0.4).course, 0.404, 20, training(), is_last=True)
-    (note,) = turn_notes(turn, 0.404, 20, 1e-3, 20)
-    assert note.message == (
-        "step 20: the last step is done; the model is that of step 20, whose held-out KL is within 2% of the lowest "
-        "(0.4), 0.404, from 0.5 at the start"
-    )
+def test_measured_rows_are_a_tenth_of_those_trained_on_between() -> None:
+    tokens = np.zeros(1000, dtype=np.int32)
+    samples = Samples(tokens=tokens, counts=np.ones(1000, dtype=np.bool_), starts=np.arange(0, 1001, 10))
+    rows = pack(samples, np.arange(100), max_length=10, pad_token_id=0)
+    for rows_between, max_tokens, number in ((300, 10_000, 30), (300, 100, 10), (5, 10_000, 1)):
+        chosen = measured_rows(rows, ValidationSpec(max_tokens=max_tokens), rows_between)
+        assert len(set(chosen)) == len(chosen) == number
+        assert chosen[0] == 0
+        assert number == 1 or chosen[-1] == 99

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
+from tests.parameters import pairwise
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 23
 
@@ -22,80 +23,54 @@ def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def _naive_kl(
-    student: Tensor, teacher: Tensor, student_head: Tensor, teacher_head: Tensor, temperature: float
-) -> Tensor:
+def _naive_kl(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Tensor, temperature: float) -> Tensor:
     p = F.softmax(teacher @ teacher_head.T / temperature, dim=-1)
-    q = F.softmax(student @ student_head.T / temperature, dim=-1)
+    q = F.softmax(student @ head.T / temperature, dim=-1)
     return temperature**2 * (p * (p.log() - q.log())).sum()
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, TOKENS, 100, None])
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("chunk_size", "temperature"), [(1, 1.0), (4, 2.0), (TOKENS, 1.0), (100, 2.0), (None, 2.0)])
 def test_kl_and_both_gradients_equal_the_naive_computation(chunk_size: int | None, temperature: float) -> None:
     teacher, teacher_head = _random(TOKENS, HIDDEN, seed=0), _random(VOCAB, HIDDEN, seed=1)
-    student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
-    student_head = _random(VOCAB, HIDDEN, seed=3).requires_grad_()
-    inputs = (student, student_head)
-
-    loss = logits_loss(student, teacher, student_head, teacher_head, temperature=temperature, chunk_size=chunk_size)
-    expected = _naive_kl(student, teacher, student_head, teacher_head, temperature)
-
+    inputs = _random(TOKENS, HIDDEN, seed=2).requires_grad_(), _random(VOCAB, HIDDEN, seed=3).requires_grad_()
+    options: dict[str, Any] = {"temperature": temperature, "chunk_size": chunk_size}
+    loss = logits_loss(inputs[0], teacher, inputs[1], teacher_head, **options)
+    expected = _naive_kl(inputs[0], teacher, inputs[1], teacher_head, temperature)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    for actual, reference in zip(
-        torch.autograd.grad(3.0 * loss, inputs), torch.autograd.grad(3.0 * expected, inputs), strict=True
-    ):
-        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
+    gradients, naive = (torch.autograd.grad(3.0 * value, inputs) for value in (loss, expected))
+    torch.testing.assert_close(gradients, naive, rtol=1e-5, atol=1e-5)
 
 
-def test_kl_gradient_holds_numerically_in_double_precision() -> None:
-    teacher, teacher_head = (
-        _random(TOKENS, HIDDEN, seed=0, dtype=torch.float64),
-        _random(VOCAB, HIDDEN, seed=1, dtype=torch.float64),
+def test_gradients_hold_numerically_in_double_precision() -> None:
+    teacher, teacher_head, student, head = (
+        _random(size, HIDDEN, seed=seed, dtype=torch.float64)
+        for seed, size in enumerate((TOKENS, VOCAB, TOKENS, VOCAB))
     )
-    student = _random(TOKENS, HIDDEN, seed=2, dtype=torch.float64).requires_grad_()
-    head = _random(VOCAB, HIDDEN, seed=3, dtype=torch.float64).requires_grad_()
+    inputs, targets = (student.requires_grad_(), head.requires_grad_()), torch.arange(TOKENS) % VOCAB
 
-    def loss(student: Tensor, head: Tensor) -> Tensor:
+    def kl(student: Tensor, head: Tensor) -> Tensor:
         return logits_loss(student, teacher, head, teacher_head, temperature=2.0, chunk_size=4)
 
-    assert torch.autograd.gradcheck(loss, (student, head))
+    assert torch.autograd.gradcheck(kl, inputs)
+    assert torch.autograd.gradcheck(lambda hidden: lm_loss(hidden, teacher_head, targets, chunk_size=4), inputs[:1])
 
 
-def test_equal_hidden_states_cost_nothing_and_pull_nowhere() -> None:
+def test_equal_hidden_states_and_no_positions_cost_nothing_and_pull_nowhere() -> None:
     head = _random(VOCAB, HIDDEN, seed=1)
-    student = _random(TOKENS, HIDDEN, seed=0).requires_grad_()
-
-    loss = logits_loss(student, student.detach().clone(), head, head, temperature=2.0)
-    loss.backward()
-
-    assert loss.item() == pytest.approx(0.0, abs=1e-6)
-    assert student.grad is not None
-    assert student.grad.abs().max() < 1e-6
+    for num_tokens in (TOKENS, 0):
+        student = _random(num_tokens, HIDDEN, seed=0).requires_grad_()
+        loss = logits_loss(student, student.detach().clone(), head, head, temperature=2.0)
+        loss.backward()
+        assert loss.item() == pytest.approx(0.0, abs=1e-6)
+        assert student.grad.abs().sum() < 1e-5
 
 
 def test_no_gradient_reaches_the_teacher_or_a_frozen_head() -> None:
-    teacher = _random(TOKENS, HIDDEN, seed=0).requires_grad_()
-    head = _random(VOCAB, HIDDEN, seed=1)
+    teacher, head = _random(TOKENS, HIDDEN, seed=0).requires_grad_(), _random(VOCAB, HIDDEN, seed=1)
     student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
-
     logits_loss(student, teacher, head, head, temperature=2.0).backward()
-
-    assert teacher.grad is None
-    assert head.grad is None
+    assert (teacher.grad, head.grad) == (None, None)
     assert student.grad is not None
-
-
-def test_no_positions_is_a_zero_that_can_be_differentiated() -> None:
-    head = _random(VOCAB, HIDDEN, seed=1)
-    student = _random(0, HIDDEN, seed=2).requires_grad_()
-
-    loss = logits_loss(student, student.detach(), head, head, temperature=2.0)
-    loss.backward()
-
-    assert loss.item() == 0.0
-    assert student.grad is not None
-    assert student.grad.shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("chunk_size", [3, None])
@@ -103,31 +78,19 @@ def test_lm_loss_equals_cross_entropy(chunk_size: int | None) -> None:
     head = _random(VOCAB, HIDDEN, seed=1)
     targets = torch.arange(TOKENS) % VOCAB
     hidden = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
-
     loss = lm_loss(hidden, head, targets, chunk_size=chunk_size)
     expected = F.cross_entropy(hidden @ head.T, targets, reduction="sum")
-
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
         torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden), rtol=1e-5, atol=1e-5
     )
 
 
-def test_lm_gradient_holds_numerically_in_double_precision() -> None:
-    head = _random(VOCAB, HIDDEN, seed=1, dtype=torch.float64)
-    hidden = _random(TOKENS, HIDDEN, seed=2, dtype=torch.float64).requires_grad_()
-    targets = torch.arange(TOKENS) % VOCAB
-
-    assert torch.autograd.gradcheck(lambda hidden: lm_loss(hidden, head, targets, chunk_size=4), (hidden,))
-
-
 def test_bfloat16_sums_in_float32() -> None:
     """2,000 positions of equal loss: a bfloat16 sum would stop growing far below the true one."""
     head = torch.eye(VOCAB, HIDDEN, dtype=torch.bfloat16)
     student, teacher = torch.zeros(2000, HIDDEN, dtype=torch.bfloat16), torch.ones(2000, HIDDEN, dtype=torch.bfloat16)
-
     loss = logits_loss(student, teacher, head, head, temperature=1.0, chunk_size=1)
-
     per_position = _naive_kl(student[:1].double(), teacher[:1].double(), head.double(), head.double(), 1.0).item()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(2000 * per_position, rel=1e-3)
@@ -174,48 +137,38 @@ def _peak_bytes(num_tokens: int, *, fused: bool) -> int:
 def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
     """From 192 to 768 tokens the logits of one model would take 288 MiB more; the loss keeps [tokens, hidden] only."""
     few, many = _peak_bytes(192, fused=True), _peak_bytes(768, fused=True)
-
     assert many - few < 64 * (768 - 192) * 4
     assert few < 2.1 * 160 * (1 << 17) * 4, "logits of both models for one chunk"
     assert _peak_bytes(64, fused=False) > 64 * (1 << 17) * 4 * 4, "the measurement sees whole logits"
 
 
 def test_hidden_loss_is_the_mean_over_features_summed_over_positions() -> None:
-    student, teacher = (
-        _random(TOKENS, HIDDEN, seed=0).requires_grad_(),
-        _random(TOKENS, HIDDEN, seed=1).requires_grad_(),
-    )
-
+    student, teacher = (_random(TOKENS, HIDDEN, seed=seed).requires_grad_() for seed in (0, 1))
     loss = hidden_loss(student, teacher)
     loss.backward()
-
     assert loss.item() == pytest.approx(math.fsum(((student - teacher) ** 2).flatten().tolist()) / HIDDEN, rel=1e-5)
     assert teacher.grad is None
     assert student.grad is not None
 
 
-def _chunked_kl_of_before(
-    student: Tensor, teacher: Tensor, student_head: Tensor, teacher_head: Tensor, temperature: float
-) -> Tensor:
+def _chunked_kl(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Tensor, temperature: float) -> Tensor:
     """The loss by logarithms of all probabilities, in the order that it had before passes were saved."""
     log_p = F.log_softmax(F.linear(teacher, teacher_head).float().div(temperature), dim=-1)
-    log_q = F.log_softmax(F.linear(student, student_head).float().div(temperature), dim=-1)
+    log_q = F.log_softmax(F.linear(student, head).float().div(temperature), dim=-1)
     return temperature**2 * (log_p.exp() * (log_p - log_q)).sum()
 
 
-@pytest.mark.parametrize("distance", [0.01, 0.3, 3.0])
-@pytest.mark.parametrize("temperature", [1.0, 1.7, 2.0])
-@pytest.mark.parametrize("shared", [True, False], ids=["one head", "two heads"])
+@pytest.mark.parametrize(
+    ("shared", "temperature", "distance"), pairwise([True, False], [1.0, 1.7, 2.0], [0.01, 0.3, 3.0])
+)
 def test_fewer_passes_change_nothing(shared: bool, temperature: float, distance: float) -> None:
     """At a vocabulary and a width of real models, near the teacher and far from it."""
     tokens, hidden, vocab = 50, 64, 20_000
     teacher, head = _random(tokens, hidden, seed=0), _random(vocab, hidden, seed=1) / 4
     student = (teacher + distance * _random(tokens, hidden, seed=2)).requires_grad_()
     own_head = head if shared else head + 0.01 * _random(vocab, hidden, seed=3)
-
     loss = logits_loss(student, teacher, own_head, head, temperature=temperature) / tokens
-    expected = _chunked_kl_of_before(student, teacher, own_head, head, temperature) / tokens
-
+    expected = _chunked_kl(student, teacher, own_head, head, temperature) / tokens
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
     exact = student.detach().double().requires_grad_()
     truth = _naive_kl(exact, teacher.double(), own_head.double(), head.double(), temperature) / tokens
@@ -224,9 +177,8 @@ def test_fewer_passes_change_nothing(shared: bool, temperature: float, distance:
         float((torch.autograd.grad(value, student)[0] - exact_gradient).abs().max()) for value in (loss, expected)
     )
     assert error <= max(1.5 * error_before, 1e-5 * float(exact_gradient.abs().max()))
-    assert abs(loss.item() - truth.item()) <= max(
-        1.5 * abs(expected.item() - truth.item()), 1e-6 * max(1.0, loss.item())
-    )
+    bound = max(1.5 * abs(expected.item() - truth.item()), 1e-6 * max(1.0, loss.item()))
+    assert abs(loss.item() - truth.item()) <= bound
 
 
 def test_temperatures_are_exact_in_bfloat16() -> None:
@@ -234,6 +186,6 @@ def test_temperatures_are_exact_in_bfloat16() -> None:
     teacher, student = (_random(40, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     head = _random(500, 64, seed=2, dtype=torch.bfloat16)
     for temperature in (2.0, 1.7):
-        expected = _chunked_kl_of_before(student, teacher, head, head, temperature)
+        expected = _chunked_kl(student, teacher, head, head, temperature)
         loss = logits_loss(student, teacher, head, head, temperature=temperature)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -7,12 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from swiftkv_platform.distillation.optimizer import (
-    build_optimizer,
-    build_optimizers,
-    learning_rate,
-    set_learning_rate,
-)
+from swiftkv_platform.distillation.optimizer import build_optimizer, build_optimizers, learning_rate, set_learning_rate
 from swiftkv_platform.specs import JobSpec, OptimizerSpec
 
 TOTAL = 100
@@ -37,33 +32,19 @@ def test_schedules_fall_towards_zero_without_reaching_it(schedule: str) -> None:
     assert 0.0 < rates[-1] < 0.02e-3
 
 
-def test_cosine_is_at_half_its_rate_half_way() -> None:
-    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3)
-
-
-def test_constant_stays() -> None:
+def test_rates_at_the_ends_of_schedules() -> None:
+    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3), "half way"
     assert _rates(schedule="constant")[10:] == [1e-3] * 90
-
-
-def test_no_warm_up_starts_at_the_full_rate() -> None:
     assert _rates(warmup_ratio=0.0, schedule="constant") == [1e-3] * TOTAL
-
-
-def test_a_single_step_has_the_full_rate() -> None:
-    assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3
+    assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3, "a single step has the full rate"
 
 
 def test_weight_decay_spares_norms_and_biases() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=True), nn.RMSNorm(4))
     optimizer = build_optimizer(module.parameters(), OptimizerSpec(weight_decay=0.1))
-
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-
-    assert {name: decay[id(p)] for name, p in module.named_parameters()} == {
-        "0.weight": 0.1,
-        "0.bias": 0.0,
-        "1.weight": 0.0,
-    }
+    expected = {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0}
+    assert {name: decay[id(p)] for name, p in module.named_parameters()} == expected
 
 
 def test_the_rate_that_is_set_is_the_rate_that_is_used() -> None:
@@ -71,17 +52,13 @@ def test_the_rate_that_is_set_is_the_rate_that_is_used() -> None:
     optimizer = build_optimizer([parameter], OptimizerSpec(weight_decay=0.0))
     set_learning_rate([optimizer], 0.25)
     parameter.grad = torch.ones(2, 2)
-
     optimizer.step()
-
     assert parameter[0, 0].item() == pytest.approx(0.75, abs=1e-3)  # Adam's first step has the size of its rate
 
 
 def test_muon_takes_the_matrices_and_leaves_vectors_and_the_exit_head_to_adamw() -> None:
     module = nn.ModuleDict({"q": nn.Linear(4, 4, bias=True), "exit_head": nn.Linear(4, 9, bias=False)})
-
     muon, adamw = build_optimizers(module.named_parameters(), OptimizerSpec(name="muon"))
-
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(4, 4)]
     assert [p.shape for group in adamw.param_groups for p in group["params"]] == [(9, 4), (4,)]
 
@@ -92,10 +69,8 @@ def test_muon_moves_every_direction_of_a_matrix_alike() -> None:
     optimizers = build_optimizers([("q", parameter)], OptimizerSpec(name="muon", weight_decay=0.0))
     set_learning_rate(optimizers, 1.0)
     parameter.grad = torch.diag(torch.tensor([1.0, 0.1]))
-
     for optimizer in optimizers:
         optimizer.step()
-
     step = -parameter.detach()
     assert step[1, 1] / step[0, 0] > 0.5
     # Scaled to the root mean square of Adam's step, 0.2; the iterations leave singular values between 0.7 and 1.2.

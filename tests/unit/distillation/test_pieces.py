@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
@@ -39,8 +38,7 @@ class File:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"),
-    list(product((torch.float32, torch.bfloat16, torch.int64), ((5,), (4000, 5), (900, 7, 3)))),
+    ("dtype", "shape"), [(torch.float32, (5,)), (torch.bfloat16, (4000, 5)), (torch.int64, (900, 7, 3))]
 )
 def test_rows_of_a_piece_are_those_that_were_saved(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (100 * torch.randn(shape)).to(dtype)
@@ -127,7 +125,7 @@ def test_rows_of_a_models_tensor_are_read_without_the_others() -> None:
         assert tensors[name].equal(tensor)
 
 
-@pytest.mark.parametrize("data", [b"", b"no safetensors file at all", save({"a": torch.zeros(9)})[:20]])
-def test_a_file_that_is_no_model_is_named(data: bytes) -> None:
-    with pytest.raises(ArtifactCorruptError, match=r"'model\.safetensors' of a model"):
-        RangedTensors({"model.safetensors": len(data)}, lambda _, start, stop: data[start:stop])
+def test_a_file_that_is_no_model_is_named() -> None:
+    for data in (b"", b"no safetensors file at all", save({"a": torch.zeros(9)})[:20]):
+        with pytest.raises(ArtifactCorruptError, match=r"'model\.safetensors' of a model"):
+            RangedTensors({"model.safetensors": len(data)}, lambda _, start, stop, data=data: data[start:stop])

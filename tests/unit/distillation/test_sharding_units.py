@@ -52,24 +52,18 @@ def split(decoder: Any) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
 
 
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)
-def test_no_unit_is_larger_than_a_layer(family: str) -> None:
-    decoder = make_decoder(family)
-    seen: set[nn.Parameter] = set()
-    shared, layers = (sizes(units, seen) for units in split(decoder))
-    assert len(seen) == len(set(decoder.layers.parameters()))
-    assert max(shared) <= max(layers)
-
-
-@pytest.mark.parametrize("own_output_projection", [False, True])
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
-def test_units_are_those_that_memory_is_planned_with(family: str, own_output_projection: bool) -> None:
-    decoder = make_decoder(family, own_output_projection=own_output_projection)
-    model, layer_map = read_architecture(decoder.config.to_dict()), decoder.layer_map
-    planned = student_parameters(model, layer_map, own_output_projection=own_output_projection)
-    seen: set[nn.Parameter] = set()
-    shared, layers = (sizes(units, seen) for units in split(decoder))
-    assert max(shared) == planned.shared_key_value
-    assert max(layers) == pytest.approx(planned.largest_layer, rel=0.01)  # norms of heads are units by themselves
+def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
+    """None is larger than a layer, and all together are the layers."""
+    for own_output_projection in (False, True):
+        decoder = make_decoder(family, own_output_projection=own_output_projection)
+        model, layer_map = read_architecture(decoder.config.to_dict()), decoder.layer_map
+        planned = student_parameters(model, layer_map, own_output_projection=own_output_projection)
+        seen: set[nn.Parameter] = set()
+        shared, layers = (sizes(units, seen) for units in split(decoder))
+        assert len(seen) == len(set(decoder.layers.parameters()))
+        assert max(shared) == planned.shared_key_value
+        assert max(shared) <= max(layers)
+        assert max(layers) == pytest.approx(planned.largest_layer, rel=0.01)  # norms of heads are units by themselves
 
 
 def test_projections_of_many_groups_are_several_units() -> None:

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from swiftkv_platform.contract.attempts import ManifestFile
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import ManifestFile, StopRequest
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.uploads import CheckpointFiles, Progress, Retries, Uploader
@@ -77,56 +76,39 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
     store.reachable.clear()
     uploader = Uploader(store, AT_ONCE)
     directory = staged(tmp_path, "a")
-
     uploader.start(directory, "a", Progress(1))
     assert store.committed == []  # `start` came back all the same
     store.reachable.set()
     uploader.finish()
-
     assert store.committed == ["a"]
     assert not directory.exists()
 
 
 def test_a_store_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
+    """A checkpoint that cannot be stored is reported, and those before and behind it stay."""
     store = Store(failures=2)
     uploader = Uploader(store, AT_ONCE)
-
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
     uploader.finish()
-
     assert (store.committed, store.lost) == (["a"], [])
-
-
-def test_a_checkpoint_that_cannot_be_stored_is_reported_and_the_one_before_stays(tmp_path: Path) -> None:
-    store = Store()
-    uploader = Uploader(store, AT_ONCE)
-    uploader.start(staged(tmp_path, "a"), "a", Progress(1))
-    uploader.finish()
-
     store.failures = 3
     uploader.start(staged(tmp_path, "b"), "b", Progress(2))
     uploader.start(staged(tmp_path, "c"), "c", Progress(3))
     uploader.finish()
-
     assert (store.committed, store.lost) == (["a", "c"], ["b"])
 
 
-def test_the_last_checkpoint_must_arrive(tmp_path: Path) -> None:
-    store = Store(failures=3)
+@pytest.mark.parametrize(("failures", "error", "lost"), [(3, StorageError, ["a"]), (1, ValueError, [])])
+def test_the_last_checkpoint_must_arrive(
+    failures: int, error: type[Exception], lost: list[str], tmp_path: Path
+) -> None:
+    """A defect is no failure of the store, and is not tried again."""
+    store = Store(failures=failures, error=error)
     uploader = Uploader(store, AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
-
-    with pytest.raises(StorageError, match="away"):
+    with pytest.raises(error, match="away"):
         uploader.finish()
-    assert store.lost == ["a"]
-
-
-def test_a_defect_is_no_failure_of_the_store(tmp_path: Path) -> None:
-    uploader = Uploader(Store(failures=1, error=ValueError), AT_ONCE)
-    uploader.start(staged(tmp_path, "a"), "a", Progress(1))
-
-    with pytest.raises(ValueError, match="away"):
-        uploader.finish()
+    assert store.lost == lost
 
 
 class _Alone:
@@ -165,14 +147,7 @@ class _Trainer(Trainer):
     """Its loss is finite until the last step."""
 
     def __init__(self, store: Store, tmp_path: Path, *, diverges: bool) -> None:
-        spec = JobSpec.model_validate(
-            {
-                "name": "n",
-                "model": {"name_or_path": "m"},
-                "data": {"sources": [{"name_or_path": "d"}]},
-                "checkpoint": {"every_steps": 1},
-            }
-        )
+        spec = JobSpec.model_validate({"name": "n", "checkpoint": {"every_steps": 1}})
         alone, checkpointer = cast("Any", _Alone()), cast("Any", _Checkpointer(store, tmp_path))
         super().__init__(alone, cast("Any", ()), checkpointer, spec, total_steps=2, listener=alone)
         self._diverges = diverges
@@ -184,12 +159,9 @@ class _Trainer(Trainer):
 
 
 @pytest.mark.parametrize("error", [StorageError, ValueError])
-def test_why_training_ended_counts_more_than_a_checkpoint_that_cannot_be_stored(
-    error: type[Exception], tmp_path: Path
-) -> None:
+def test_why_training_ended_counts_more_than_its_last_checkpoint(error: type[Exception], tmp_path: Path) -> None:
     with pytest.raises(LossNotFiniteError, match="loss nan") as caught:
         _Trainer(Store(failures=3, error=error), tmp_path, diverges=True).run()
-
     assert caught.value.__notes__ == ["The last checkpoint is not stored: away"]
 
 

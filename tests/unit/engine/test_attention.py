@@ -1,29 +1,44 @@
-"""Paged attention equals attention to the context written out, wherever its blocks lie."""
+"""Paged attention equals attention to the context written out, wherever its blocks lie: read by runs of slots, by the
+engine's own kernel, and by the block tables of `varlen_attn`, for which an operator of its signature stands here."""
 
 from __future__ import annotations
 
+import inspect
 import random
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
-from swiftkv_platform.engine import attention
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, attention, memory
 from swiftkv_platform.engine.attention import paged_attention
-from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries
+from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries, with_block_tables
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run, StorageFormat, TensorShape
+from swiftkv_platform.engine.varlen import (
+    Pages,
+    block_size_for,
+    choose_operator,
+    consecutive_runs,
+    reference_varlen_attn,
+)
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.quantization import pack, unpack
 from swiftkv_platform.model.selection import TokenSelection
+from tests.parameters import pairwise
 
-HEADS, KV_HEADS, DIM, SLOTS, SCALE = 6, 2, 8, 6000, 0.3
-CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM, SLOTS, BLOCK, SCALE = 6, 2, 8, 6000, 4, 0.3
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def scattered(length: int, size: int, draw: random.Random, taken: set[int]) -> tuple[Run, ...]:
     """`length` tokens in runs of `size` slots that are not taken, in any order."""
     runs: list[Run] = []
     while length > 0:
-        start = draw.randrange(0, SLOTS - size)
+        start = draw.randrange(0, (SLOTS - size) // BLOCK) * BLOCK
         if taken.isdisjoint(range(start, start + size + 1)):
             taken.update(range(start, start + size + 1))
             runs.append((start, start + min(size, length)))
@@ -44,6 +59,7 @@ class Case:
         dim: int = DIM,
         native: bool = False,
         payload: torch.dtype | None = None,
+        block_tables: bool = False,
     ) -> None:
         torch.manual_seed(0)
         draw, taken = random.Random(0), set[int]()
@@ -52,6 +68,8 @@ class Case:
             PagedTensor(TensorShape(KV_HEADS, dim), SLOTS, storage, CPU, native=native) for _ in "kv"
         )
         sequences, self.keys, self.values, start = [], [], [], 0
+        for tensor in (self.key, self.value) if block_tables else ():
+            tensor.rows.fill_(float("nan"))  # where no context lies
         for length, positions in contexts:
             runs = scattered(length, run_size, draw, taken)
             slots = torch.tensor([slot for first, end in runs for slot in range(first, end)])
@@ -59,9 +77,13 @@ class Case:
                 rows = torch.randn(KV_HEADS, length, dim).to(dtype)
                 tensor.write(slots, rows)
                 kept.append((unpack(pack(rows, payload), payload, dtype) if payload else rows).float())
-            sequences.append(SequenceQueries(positions, runs, start))
-            start += length
+            blocks = tuple(first // BLOCK for first, _ in runs)
+            sequences.append(SequenceQueries(positions, () if block_tables else runs, start, blocks))
+            start += len(blocks) * BLOCK if block_tables else length
         self.paged = PagedAttention(tuple(sequences))
+        if block_tables:
+            pages = Pages(reference_varlen_attn, BLOCK, CPU, expanded=False)
+            (self.paged,), _ = with_block_tables([self.paged], pages)
         num_queries = sum(len(positions) for _, positions in contexts)
         self.query = (torch.randn(1, num_queries, HEADS, dim) * query_size).to(dtype).transpose(1, 2)
 
@@ -85,46 +107,50 @@ class Case:
         return output
 
 
-CONTEXTS: dict[str, list[tuple[int, list[int]]]] = {
+Contexts = dict[str, list[tuple[int, list[int]]]]
+CONTEXTS: Contexts = {
     "decodes": [(1, [0]), (40, [39]), (17, [16])],
     "first chunk": [(20, list(range(20)))],
     "later chunk": [(50, list(range(31, 50)))],
     "mixed": [(33, [32]), (50, list(range(20, 50))), (9, list(range(9))), (5, [4])],
     "selected": [(30, [3, 4, 9, 29]), (12, [11]), (20, [0, 19])],
 }
+LARGE: Contexts = {
+    "one sequence": [(600, list(range(600)))],
+    "a later chunk, a decode, a first chunk": [(700, list(range(500, 700))), (1, [0]), (300, list(range(300)))],
+    "long decodes": [(900, [899]), (513, [512]), (700, list(range(690, 700)))],
+    "long selected": [(900, [3, 4, 9, 400, 700, 899]), (700, [*range(100), *range(300, 350), 699])],
+}
 
 
-@pytest.mark.parametrize("min_run", [1, 64], ids=["merged", "gathered"])
-@pytest.mark.parametrize("window", [None, 7, 100])
-@pytest.mark.parametrize("run_size", [3, 16, 200])
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_it_equals_attention_written_out(
+@pytest.mark.parametrize(
+    ("name", "run_size", "window", "min_run"), pairwise(CONTEXTS, [3, 16, 200], [None, 7, 100], [1, 64])
+)
+def test_it_equals_attention(
     name: str, run_size: int, window: int | None, min_run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Runs are merged from `min_run` tokens on, and gathered below."""
     monkeypatch.setattr(attention, "MIN_RUN_TOKENS", min_run)
     case = Case(CONTEXTS[name], run_size)
     torch.testing.assert_close(case.actual(window), case.expected(window), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_contexts_laid_end_to_end_are_read_as_well(name: str, window: int | None) -> None:
+@pytest.mark.parametrize(("name", "window"), [("mixed", None), ("mixed", 7), ("selected", 100), ("decodes", 7)])
+def test_other_layouts_are_read_as_well(name: str, window: int | None) -> None:
+    """Contexts laid end to end, and block tables."""
     case = Case(CONTEXTS[name], 16)
     keys, values = torch.cat(case.keys, dim=1)[None], torch.cat(case.values, dim=1)[None, ..., :5]
     actual = case.actual(window, key=keys, value=values)
     torch.testing.assert_close(actual, case.expected(window)[..., :5], atol=2e-6, rtol=1e-5)
+    case = Case(CONTEXTS[name], BLOCK, block_tables=True)
+    torch.testing.assert_close(case.actual(window), case.expected(window), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "contexts",
-    [[(600, list(range(600)))], [(700, list(range(500, 700))), (1, [0]), (300, list(range(300)))]],
-    ids=["one sequence", "a later chunk, a decode, a first chunk"],
-)
-@pytest.mark.parametrize("run_size", [100, 700])
-def test_large_chunks_in_bfloat16_go_through_products_that_are_about_as_exact_as_the_fused_operator(
-    contexts: list[tuple[int, list[int]]], run_size: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "run_size"), [("one sequence", 700), ("a later chunk, a decode, a first chunk", 100)])
+def test_products_of_large_chunks_are_as_exact_as_the_operator(
+    name: str, run_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(contexts, run_size, dtype=torch.bfloat16, query_size=8.0)  # scores of up to 30 or so
+    case = Case(LARGE[name], run_size, dtype=BF16, query_size=8.0)  # scores of up to 30 or so
     expected = case.expected(None)
     by_products = case.actual(None)
     monkeypatch.setattr(attention, "MIN_PRODUCT_QUERIES", 10_000)
@@ -135,33 +161,24 @@ def test_large_chunks_in_bfloat16_go_through_products_that_are_about_as_exact_as
     assert errors[0] < 0.01 * expected.square().mean().sqrt()
 
 
-LARGE: dict[str, list[tuple[int, list[int]]]] = {
-    "one sequence": [(600, list(range(600)))],
-    "a later chunk, a decode, a first chunk": [(700, list(range(500, 700))), (1, [0]), (300, list(range(300)))],
-    "long decodes": [(900, [899]), (513, [512]), (700, list(range(690, 700)))],
-    "selected": [(900, [3, 4, 9, 400, 700, 899]), (700, [*range(100), *range(300, 350), 699])],
-}
-
-
-@pytest.mark.parametrize("payload", [None, torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize("dim", [32, 96])
-@pytest.mark.parametrize("window", [None, 7, 300])
-@pytest.mark.parametrize("run_size", [16, 1000])
-@pytest.mark.parametrize("name", [*CONTEXTS, *LARGE])
+@pytest.mark.parametrize(
+    ("name", "run_size", "window", "dim", "payload"),
+    pairwise([*CONTEXTS, *LARGE], [16, 1000], [None, 7, 300], [32, 96], [None, torch.float8_e4m3fn, torch.int8]),
+)
 def test_the_kernel_is_exact_to_the_last_bits_of_bfloat16(
     name: str, run_size: int, window: int | None, dim: int, payload: torch.dtype | None, native_kernels: None
 ) -> None:
-    contexts, bf16 = (CONTEXTS | LARGE)[name], torch.bfloat16
-    case = Case(contexts, run_size, dtype=bf16, query_size=4.0, dim=dim, native=True, payload=payload)
+    contexts = (CONTEXTS | LARGE)[name]
+    case = Case(contexts, run_size, dtype=BF16, query_size=4.0, dim=dim, native=True, payload=payload)
     actual, expected = case.actual(window), case.expected(window)
-    assert actual.dtype == torch.bfloat16
+    assert actual.dtype == BF16
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=1 / 64)
     assert (actual.float() - expected).square().mean() < 1e-5 * expected.square().mean()
 
 
 @pytest.mark.parametrize("name", ["decodes", "first chunk"])
 def test_a_nan_stays_with_its_sequence_and_its_head(name: str, native_kernels: None) -> None:
-    case = Case([*CONTEXTS[name], (20, [*range(20)])], 200, dtype=torch.bfloat16, dim=32, native=True)
+    case = Case([*CONTEXTS[name], (20, [*range(20)])], 200, dtype=BF16, dim=32, native=True)
     first, _ = case.paged.sequences[-1].runs[0]
     case.key.rows[1, first + 3] = float("nan")
     poisoned = case.actual(None).isnan()  # [1, num_queries, HEADS, dim]
@@ -178,3 +195,55 @@ def test_a_selection_makes_new_metadata() -> None:
     assert [len(sequence.positions) for sequence in case.paged.sequences] == [1, 30, 9, 1]
     part = case.actual(None, query=case.query[:, :, kept], paged=selected)
     torch.testing.assert_close(part, case.expected(None)[:, kept], atol=2e-6, rtol=1e-5)
+
+
+def test_a_selection_reads_the_same_blocks() -> None:
+    paged = Case(CONTEXTS["mixed"], BLOCK, block_tables=True).paged
+    kept = (0, 5, 6, 30, 40)
+    selected = paged.select_tokens(TokenSelection(torch.tensor(kept), indices=kept))
+    arguments = selected.varlen.arguments
+    assert arguments.cu_seq_q.tolist() == [0, 1, 3, 4, 5]
+    assert arguments.seqused_k.tolist() == [33, 26, 50, 5]
+    assert arguments.block_table[1].tolist() == arguments.block_table[2].tolist()
+    assert (arguments.max_q, arguments.max_k) == (2, 50)
+    assert selected is paged.select_tokens(TokenSelection(torch.tensor(kept)))
+    for positions, runs in (([5], [(1, 6)]), (range(3, 9), [(6, 9)]), ([0, 1, 4, 7, 8], [(2, 2), (1, 5), (2, 9)])):
+        assert consecutive_runs(positions) == runs
+
+
+def test_blocks_are_as_large_as_the_operator_reads_them() -> None:
+    assert block_size_for(None, None, 16) == 16
+    assert block_size_for(reference_varlen_attn, 4, 16) == 4
+    assert block_size_for(varlen_attn, None, 16) == 256
+    assert block_size_for(varlen_attn, 512, 16) == 512
+    refused = "block_size is 16; attention on a GPU reads blocks of a multiple of 256"
+    with pytest.raises(InvalidInputError, match=refused):
+        block_size_for(varlen_attn, 16, 16)
+
+
+def test_the_operator_is_the_one_that_can() -> None:
+    for capability, dtype, head_dim, flash in (
+        ((8, 0), torch.bfloat16, 128, True),
+        ((9, 0), torch.float16, 256, True),
+        ((7, 5), torch.float16, 128, False),
+        ((9, 0), torch.float32, 128, False),
+        ((9, 0), torch.bfloat16, 20, False),
+        ((9, 0), torch.bfloat16, 264, False),
+    ):
+        with patch.object(torch.cuda, "get_device_capability", return_value=capability):
+            operator = choose_operator(torch.device("cuda"), dtype, head_dim)
+        assert operator is (varlen_attn if flash else reference_varlen_attn)
+        assert choose_operator(CPU, dtype, head_dim) is None
+    real = inspect.signature(varlen_attn).parameters
+    for name, parameter in inspect.signature(reference_varlen_attn).parameters.items():
+        assert real[name].kind == parameter.kind, f"the engine's arguments bind to the real operator's: {name}"
+
+
+def test_an_engine_on_block_tables_answers_as_one_on_runs(model_dir: Path) -> None:
+    prompts = [list(range(40)), [7], [1, 2, 3] * 6]
+    config = EngineConfig(max_num_batched_tokens=16, block_size=4, kv_cache_bytes=1 << 20)
+    plain = LLMEngine.from_pretrained(model_dir, config).generate(prompts, GREEDY)
+    with patch.object(memory, "choose_operator", return_value=reference_varlen_attn):
+        engine = LLMEngine.from_pretrained(model_dir, config)
+    assert engine._runner.cache.pages is not None
+    assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == [one.token_ids for one in plain]

@@ -53,11 +53,19 @@ def _held(blocks: BlockManager, known: list[BlockTable]) -> list[BlockTable]:
     return [rest]
 
 
-def test_what_is_not_committed_is_not_found() -> None:
+def test_what_is_discarded_or_not_committed_is_not_found() -> None:
+    blocks = manager()
+    table, _ = admit(blocks, tokens(12))
+    blocks.free(table, discard=True)
+    assert admit(blocks, tokens(12))[1] == 0
     blocks = manager()
     table, _ = admit(blocks, tokens(12), commit=False)
     blocks.commit(table, tokens(12), 7, "")
     assert admit(blocks, tokens(12))[1] == 1
+    blocks = manager(caching=False)
+    table, _ = admit(blocks, tokens(12))
+    blocks.free(table)
+    assert admit(blocks, tokens(12))[1] == 0
 
 
 @pytest.mark.parametrize("other", [{"tenant": "them"}, {"fingerprint": "other weights"}])
@@ -82,13 +90,6 @@ def test_freed_prefixes_stay_until_blocks_run_out_and_the_oldest_goes_first() ->
     blocks.check([table])
 
 
-def test_without_caching_nothing_is_found() -> None:
-    blocks = manager(caching=False)
-    table, _ = admit(blocks, tokens(12))
-    blocks.free(table)
-    assert admit(blocks, tokens(12))[1] == 0
-
-
 def test_a_hit_counts_against_the_free_blocks_it_revives() -> None:
     blocks = manager(3)
     table, _ = admit(blocks, tokens(12))
@@ -98,13 +99,6 @@ def test_a_hit_counts_against_the_free_blocks_it_revives() -> None:
     assert not blocks.can_allocate(matched, 16)
     assert blocks.can_allocate(matched[:2], 12)
     assert not blocks.can_allocate(matched[:2], 12, spare=1)
-
-
-def test_discarded_blocks_are_not_found_again() -> None:
-    blocks = manager()
-    table, _ = admit(blocks, tokens(12))
-    blocks.free(table, discard=True)
-    assert admit(blocks, tokens(12))[1] == 0
 
 
 def test_neighbours_grow_side_by_side() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -13,34 +14,23 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams, ranks
-from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, prepare
-from swiftkv_platform.engine.memory import make_cache
+from swiftkv_platform.engine.memory import DeviceMemory, make_cache
 from swiftkv_platform.engine.sharding import shard
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.families import student_classes
-from tests.fakes.cuda import (
-    ALLOCATED_MEMORY,
-    DEVICE,
-    FREE_MEMORY,
-    PEAK_MEMORY,
-    TOTAL_MEMORY,
-    DeviceLog,
-    fake_cuda,
-)
+from swiftkv_platform.planning.serving import ServingSetup
+from tests.engine_schedules import free_drafts
+from tests.fakes.cuda import ALLOCATED_MEMORY, DEVICE, FREE_MEMORY, PEAK_MEMORY, TOTAL_MEMORY, DeviceLog, fake_cuda
 from tests.tiny_models import FAMILY_CONFIGS
 
-FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""Draft costs with which everything that may be drafted is."""
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+wide = pytest.mark.soak("every family")
 SUBJECTS = [
     ("llama", True),
     ("llama", False),
-    ("mistral", True),
-    ("qwen3", True),
-    ("mixtral", True),
-    ("qwen3_moe", True),
     ("deepseek_v2-lora", True),
+    *(pytest.param(family, True, marks=wide) for family in ("mistral", "qwen3", "mixtral", "qwen3_moe")),
 ]
 """Families, and whether it is a student."""
 
@@ -66,7 +56,7 @@ def engine_of(family: str = "llama", *, student: bool = True, **config: Any) -> 
     dtype = config.pop("model_dtype", torch.bfloat16)
     settings = EngineConfig(**{"max_num_batched_tokens": 32, "kv_cache_bytes": 1 << 26, **config})
     model = prepare(model_of(family, student=student, dtype=dtype), settings)
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+    with free_drafts():
         return LLMEngine(LoadedModel(model.config, None, frozenset(), 256, model, "digest"), settings)
 
 
@@ -76,11 +66,14 @@ def prompts() -> list[list[int]]:
 
 
 def steps(
-    engine: LLMEngine, log: DeviceLog, params: SamplingParams, *, some: list[list[int]] | None = None
+    engine: LLMEngine, log: DeviceLog, params: Any, *, some: list[list[int]] | None = None
 ) -> Iterator[list[RequestOutput]]:
-    """Outputs of each step, while the log holds what that step did."""
-    for prompt in some or prompts():
-        engine.add_request(prompt, params)
+    """Outputs of each step, while the log holds what that step did; the parameters are of all prompts, or of each."""
+    asked = some or prompts()
+    for prompt, each in zip(
+        asked, [params] * len(asked) if isinstance(params, SamplingParams) else params, strict=True
+    ):
+        engine.add_request(prompt, each)
     while engine.has_unfinished_requests:
         log.clear()
         outputs = engine.step()
@@ -106,14 +99,12 @@ def test_other_types_run(dtype: torch.dtype, log: DeviceLog) -> None:
         assert len(log.waits) == bool(outputs), log.waits
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8", "float32"])
-def test_a_cache_that_the_operator_cannot_read_is_refused(kv_cache_dtype: str, log: DeviceLog) -> None:
-    with pytest.raises(InvalidInputError, match=r"kv_cache_dtype is .* attention on a GPU reads K and V") as error:
-        engine_of(kv_cache_dtype=kv_cache_dtype)
-    assert error.value.field == "kv_cache_dtype"
-
-
-def test_blocks_that_the_operator_cannot_read_are_refused(log: DeviceLog) -> None:
+def test_caches_that_the_operator_cannot_read_are_refused(log: DeviceLog) -> None:
+    for kv_cache_dtype in ("fp8", "int8", "float32"):
+        message = r"kv_cache_dtype is .* attention on a GPU reads K and V"
+        with pytest.raises(InvalidInputError, match=message) as error:
+            engine_of(kv_cache_dtype=kv_cache_dtype)
+        assert error.value.field == "kv_cache_dtype"
     with pytest.raises(InvalidInputError, match="block_size is 16"):
         engine_of(block_size=16)
 
@@ -129,44 +120,43 @@ def test_the_cache_takes_what_the_largest_step_leaves(log: DeviceLog) -> None:
     assert engine.num_blocks == left // block + 32 // 256 + 32 + 1, "the blocks of that step were in use"
 
 
-SAMPLED = {
-    "sampled": SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True),
-    "truncated": SamplingParams(max_tokens=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, ignore_eos=True),
-    "penalised": SamplingParams(
-        max_tokens=2,
-        temperature=0.0,
-        ignore_eos=True,
-        repetition_penalty=1.2,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        logit_bias={3: 1.0, 7: -1.0},
-    ),
-}
+def test_the_cache_has_what_weights_others_and_the_largest_step_leave() -> None:
+    for used, expected in (
+        # 72 of 80 may be used; 20 are by weights and others, and the step takes 3.
+        ((80, 60, 18, 21), 49),
+        # A step that takes nothing leaves what the planner counts: 0.9 of the memory less the weights.
+        ((80, 64, 16, 16), 56),
+        # What other processes hold is not there to be taken.
+        ((80, 20, 16, 17), 11),
+        ((80, 4, 70, 74), -8),
+    ):
+        memory = DeviceMemory(*(gibibytes << 30 for gibibytes in used))
+        assert memory.kv_cache_bytes(ServingSetup.reserved) == expected * (1 << 30)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_choosing_a_token_waits_for_the_token_alone(name: str, log: DeviceLog) -> None:
-    for outputs in steps(engine_of(), log, SAMPLED[name]):
+def test_choosing_a_token_waits_for_the_token_alone(log: DeviceLog) -> None:
+    shared: dict[str, Any] = {"max_tokens": 2, "ignore_eos": True}
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+    params = [
+        SamplingParams(**shared, temperature=1.0),
+        SamplingParams(**shared, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1),
+        SamplingParams(**shared, temperature=0.0, **penalties, logit_bias={3: 1.0, 7: -1.0}),
+    ]
+    for outputs in steps(engine_of(), log, params):
         assert len(log.waits) == bool(outputs), log.waits
 
 
 def test_log_probabilities_take_one_wait_more(log: DeviceLog) -> None:
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=2)
-    for outputs in steps(engine_of(), log, params):
+    """Those of prompts one more for each."""
+    for outputs in steps(engine_of(), log, replace(GREEDY, logprobs=2)):
         assert len(log.waits) == 2 * bool(outputs), log.waits
-
-
-def test_prompt_log_probabilities_run(log: DeviceLog) -> None:
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
-    for outputs in steps(engine_of(), log, params):
+    for outputs in steps(engine_of(), log, replace(GREEDY, prompt_logprobs=1)):
         assert len(log.waits) <= 1 + 2 * 3, (outputs, log.waits)
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.99], ids=["all exit", "none does"])
 def test_a_threshold_exit_waits_for_the_exit_head_too(threshold: float, log: DeviceLog) -> None:
-    params = SamplingParams(
-        max_tokens=3, temperature=0.0, ignore_eos=True, early_exit=EarlyExit("threshold", threshold)
-    )
+    params = replace(GREEDY, early_exit=EarlyExit("threshold", threshold))
     outputs: list[RequestOutput] = []
     for outputs in steps(engine_of(), log, params):
         assert len(log.waits) == 2 * bool(outputs), log.waits
@@ -174,9 +164,7 @@ def test_a_threshold_exit_waits_for_the_exit_head_too(threshold: float, log: Dev
 
 
 def test_each_draft_of_the_exit_head_waits_for_confidence_and_token(log: DeviceLog) -> None:
-    params = SamplingParams(
-        max_tokens=5, temperature=0.0, ignore_eos=True, early_exit=EarlyExit("lossless", 0.0, num_draft_tokens=3)
-    )
+    params = replace(GREEDY, max_tokens=5, early_exit=EarlyExit("lossless", 0.0, num_draft_tokens=3))
     drafted = 0
     for outputs in steps(engine_of(), log, params):
         assert len(log.waits) <= bool(outputs) + 2 * 3, log.waits
@@ -186,7 +174,7 @@ def test_each_draft_of_the_exit_head_waits_for_confidence_and_token(log: DeviceL
 
 @pytest.mark.parametrize("student", [True, False], ids=["student", "dense"])
 def test_drafts_from_the_text_cost_no_wait(student: bool, log: DeviceLog) -> None:
-    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, num_lookup_tokens=4)
+    params = replace(GREEDY, max_tokens=9, num_lookup_tokens=4)
     drafted = 0
     for outputs in steps(engine_of(student=student), log, params):
         assert len(log.waits) == bool(outputs), log.waits
@@ -223,8 +211,9 @@ def rank_of(number: int) -> ranks.Ranks:
         return ranks.Ranks(None, number, 2, DEVICE)
 
 
-@pytest.mark.slow  # seconds each: an engine a rank
-@pytest.mark.parametrize(("family", "drafting"), [("llama", 0), ("llama", 3), ("deepseek_v2", 0)])
+@pytest.mark.parametrize(
+    ("family", "drafting"), [("llama", 3), *(pytest.param(name, 0, marks=wide) for name in ("llama", "deepseek_v2"))]
+)
 def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, drafting: int, log: DeviceLog) -> None:
     config = EngineConfig(tensor_parallel_size=2, max_num_batched_tokens=32, kv_cache_bytes=1 << 26)
     parts = []
@@ -235,13 +224,12 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
         parts.append(LoadedModel(model.config, None, frozenset(), 256, prepare(model, config, DEVICE), "digest"))
     here, there = Pipe()
     leader = ranks.Leader(rank_of(0), [here], [])
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+    with free_drafts():
         engine = LLMEngine(parts[0], config, leader)
     exits = EarlyExit("lossless", 0.0, num_draft_tokens=drafting) if drafting else EarlyExit("off")
-    for outputs in steps(engine, log, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, early_exit=exits)):
+    for outputs in steps(engine, log, replace(GREEDY, early_exit=exits)):
         assert len(log.waits) <= bool(outputs) + 2 * drafting, log.waits
     engine.close()  # the end of what the other rank hears
-
     parts[1].model.set_attn_implementation("swiftkv_paged")
     log.clear()
     with torch.inference_mode():

@@ -6,7 +6,6 @@ import itertools
 import time
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -42,6 +41,7 @@ def expected_text(text: str, stop: tuple[str, ...]) -> str:
 def test_a_character_appears_with_its_last_byte() -> None:
     shown = texts_shown("aé€🙂z".encode())
     assert shown == ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€🙂", "aé€🙂z", "aé€🙂z"]
+    assert texts_shown("a€".encode()[:-1]) == ["a", "a", "a", "a" + REPLACEMENT], "half a one at the end alone"
 
 
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple))
@@ -58,29 +58,17 @@ def test_bytes_that_are_no_text_decode_as_they_do_at_once(data: bytes) -> None:
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
 
 
-def test_half_a_character_at_the_end_is_shown_only_then() -> None:
-    assert texts_shown("a€".encode()[:-1]) == ["a", "a", "a", "a" + REPLACEMENT]
-
-
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    """Until it does not, or no token follows; nothing follows a stop string."""
     assert texts_shown(b"one ENDless", stop=("END.",)) == [
         *["o", "on", "one", "one "],
         *["one "] * 3,
         *["one ENDl", "one ENDle", "one ENDles", "one ENDless", "one ENDless"],
     ]
-
-
-def test_a_held_back_end_is_released_when_no_token_follows() -> None:
     assert texts_shown(b"the EN", stop=("END",))[-2:] == ["the ", "the EN"]
-
-
-def test_nothing_follows_a_stop_string() -> None:
     assert texts_shown(b"a\n\nb\n\n", stop=("\n\n",)) == ["a"] * 7
-
-
-@pytest.mark.parametrize("stop", [("bc", "c"), ("c", "bc")])
-def test_of_two_stop_strings_the_longer_reach_wins(stop: tuple[str, ...]) -> None:
-    assert texts_shown(b"abcd", stop=stop)[-1] == "a"
+    for stop in (("bc", "c"), ("c", "bc")):
+        assert texts_shown(b"abcd", stop=stop)[-1] == "a", "of two stop strings the longer reach wins"
 
 
 def test_a_leading_space_that_the_decoder_drops_survives_streaming() -> None:

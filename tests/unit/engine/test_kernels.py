@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,46 +31,39 @@ def assert_rounded(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("size", [8, 40, 64, 1000])
 def test_rms_norm(size: int, native_kernels: None) -> None:
-    x, weight = numbers(1, 70, size), torch.randn(size)
-    actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)
-    assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
+    """Of rows, and of heads that lie apart."""
+    weight, heads = torch.randn(size), numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size]
+    for x in (numbers(1, 70, size), heads):
+        actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)
+        assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
 
 
-@pytest.mark.parametrize("size", [8, 40, 64, 1000])
-def test_rms_norm_of_heads_that_lie_apart(size: int, native_kernels: None) -> None:
-    x, weight = numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size], torch.randn(size)
-    actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)
-    assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
+shapes = pytest.mark.parametrize(("size_in", "size_out"), [(64, 40), (96, 1), (1024, 96), (2816, 64), (9000, 33)])
 
 
-SHAPES = [(64, 40), (96, 1), (1024, 96), (2816, 64), (9000, 33)]
+@shapes
+def test_linear(size_in: int, size_out: int, native_kernels: None) -> None:
+    weight, biases = numbers(size_out, size_in, scale=size_in**-0.5), (None, torch.randn(size_out))
+    for num_tokens, bias in product((1, 7, 8, 9, 32, 33, 47, 64, 300), biases):
+        x = numbers(1, num_tokens, size_in)
+        actual = kernels.linear(x, kernels.pack(weight), None if bias is None else kernels.padded(bias), size_out)
+        assert_rounded(actual, F.linear(x.float(), weight.float(), bias))
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("size_in", "size_out"), SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 32, 33, 47, 64, 300])
-def test_linear(num_tokens: int, size_in: int, size_out: int, biased: bool, native_kernels: None) -> None:
-    x, weight = numbers(1, num_tokens, size_in), numbers(size_out, size_in, scale=size_in**-0.5)
-    bias = torch.randn(size_out) if biased else None
-    actual = kernels.linear(x, kernels.pack(weight), None if bias is None else kernels.padded(bias), size_out)
-    assert_rounded(actual, F.linear(x.float(), weight.float(), bias))
-
-
-@pytest.mark.parametrize(("size_in", "size_out"), SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 8, 33, 300])
-def test_gated_linear(num_tokens: int, size_in: int, size_out: int, native_kernels: None) -> None:
-    x = numbers(1, num_tokens, size_in)
+@shapes
+def test_gated_linear(size_in: int, size_out: int, native_kernels: None) -> None:
     gate, up = (numbers(size_out, size_in, scale=size_in**-0.5) for _ in range(2))
     up = up.flip(0)
-    actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), size_out)
-    assert_rounded(actual, F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float()))
+    for num_tokens in (1, 8, 33, 300):
+        x = numbers(1, num_tokens, size_in)
+        actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), size_out)
+        assert_rounded(actual, F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float()))
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_any_number_of_threads_gives_the_same(threads: int, native_kernels: None) -> None:
+def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
     """Few rows, whose blocks are shared out, and many, which are shared out themselves."""
     weight, before = numbers(200, 64, scale=0.1), torch.get_num_threads()
-    for num_tokens in (2, 700, 40_000):
+    for num_tokens, threads in product((2, 700, 40_000), (1, 3)):
         x = numbers(num_tokens, 64)
         once = kernels.linear(x, kernels.pack(weight), None, 200)
         torch.set_num_threads(threads)
@@ -101,6 +95,7 @@ def test_write(native_kernels: None) -> None:
 
 @pytest.mark.parametrize("payload", [torch.float8_e4m3fn, torch.int8])
 def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_kernels: None) -> None:
+    """A row that is not finite comes back as NaN."""
     x = torch.cat([numbers(3, 40, 32, scale=scale) for scale in (1e-30, 1e-3, 1.0, 1e4, 1e30)], dim=1)
     x[0, 0] = 0.0
     x[0, 1, 5] = torch.finfo(BF16).max
@@ -109,21 +104,17 @@ def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_ker
     rows = torch.zeros(3, 300, 34, dtype=torch.uint8)
     kernels.write(rows, slots, x, payload)
     assert torch.equal(rows[:, slots], pack(x, payload))
-
-
-@pytest.mark.parametrize("payload", [torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_comes_back_as_nan(payload: torch.dtype, broken: float, native_kernels: None) -> None:
-    x, rows = numbers(1, 1, 32), torch.zeros(1, 1, 34, dtype=torch.uint8)
-    x[0, 0, 7] = broken
-    kernels.write(rows, torch.tensor([0]), x, payload)
-    assert unpack(rows, payload, BF16).isnan().all()
+    for broken in (float("nan"), float("inf"), float("-inf")):
+        x[0, 0, 7] = broken
+        kernels.write(rows, slots[:1], x[:, :1], payload)
+        assert unpack(rows[:1, slots[:1]], payload, BF16).isnan().all()
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_that_works_they_are_not_available(
+def test_without_a_compiler_they_are_not_available(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv(kernels.CACHE_VARIABLE, str(tmp_path))
     with capture_logs() as logs:
@@ -138,6 +129,13 @@ def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatc
     with capture_logs() as logs:
         assert not kernels.available.__wrapped__()
     assert "the processor offers AVX2; AVX512 is needed" in logs[0]["reason"]
+
+
+def test_bfloat16_runs_on_a_processor_without_such_products(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, greedy = EngineConfig(dtype="bfloat16", native_kernels=False), SamplingParams(max_tokens=8)
+    monkeypatch.setattr("swiftkv_platform.engine.weights.onednn_packs_bfloat16", lambda: False)
+    [output] = LLMEngine.from_pretrained(swiftkv_dir, options).generate([[1, 2, 3]], greedy)
+    assert len(output.token_ids) == 8
 
 
 def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:

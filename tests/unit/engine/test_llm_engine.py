@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.model import convert, export
+from tests.unit.engine.conftest import Reference
+from tests.unit.engine.tiny_models import make_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [72, 101, 108, 108, 111], [9]]
@@ -29,40 +31,26 @@ def stream(engine: LLMEngine, request_id: str) -> list[RequestOutput]:
     return outputs
 
 
-def test_greedy_tokens_are_those_of_transformers(
-    model_dir: Path, engine: LLMEngine, reference: Callable[[Path, list[int], int], list[int]]
-) -> None:
+def test_greedy_tokens_are_those_of_transformers(model_dir: Path, engine: LLMEngine, reference: Reference) -> None:
+    """A student skips its upper layers for all prompt tokens but the last."""
     outputs = engine.generate(PROMPTS, GREEDY)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.prompt_token_ids == prompt
         assert list(output.token_ids) == reference(model_dir, prompt, 24)
         assert output.finish_reason == "length"
+        skipped = len(prompt) - 1 if model_dir.name.startswith("swiftkv") else 0
+        assert output.num_prefill_layers_skipped_tokens == skipped
 
 
-def test_a_student_skips_its_upper_layers_for_all_prompt_tokens_but_the_last(
-    dense_engine: LLMEngine, swiftkv_dir: Path
-) -> None:
-    prompt = list(range(20))
-    assert dense_engine.generate([prompt], GREEDY)[0].num_prefill_layers_skipped_tokens == 0
-    student = LLMEngine.from_pretrained(swiftkv_dir)
-    assert student.generate([prompt], GREEDY)[0].num_prefill_layers_skipped_tokens == 19
-
-
-def test_text_is_tokenized_and_answered_as_its_tokens_are(
-    engine: LLMEngine, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_text_is_answered_as_its_tokens_are_and_streams(engine: LLMEngine, tokenizer: PreTrainedTokenizerFast) -> None:
     text = "def größe(self):"
     by_text, by_tokens = engine.generate([text, tokenizer.encode(text)], GREEDY)
     assert by_text.prompt_token_ids == by_tokens.prompt_token_ids
     assert by_text.text == by_tokens.text == tokenizer.decode(by_text.token_ids)
-
-
-def test_streamed_text_only_grows_and_ends_as_the_whole(engine: LLMEngine) -> None:
-    whole = engine.generate([[1, 2, 3]], GREEDY)[0]
-    outputs = stream(engine, engine.add_request([1, 2, 3], GREEDY))
+    outputs = stream(engine, engine.add_request(text, GREEDY))
     assert [len(output.token_ids) for output in outputs] == list(range(1, 25))
     assert all(b.text.startswith(a.text) for a, b in itertools.pairwise(outputs))
-    assert (outputs[-1].text, outputs[-1].token_ids) == (whole.text, whole.token_ids)
+    assert (outputs[-1].text, outputs[-1].token_ids) == (by_text.text, by_text.token_ids)
 
 
 def test_the_same_seed_gives_the_same_text_whoever_else_is_served(model_dir: Path) -> None:
@@ -85,22 +73,17 @@ def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(dense_di
     assert first == again
 
 
-def test_a_stop_token_ends_the_answer(dense_engine: LLMEngine) -> None:
+def test_stop_tokens_and_ends_of_sequence_end_an_answer(
+    dense_dir: Path, dense_engine: LLMEngine, tmp_path: Path
+) -> None:
     tokens = dense_engine.generate([[1]], GREEDY)[0].token_ids
     stop = tokens[3]
-    expected = tokens[: tokens.index(stop) + 1]
-    stopped = dense_engine.generate(
-        [[1]], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
-    )[0]
-    assert (stopped.token_ids, stopped.finish_reason) == (expected, "stop")
-
-
-def test_the_models_own_end_of_sequence_is_honoured(dense_dir: Path, dense_engine: LLMEngine, tmp_path: Path) -> None:
-    tokens = dense_engine.generate([[1]], GREEDY)[0].token_ids
+    [stopped] = dense_engine.generate([[1]], replace(GREEDY, stop_token_ids=(stop,)))
+    assert (stopped.token_ids, stopped.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
     shutil.copytree(dense_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, tokens[2]]}))
     engine = LLMEngine.from_pretrained(tmp_path)
-    ended, ignored = engine.generate([[1]] * 2, [SamplingParams(max_tokens=24, temperature=0.0), GREEDY])
+    ended, ignored = engine.generate([[1]] * 2, [replace(GREEDY, ignore_eos=False), GREEDY])
     assert (ended.token_ids, ended.finish_reason) == (tokens[: tokens.index(tokens[2]) + 1], "stop")
     assert (ignored.token_ids, ignored.finish_reason) == (tokens, "length")
 
@@ -108,7 +91,7 @@ def test_the_models_own_end_of_sequence_is_honoured(dense_dir: Path, dense_engin
 def test_a_stop_string_across_tokens_is_cut_and_never_shown(dense_engine: LLMEngine) -> None:
     whole = dense_engine.generate([[1, 2, 3]], GREEDY)[0].text
     stop = whole[8:11]
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, stop=(stop,))
+    params = replace(GREEDY, stop=(stop,))
     outputs = stream(dense_engine, dense_engine.add_request([1, 2, 3], params))
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].text == whole[: whole.index(stop)]
@@ -120,7 +103,7 @@ def test_a_stop_is_left_in_the_text_where_that_is_wanted(dense_engine: LLMEngine
     whole = dense_engine.generate([[1, 2, 3]], GREEDY)[0]
     last = whole.token_ids[5]
     stop: dict[str, Any] = {"stop_token_ids": (last,)} if stop_token else {"stop": (whole.text[8:11],)}
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, **stop)
+    params = replace(GREEDY, **stop)
     without, wanted = dense_engine.generate([[1, 2, 3]] * 2, [params, replace(params, include_stop_str_in_output=True)])
     assert wanted.token_ids == without.token_ids
     assert wanted.finish_reason == without.finish_reason == "stop"
@@ -146,23 +129,19 @@ def test_an_answer_has_its_fewest_tokens_before_a_token_may_end_it(engine: LLMEn
 
 def test_a_stop_string_counts_behind_the_fewest_tokens(dense_engine: LLMEngine) -> None:
     whole = dense_engine.generate([[1, 2, 3]], GREEDY)[0].text
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, stop=(whole[3],), min_tokens=8)
-    [output] = dense_engine.generate([[1, 2, 3]], params)
+    [output] = dense_engine.generate([[1, 2, 3]], replace(GREEDY, stop=(whole[3],), min_tokens=8))
     seen = dense_engine.generate([[1, 2, 3]], replace(GREEDY, max_tokens=8))[0].text
     assert output.text.startswith(seen[:8].rstrip("\N{REPLACEMENT CHARACTER}"))
     assert len(output.token_ids) > 8
 
 
-@pytest.mark.parametrize("config", [{}, {"max_num_batched_tokens": 3}])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("config", "n"), [({}, 2), ({"max_num_batched_tokens": 3}, 1)])
 def test_a_prompt_is_scored_without_an_answer(model_dir: Path, config: dict[str, Any], n: int) -> None:
     engine, prompt = LLMEngine.from_pretrained(model_dir, EngineConfig(**config)), [5, 6, 7, 8, 9, 10]
     [scored] = engine.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=2, n=n))
     [answered] = engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=2))
     for output in scored.samples or (scored,):
         assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
-        assert output.prompt_logprobs is not None
-        assert answered.prompt_logprobs is not None
         # How many rows a product has, so how it rounds, depends on whether the last position is answered.
         for found, expected in zip(output.prompt_logprobs, answered.prompt_logprobs, strict=True):
             assert found == (None if expected is None else pytest.approx(expected, abs=1e-5))
@@ -170,29 +149,20 @@ def test_a_prompt_is_scored_without_an_answer(model_dir: Path, config: dict[str,
     assert engine.num_free_blocks == engine.num_blocks
 
 
-def test_a_prompt_of_one_token_needs_no_answer(engine: LLMEngine) -> None:
+def test_the_context_cuts_prompts_where_that_is_wanted_and_ends_answers(engine: LLMEngine) -> None:
+    prompt, params = list(range(61)), replace(GREEDY, max_tokens=8)
+    for kept, num_left in ((3, 3), (-1, 56), (1000, 61)):
+        truncated = replace(params, truncate_prompt_tokens=kept)
+        cut, plain = engine.generate([prompt, prompt[-num_left:]], [truncated, params])
+        assert cut.prompt_token_ids == prompt[-num_left:]
+        assert cut.token_ids == plain.token_ids
+    beyond: list[Any] = ["x" * 200, [1] * 200]
+    for output in engine.generate(beyond, replace(params, truncate_prompt_tokens=-1)):
+        assert (len(output.prompt_token_ids), len(output.token_ids)) == (56, 8)
+    [output] = engine.generate([[1] * 60], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert (len(output.token_ids), output.finish_reason) == (4, "length")
     [output] = engine.generate([[1]], SamplingParams(max_tokens=0, num_lookup_tokens=4))
     assert (output.token_ids, output.finish_reason) == ([], "length")
-
-
-@pytest.mark.parametrize(("kept", "num_left"), [(3, 3), (-1, 56), (1000, 61)])
-def test_a_long_prompt_is_cut_to_its_end(engine: LLMEngine, kept: int, num_left: int) -> None:
-    prompt = list(range(61))
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, truncate_prompt_tokens=kept)
-    cut, plain = engine.generate([prompt, prompt[-num_left:]], [params, replace(params, truncate_prompt_tokens=None)])
-    assert cut.prompt_token_ids == prompt[-num_left:]
-    assert cut.token_ids == plain.token_ids
-
-
-@pytest.mark.parametrize("prompt", ["x" * 200, [1] * 200])
-def test_a_prompt_beyond_the_context_is_cut_and_answered(dense_engine: LLMEngine, prompt: Any) -> None:
-    [output] = dense_engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True, truncate_prompt_tokens=-1))
-    assert (len(output.prompt_token_ids), len(output.token_ids)) == (56, 8)
-
-
-def test_the_context_ends_an_answer(engine: LLMEngine) -> None:
-    output = engine.generate([[1] * 60], SamplingParams(max_tokens=100, ignore_eos=True))[0]
-    assert (len(output.token_ids), output.finish_reason) == (4, "length")
 
 
 def test_a_request_may_have_several_answers(swiftkv_dir: Path) -> None:
@@ -232,13 +202,9 @@ def test_logprobs_are_those_of_the_tokens_and_of_the_best(engine: LLMEngine) -> 
         [[*output.prompt_token_ids, *output.token_ids]],
         SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3),
     )[0]
-    assert output.logprobs is not None
-    assert output.prompt_logprobs is not None
-    assert whole.prompt_logprobs is not None
     assert len(output.logprobs) == 6
     assert output.prompt_logprobs[0] is None
     for token, found, expected in zip(output.token_ids, output.logprobs, whole.prompt_logprobs[3:], strict=True):
-        assert expected is not None
         assert len(found) == 3
         assert max(found, key=lambda one: found[one]) == token
         assert found == pytest.approx(expected, abs=1e-4)
@@ -254,28 +220,23 @@ def test_logits_that_are_no_numbers_end_their_request_alone(swiftkv_dir: Path) -
     assert (good.finish_reason, good.error) == ("length", None)
     for output in (bad, again):
         assert output.finish_reason == "error"
-        assert output.error is not None
         assert "not a number" in output.error
         assert output.token_ids == []
     engine.check()
     assert engine.num_free_blocks == engine.num_blocks
 
 
-@pytest.mark.parametrize(
-    ("params", "field", "message"),
-    [
+def test_what_a_model_cannot_serve_is_refused(dense_engine: LLMEngine) -> None:
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"early_exit": "threshold"}, "early_exit", "has no exit head"),
         ({"early_exit": "lossless"}, "early_exit", "'lossless', but this model has no exit head"),
         ({"logit_bias": {258: 1.0}}, "logit_bias", r"token id 258; .* 0\.\.257"),
         ({"min_tokens": 1, "stop_token_ids": tuple(range(258))}, "min_tokens", "leave no token of the vocabulary"),
-    ],
-)
-def test_what_a_model_cannot_serve_is_refused(
-    dense_engine: LLMEngine, params: dict[str, Any], field: str, message: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=message) as caught:
-        dense_engine.add_request([1], SamplingParams(**params))
-    assert caught.value.field == field
+    ]
+    for params, field, message in cases:
+        with pytest.raises(InvalidInputError, match=message) as caught:
+            dense_engine.add_request([1], SamplingParams(**params))
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize("when", ["waiting", "running"])
@@ -285,7 +246,6 @@ def test_abort_frees_what_a_request_holds(model_dir: Path, when: str) -> None:
     second = engine.add_request([2], GREEDY)
     engine.step()
     aborted = engine.abort(second if when == "waiting" else first)
-    assert aborted is not None
     assert aborted.finish_reason == "abort"
     assert engine.abort(aborted.request_id) is None
     remaining = stream(engine, first if when == "waiting" else second)
@@ -297,49 +257,33 @@ def test_abort_frees_what_a_request_holds(model_dir: Path, when: str) -> None:
 
 def test_metrics_are_durations_in_order(dense_engine: LLMEngine) -> None:
     first, second = dense_engine.generate([[1], [2]], [GREEDY, SamplingParams(max_tokens=1)])
-    assert first.metrics.queue_time is not None
-    assert first.metrics.ttft is not None
-    assert first.metrics.tpot is not None
     assert 0 <= first.metrics.queue_time <= first.metrics.ttft <= first.metrics.total
     assert first.metrics.ttft + 23 * first.metrics.tpot <= first.metrics.total
     assert second.metrics.tpot is None
-    assert second.metrics.queue_time is not None
     assert second.metrics.total <= first.metrics.total
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
+def test_a_prompt_that_cannot_be_answered_is_refused(dense_engine: LLMEngine) -> None:
+    cases: list[tuple[Any, str]] = [
         ("", "prompt is empty"),
         ([], "prompt is empty"),
         ([1] * 64, "prompt has 64 tokens; the context of 64 tokens holds prompts of 1..63"),
         ([1, 258], r"token id 258; this model's vocabulary accepts 0\.\.257"),
         ([-1], "token id -1"),
         (["a"], "token id 'a'"),
-    ],
-)
-def test_a_prompt_that_cannot_be_answered_is_refused(dense_engine: LLMEngine, prompt: Any, message: str) -> None:
-    with pytest.raises(InvalidInputError, match=message) as caught:
-        dense_engine.add_request(prompt)
-    assert caught.value.field == "prompt"
-    assert not dense_engine.has_unfinished_requests
-
-
-def test_one_bad_prompt_leaves_nothing_behind(dense_engine: LLMEngine) -> None:
+    ]
+    for prompt, message in cases:
+        with pytest.raises(InvalidInputError, match=message) as caught:
+            dense_engine.add_request(prompt)
+        assert caught.value.field == "prompt"
     with pytest.raises(InvalidInputError):
         dense_engine.generate([[1], []], GREEDY)
-    assert not dense_engine.has_unfinished_requests
-
-
-def test_a_list_of_prompts_is_not_a_prompt(dense_engine: LLMEngine) -> None:
     for prompts in ("text", [1, 2, 3]):
         with pytest.raises(InvalidInputError, match="give a list of prompts"):
             dense_engine.generate(prompts, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="2 entries for 1 prompts"):
         dense_engine.generate([[1]], [GREEDY, GREEDY])
-
-
-def test_a_request_id_is_used_once_at_a_time(dense_engine: LLMEngine) -> None:
+    assert not dense_engine.has_unfinished_requests, "one bad prompt leaves nothing behind"
     dense_engine.add_request([1], GREEDY, request_id="mine")
     with pytest.raises(InvalidInputError, match="request_id 'mine' is in use"):
         dense_engine.add_request([2], GREEDY, request_id="mine")
@@ -371,3 +315,20 @@ def test_an_unreadable_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"')
     with pytest.raises(ModelError, match="cannot be loaded"):
         LLMEngine.from_pretrained(tmp_path)
+
+
+def test_the_teacher_of_a_student_is_served(tmp_path: Path) -> None:
+    student = convert(make_model(), num_key_value_layers=2, key_value_group_size=2, early_exit=True)
+    student.save_pretrained(tmp_path)
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).swiftkv(False)
+    engine = LLMEngine.from_pretrained(tmp_path, EngineConfig(dtype="float32", swiftkv=False))
+    assert engine.model_config.num_key_value_layers == engine.model_config.num_hidden_layers
+    answers = engine.generate(PROMPTS, replace(GREEDY, max_tokens=12), progress=False)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        expected = teacher.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        assert list(answer.token_ids) == expected[0, len(prompt) :].tolist()
+    students = LLMEngine.from_pretrained(tmp_path, EngineConfig(dtype="float32")).generate(PROMPTS, GREEDY)
+    assert [answer.token_ids[:12] for answer in students] != [answer.token_ids for answer in answers]
+    export(tmp_path, tmp_path / "alone", teacher=False)
+    with pytest.raises(ModelError, match=r"layers\.\d+\.self_attn\.q_proj"):
+        LLMEngine.from_pretrained(tmp_path / "alone", EngineConfig(swiftkv=False))

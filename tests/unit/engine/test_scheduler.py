@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,12 +44,15 @@ class Line:
         self.budget = max_num_batched_tokens
         self.arrivals = itertools.count()
 
-    def add(self, name: str, num_tokens: int, max_tokens: int = 4, *, priority: int = 0) -> Sequence:
+    def add(
+        self, name: str, num_tokens: int, max_tokens: int = 4, *, priority: int = 0, after: Any = (), **params: Any
+    ) -> Sequence:
+        """The tokens of another sequence, or new ones."""
         arrival = next(self.arrivals)
         sequence = Sequence(
             name,
-            tuple(range(1000 * arrival, 1000 * arrival + num_tokens)),
-            SamplingParams(max_tokens=max_tokens),
+            after or tuple(range(1000 * arrival, 1000 * arrival + num_tokens)),
+            SamplingParams(max_tokens=max_tokens, **params),
             seed=0,
             stop_token_ids=frozenset(),
             max_model_len=10_000,
@@ -116,14 +120,11 @@ def test_decodes_take_turns_where_the_budget_is_smaller_than_their_number() -> N
         for earlier, later in itertools.pairwise(at for at, step in enumerate(steps) if name in step)
     ]
     assert max(waits) <= 3
-
-
-def test_places_are_limited() -> None:
     line = Line(max_num_seqs=2)
     for name in "abc":
         line.add(name, 2, max_tokens=3)
     line.step()
-    assert (line.scheduler.num_running, line.scheduler.num_waiting) == (2, 1)
+    assert (line.scheduler.num_running, line.scheduler.num_waiting) == (2, 1), "places are limited"
 
 
 def test_the_last_in_line_is_preempted_and_comes_back_with_its_tokens() -> None:
@@ -152,38 +153,14 @@ def test_a_new_sequence_waits_rather_than_push_out_running_ones() -> None:
     assert line.scheduler.num_preemptions == 0
 
 
-def test_a_known_prefix_is_not_computed_again() -> None:
+def test_a_known_prefix_is_not_computed_again_unless_prompt_logprobs_need_it() -> None:
     line = Line()
-    first = line.add("first", 13, max_tokens=1)
+    known = line.add("first", 13, max_tokens=1).prompt_token_ids
     line.run()
-    again = Sequence(
-        "again",
-        first.prompt_token_ids,
-        SamplingParams(max_tokens=1),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_model_len=100,
-        arrival=5,
-    )
-    line.scheduler.add(again)
+    again = line.add("again", 13, max_tokens=1, after=known)
     assert line.step() == {"again": 1}
     assert again.output().num_cached_tokens == 12
-
-
-def test_prompt_logprobs_need_every_token_computed() -> None:
-    line = Line()
-    first = line.add("first", 13, max_tokens=1)
-    line.run()
-    scored = Sequence(
-        "scored",
-        first.prompt_token_ids,
-        SamplingParams(max_tokens=1, prompt_logprobs=0),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_model_len=100,
-        arrival=5,
-    )
-    line.scheduler.add(scored)
+    line.add("scored", 13, max_tokens=1, after=known, prompt_logprobs=0)
     assert line.step() == {"scored": 13}
 
 
@@ -212,7 +189,7 @@ request = st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 2))
     max_num_seqs=st.integers(1, 5),
     budget=st.integers(1, 40),
 )
-def test_everyone_is_served_whatever_the_limits(
+def test_everyone_is_served(
     requests: list[tuple[int, int, int]], spare_blocks: int, max_num_seqs: int, budget: int
 ) -> None:
     largest = max(prompt + answer - 1 for prompt, answer, _ in requests)

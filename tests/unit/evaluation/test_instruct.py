@@ -1,22 +1,17 @@
-"""Measures and limits that instruction-tuned models have by default, and the prompts they are asked: no model."""
+"""Measures that instruction-tuned models have by default, and the prompts they are asked: no model."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from swiftkv_platform import sources
 from swiftkv_platform.evaluation.harness import ifeval, tool_calls
 from swiftkv_platform.evaluation.harness.needle import found, needle_prompt
-from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.instruct import is_instruction_tuned, needle_lengths
-from swiftkv_platform.evaluation.paired import share_interval
-from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
-from swiftkv_platform.evaluation.quality import Totals
-from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.specs import EvaluationSpec
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.requirements import required_module
@@ -30,14 +25,9 @@ def test_models_with_markers_of_their_own_are_instruction_tuned() -> None:
     assert is_instruction_tuned(tuned)
     assert not is_instruction_tuned(byte_tokenizer(chat_template=TURNS)), "markers in plain text"
     assert not is_instruction_tuned(byte_tokenizer())
-
-
-def test_the_built_in_base_model_is_not() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(Path(sources.__file__).parent / "teacher")
-    assert tokenizer.chat_template
-    assert not is_instruction_tuned(tokenizer)
+    base = AutoTokenizer.from_pretrained(Path(sources.__file__).parent / "teacher")
+    assert base.chat_template
+    assert not is_instruction_tuned(base)
 
 
 def test_needles_are_looked_for_where_the_context_holds_them() -> None:
@@ -59,8 +49,7 @@ def test_a_needle_prompt_has_its_length_its_needle_and_a_place_of_its_own() -> N
         places.append(prompt.index(answer) / len(prompt))
         assert needle_prompt(tokenizer, 1000, number, 4) == (prompt, answer)
     assert places == sorted(places)
-    assert places[0] < 0.35
-    assert places[-1] > 0.65
+    assert places[0] < 0.35 < 0.65 < places[-1]
 
 
 @pytest.mark.parametrize(
@@ -108,45 +97,3 @@ def test_ifeval_says_what_is_missing_or_scores_instructions(tmp_path: Path) -> N
     one = ifeval.score(document, ["One, two. Three! Four?"])
     assert (one["prompt_level_strict_acc"], one["inst_level_strict_acc"]) == (0.0, [False, True])
     assert ifeval.share_of_instructions([[True, True], [False]]) == pytest.approx(2 / 3)
-
-
-def needle(teacher: float, student: float, num_samples: int = 400) -> TaskScore:
-    losses = [1.0] * round((teacher - student) * num_samples)
-    low, high = share_interval(losses + [0.0] * (num_samples - len(losses)))
-    return TaskScore(
-        task="needle_1024",
-        metric="found",
-        num_fewshot=0,
-        chat_template=True,
-        num_samples=num_samples,
-        teacher=teacher,
-        student=student,
-        teacher_stderr=None,
-        student_stderr=None,
-        drop_interval=(100 * low, 100 * high),
-    )
-
-
-def outcomes(kl: float, *tasks: TaskScore, instruct: bool = True, spec: EvaluationSpec | None = None) -> dict[str, str]:
-    totals = Totals(num_positions=10, teacher_nll=10.0, student_nll=10.0, kl=10 * kl, agreements=9)
-    cost = PrefillCost(128, ModeCost(1.0, 1.0, 1.0), ModeCost(1.0, 1.0, 1.0))
-    built = Report.build(
-        spec or EvaluationSpec(), distilled=totals, cost=cost, tasks=TaskResults(tasks), instruct=instruct
-    )
-    return {gate.field.removeprefix("evaluation."): gate.outcome for gate in built.gates}
-
-
-def test_instruction_tuned_models_have_limits_that_others_have_not() -> None:
-    assert outcomes(0.3) == {"max_kl": "failed", "min_top1_agreement": "passed"}
-    assert outcomes(0.3, instruct=False) == {}
-    assert outcomes(math.nan)["max_kl"] == "failed"
-    assert outcomes(0.3, spec=EvaluationSpec(max_kl=None, min_top1_agreement=None)) == {}
-    assert outcomes(0.3, spec=EvaluationSpec(max_kl=0.4))["max_kl"] == "passed"
-
-
-def test_a_length_judges_only_where_the_teacher_finds_its_needles() -> None:
-    assert outcomes(0.1, needle(0.9, 0.9))["max_needle_drop"] == "passed"
-    assert outcomes(0.1, needle(0.9, 0.8))["max_needle_drop"] == "failed"
-    assert outcomes(0.1, needle(1.0, 0.95, num_samples=20))["max_needle_drop"] == "undecided"
-    assert "max_needle_drop" not in outcomes(0.1, needle(0.79, 0.1))
-    assert "max_drop" not in outcomes(0.1, needle(0.9, 0.9))

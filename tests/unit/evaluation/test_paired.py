@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,17 +20,12 @@ from swiftkv_platform.evaluation.paired import (
 
 def test_a_share_interval_is_agresti_and_mins() -> None:
     # 30 pairs: the teacher alone is right in 6, the student alone in 2.
-    losses = [1.0] * 6 + [-1.0] * 2 + [0.0] * 22
-    low, high = share_interval(losses)
     mean = 4 / 32
     margin = 1.959964 * math.sqrt((9 / 32 - mean**2) / 32)
-    assert (low, high) == pytest.approx((mean - margin, mean + margin))
-
-
-def test_a_few_samples_without_a_difference_say_little() -> None:
+    found = share_interval([1.0] * 6 + [-1.0] * 2 + [0.0] * 22)
+    assert found == pytest.approx((mean - margin, mean + margin))
     low, high = share_interval([0.0] * 4)
-    assert low < -0.3
-    assert high > 0.3
+    assert low < -0.3 < 0.3 < high, "a few samples without a difference say little"
     assert share_interval([0.0] * 400)[1] < 0.01
 
 
@@ -45,36 +41,26 @@ def test_pairs_are_narrower_than_two_independent_scores() -> None:
     rng = np.random.default_rng(2)
     teacher = (rng.random(500) < 0.5).astype(float)
     student = np.where(rng.random(500) < 0.05, 1 - teacher, teacher)
-    low, high = share_interval((teacher - student).tolist())
     errors = [float(np.std(mode) / math.sqrt(500)) for mode in (teacher, student)]
-    wide = unpaired_interval(float(np.mean(teacher - student)), *errors)
-    assert wide is not None
-    assert high - low < 0.5 * (wide[1] - wide[0])
+    wide = np.ptp(unpaired_interval(float(np.mean(teacher - student)), *errors))
+    assert np.ptp(share_interval((teacher - student).tolist())) < 0.5 * wide
     assert unpaired_interval(0.1, 0.05, None) is None
 
 
 def test_a_bootstrap_needs_samples_and_finite_scores() -> None:
     teacher, student = list(np.linspace(1, 2, 50)), list(np.linspace(1.2, 2.2, 50))
-    interval = bootstrap_interval(teacher, student, lambda values: float(np.mean(values)))
-    assert interval == pytest.approx((-0.2, -0.2)), "every sample loses as much"
-    assert bootstrap_interval(teacher[:10], student[:10], lambda values: float(np.mean(values))) is None
+    assert bootstrap_interval(teacher, student, np.mean) == pytest.approx((-0.2, -0.2)), "every sample loses as much"
+    assert bootstrap_interval(teacher[:10], student[:10], np.mean) is None
     assert bootstrap_interval(teacher, student, lambda _: math.inf) is None
-
-
-def test_parts_make_a_mean_of_their_own_width() -> None:
     assert mean_of([(0.0, 2.0), (2.0, 4.0)]) == pytest.approx((2.0 - math.sqrt(2) / 2, 2.0 + math.sqrt(2) / 2))
-
-
-def test_the_number_of_samples_that_would_decide() -> None:
-    assert samples_to_decide((-2.0, 4.0), 1.0, 2.0, 100) == 900, "three times the precision"
-    assert samples_to_decide((-2.0, 4.0), 2.0, 2.0, 100) is None, "at the limit none would"
 
 
 @pytest.mark.parametrize("losses", [[0.0] * 5, [1.0] + [0.0] * 99, [1.0] * 3 + [-1.0] * 2 + [0.0] * 195])
 def test_that_many_samples_do_decide(losses: list[float]) -> None:
     limit, mean = 0.05, float(np.mean(losses))
+    assert samples_to_decide((-2.0, 4.0), 1.0, 2.0, 100) == 900, "three times the precision"
+    assert samples_to_decide((-2.0, 4.0), 2.0, 2.0, 100) is None, "at the limit none would"
     needed = samples_to_decide(share_interval(losses), mean, limit, len(losses), share=1.0)
-    assert needed is not None
     rate = np.array([losses.count(value) for value in (1.0, -1.0)]) / len(losses)
 
     def upper(num_samples: int) -> float:
@@ -85,7 +71,7 @@ def test_that_many_samples_do_decide(losses: list[float]) -> None:
     assert upper(int(0.8 * needed)) > limit or needed == len(losses) + 1
 
 
-def answers(values: dict[str, list[float]], score: float, **results: float) -> dict[str, object]:
+def answers(values: dict[str, list[float]], score: float, **results: float) -> dict[str, Any]:
     group = {"group": list(values)} if len(values) > 1 else {}
     name = "group" if group else next(iter(values))
     samples = {
@@ -114,15 +100,14 @@ def test_values_that_are_no_shares_are_drawn_anew_or_take_the_harness_errors() -
     rows = [(float(i % 7), 10) for i in range(60)]
     worse = [(value + 1.0, 10) for value, _ in rows]
 
-    def perplexity(items: object) -> float:
-        pairs = list(items)  # type: ignore[call-overload]
+    def perplexity(items: Any) -> float:
+        pairs = list(items)
         return math.exp(sum(a for a, _ in pairs) / sum(b for _, b in pairs))
 
-    both = [answers({"t": values}, perplexity(values)) for values in (rows, worse)]  # type: ignore[dict-item]
-    found = loss_interval("t", "acc,none", *both, {"t": {"acc": perplexity}})
-    assert found is not None
-    assert found[0] < perplexity(rows) - perplexity(worse) < found[1]
+    both = [answers({"t": values}, perplexity(values)) for values in (rows, worse)]
+    low, high = loss_interval("t", "acc,none", *both, {"t": {"acc": perplexity}})
+    assert low < perplexity(rows) - perplexity(worse) < high
     assert loss_interval("t", "acc,none", *both, {}) is None, "no way to make a score of samples, no error either"
     errors = {"acc_stderr,none": 0.1}
-    both = [answers({"t": values}, 2.0, **errors) for values in (rows, worse)]  # type: ignore[dict-item]
+    both = [answers({"t": values}, 2.0, **errors) for values in (rows, worse)]
     assert loss_interval("t", "acc,none", *both, {}) == pytest.approx(unpaired_interval(0.0, 0.1, 0.1))

@@ -10,6 +10,7 @@ import pytest
 
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
+from swiftkv_platform.evaluation.paired import share_interval
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Totals
 from swiftkv_platform.evaluation.report import Report
@@ -20,58 +21,52 @@ COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))
 
 
 def totals(kl: float, *, exit_head: ExitCounts | None = None) -> Totals:
-    return Totals(
-        num_positions=10,
-        teacher_nll=10.0,
-        student_nll=11.0,
-        kl=kl * 10,
-        agreements=8,
-        exit_head=exit_head or ExitCounts(),
-    )
+    counts = exit_head or ExitCounts()
+    return Totals(10, teacher_nll=10.0, student_nll=11.0, kl=10 * kl, agreements=8, exit_head=counts)
 
 
-def report(kl: float = 0.25, *, tasks: tuple[TaskScore, ...] = (), **limits: Any) -> Report:
-    return Report.build(EvaluationSpec(**limits), distilled=totals(kl), cost=COST, tasks=TaskResults(tasks))
+def report(kl: float = 0.25, *tasks: TaskScore, instruct: bool = False, **limits: Any) -> Report:
+    spec, scores = EvaluationSpec(**limits), TaskResults(tasks)
+    return Report.build(spec, distilled=totals(kl), cost=COST, tasks=scores, instruct=instruct)
 
 
-def score(teacher: float, student: float, *, higher_is_better: bool = True, margin: float | None = 0.0) -> TaskScore:
+def outcomes(*arguments: Any, **options: Any) -> dict[str, str]:
+    gates = report(*arguments, **options).gates
+    return {gate.field.removeprefix("evaluation."): gate.outcome for gate in gates}
+
+
+def task(name: str, teacher: float, student: float, interval: tuple[float, float] | None, **changes: Any) -> TaskScore:
+    """A score of `teacher` and `student` with the interval of the points lost."""
+    fields = {"metric": "acc", "num_fewshot": 0, "chat_template": False, "num_samples": 100, **changes}
+    scores = {"teacher": teacher, "student": student, "teacher_stderr": 0.05, "student_stderr": None}
+    return TaskScore(task=name, **fields, **scores, drop_interval=interval)
+
+
+def score(teacher: float, student: float, *, margin: float | None = 0.0, higher_is_better: bool = True) -> TaskScore:
     """A score whose points lost are known to within `margin`; None: without an interval."""
     drop = points_lost(teacher, student, higher_is_better=higher_is_better)
-    return TaskScore(
-        task="trivia",
-        metric="acc",
-        num_fewshot=0,
-        chat_template=False,
-        num_samples=100,
-        teacher=teacher,
-        student=student,
-        teacher_stderr=0.05,
-        student_stderr=None,
-        higher_is_better=higher_is_better,
-        drop_interval=None if margin is None else (drop - margin, drop + margin),
-    )
+    interval = None if margin is None else (drop - margin, drop + margin)
+    return task("trivia", teacher, student, interval, higher_is_better=higher_is_better)
+
+
+def needle(teacher: float, student: float, num_samples: int = 400) -> TaskScore:
+    lost = round((teacher - student) * num_samples)
+    low, high = share_interval([1.0] * lost + [0.0] * (num_samples - lost))
+    return task("needle_1024", teacher, student, (100 * low, 100 * high), metric="found", num_samples=num_samples)
 
 
 def test_the_report_has_the_published_keys() -> None:
-    built = Report.build(
-        EvaluationSpec(),
-        rewired=totals(1.0),
-        calibrated=totals(0.5),
-        distilled=totals(0.25),
-        cost=COST,
-        tokens_trained=99,
-    )
-
-    def student(kl: float) -> Any:
-        return {"perplexity": pytest.approx(math.exp(1.1)), "kl": pytest.approx(kl), "top1_agreement": 0.8}
-
+    stages = {"rewired": totals(1.0), "calibrated": totals(0.5), "distilled": totals(0.25)}
+    built = Report.build(EvaluationSpec(), **stages, cost=COST, tokens_trained=99)
+    close = pytest.approx
     assert json.loads(built.model_dump_json()) == {
-        "teacher": {"perplexity": pytest.approx(math.e)},
-        "rewired": student(1.0),
-        "calibrated": student(0.5),
-        "distilled": student(0.25),
-        "perplexity_ratio": pytest.approx(math.exp(0.1)),
-        "kl_recovered": pytest.approx(0.75),
+        "teacher": {"perplexity": close(math.e)},
+        **{
+            name: {"perplexity": close(math.exp(1.1)), "kl": close(of.kl / 10), "top1_agreement": 0.8}
+            for name, of in stages.items()
+        },
+        "perplexity_ratio": close(math.exp(0.1)),
+        "kl_recovered": close(0.75),
         "num_positions": 10,
         "prefill_flops_ratio": 0.6,
         "kv_bytes_ratio": 0.75,
@@ -80,32 +75,19 @@ def test_the_report_has_the_published_keys() -> None:
         "kv_bytes_per_token": {"dense": 64.0, "swiftkv": 48.0},
         "ttft_ms": {"dense": 4.0, "swiftkv": 3.0},
         "tokens_trained": 99,
-        "training": None,
-        "continuations": None,
-        "by_position": [],
-        "by_prompt_length": [],
-        "exit_head": None,
-        "tasks": [],
-        "tasks_left_out": [],
-        "gates": [],
+        **dict.fromkeys(("training", "continuations", "exit_head")),
+        **{name: [] for name in ("by_position", "by_prompt_length", "tasks", "tasks_left_out", "gates")},
     }
     assert Report.model_validate_json(built.model_dump_json()) == built
-
-
-def test_nothing_lost_is_nothing_to_recover() -> None:
-    built = Report.build(EvaluationSpec(), rewired=totals(0.0), distilled=totals(0.0), cost=COST)
-    assert built.kl_recovered == 0.0
-    assert built.calibrated is None
+    nothing_lost = Report.build(EvaluationSpec(), rewired=totals(0.0), distilled=totals(0.0), cost=COST)
+    assert (nothing_lost.kl_recovered, nothing_lost.calibrated) == (0.0, None)
 
 
 def test_the_exit_head_by_confidence() -> None:
     counts = ExitCounts((2, *[0] * (NUM_EXIT_BINS - 2), 6), (1, *[0] * (NUM_EXIT_BINS - 2), 6))
-    built = Report.build(EvaluationSpec(), distilled=totals(0.1, exit_head=counts), cost=COST)
-    assert built.exit_head is not None
-    first, second, *_, last = built.exit_head
-    assert (first.low, first.high, first.share, first.agreement) == (0.0, 0.05, 0.25, 0.5)
-    assert (second.share, second.agreement) == (0.0, None)
-    assert (last.low, last.share, last.agreement) == (0.95, 0.75, 1.0)
+    head = Report.build(EvaluationSpec(), distilled=totals(0.1, exit_head=counts), cost=COST).exit_head
+    bins = [(each.low, each.high, each.share, each.agreement) for each in head or ()]
+    assert (bins[0], bins[1][2:], bins[-1]) == ((0.0, 0.05, 0.25, 0.5), (0.0, None), (0.95, 1.0, 0.75, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -121,28 +103,25 @@ def test_a_gate_refuses_with_the_figures(limits: dict[str, float], kl: float, me
     report(kl).check_gates()
     with pytest.raises(QualityGateError, match=message + r".*perplexity 3.004 .*2.718.*80.0%") as caught:
         report(kl, **limits).check_gates()
-    (field,) = limits
-    assert caught.value.field == f"evaluation.{field}"
+    assert caught.value.field == f"evaluation.{next(iter(limits))}"
 
 
-def test_limits_that_are_kept_are_reported_as_passed() -> None:
-    built = report(0.2, max_kl=0.2, max_perplexity_ratio=1.11, min_top1_agreement=0.8, tasks=(score(0.5, 0.49),))
+def test_limits_that_are_kept_pass_and_every_failed_gate_is_named() -> None:
+    built = report(0.2, score(0.5, 0.49), max_kl=0.2, max_perplexity_ratio=1.11, min_top1_agreement=0.8)
     built.check_gates()
-    assert {gate.field: gate.passed for gate in built.gates} == {
-        "evaluation.max_kl": True,
-        "evaluation.max_perplexity_ratio": True,
-        "evaluation.max_drop": True,
-        "evaluation.min_top1_agreement": True,
-    }
+    kept = ("max_kl", "max_perplexity_ratio", "max_drop", "min_top1_agreement")
+    assert {gate.field: gate.passed for gate in built.gates} == {f"evaluation.{field}": True for field in kept}
+    with pytest.raises(QualityGateError, match=r"evaluation.max_kl asks for 0.1; .*evaluation.max_perplexity_ratio"):
+        report(max_kl=0.1, max_perplexity_ratio=1.0).check_gates()
 
 
 def test_points_lost_on_a_task_fail_the_gate_unless_it_is_off() -> None:
-    lost = (score(0.50, 0.48),)
+    lost = score(0.50, 0.48)
     with pytest.raises(QualityGateError, match=r"points lost on trivia is 2, evaluation.max_drop asks for 1"):
-        report(tasks=lost).check_gates()
-    report(tasks=lost, max_drop=2.5).check_gates()
-    report(tasks=lost, max_drop=None).check_gates()
-    report(tasks=(score(0.48, 0.50),), max_drop=0.0).check_gates()
+        report(0.25, lost).check_gates()
+    report(0.25, lost, max_drop=2.5).check_gates()
+    report(0.25, lost, max_drop=None).check_gates()
+    report(0.25, score(0.48, 0.50), max_drop=0.0).check_gates()
 
 
 @pytest.mark.parametrize(
@@ -157,30 +136,34 @@ def test_points_lost_on_a_task_fail_the_gate_unless_it_is_off() -> None:
         (0.2, 0.21, False, 5.0),
         (0.0, 0.02, False, 2.0),
         (4.0, math.inf, False, math.inf),
+        (math.inf, math.inf, False, None),
     ],
 )
 def test_what_is_lost_is_points_of_shares_and_percent_of_other_scores(
-    teacher: float, student: float, higher_is_better: bool, lost: float
+    teacher: float, student: float, higher_is_better: bool, lost: float | None
 ) -> None:
+    """A score that is no number passes no gate."""
     scored = score(teacher, student, higher_is_better=higher_is_better)
-    assert scored.drop == lost
-    (gate,) = report(tasks=(scored,)).gates
-    assert gate.passed == (lost <= 1.0)
-
-
-def test_a_score_that_is_no_number_passes_no_gate() -> None:
-    (gate,) = report(tasks=(score(math.inf, math.inf, higher_is_better=False),)).gates
-    assert not gate.passed
+    assert lost is None or scored.drop == lost
+    (gate,) = report(0.25, scored).gates
+    assert gate.passed == (lost is not None and lost <= 1.0)
 
 
 @pytest.mark.parametrize(
-    ("margin", "outcome", "samples"),
-    [(0.4, "passed", None), (40.0, "undecided", 651_294), (2.0, "undecided", 460), (None, "undecided", None)],
+    ("student", "margin", "outcome", "samples"),
+    [
+        (0.495, 0.4, "passed", None),
+        (0.495, 40.0, "undecided", 651_294),
+        (0.495, 2.0, "undecided", 460),
+        (0.495, None, "undecided", None),
+        (0.48, 0.9, "failed", None),
+        (0.48, 1.1, "undecided", 196),
+    ],
 )
-def test_half_a_point_lost_passes_only_with_samples_enough(
-    margin: float | None, outcome: str, samples: int | None
+def test_points_lost_are_judged_only_with_samples_enough(
+    student: float, margin: float | None, outcome: str, samples: int | None
 ) -> None:
-    built = report(tasks=(score(0.500, 0.495, margin=margin),))
+    built = report(0.25, score(0.5, student, margin=margin))
     (gate,) = built.gates
     assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)
     if outcome == "undecided":
@@ -189,33 +172,31 @@ def test_half_a_point_lost_passes_only_with_samples_enough(
             built.check_gates()
 
 
-def test_points_lost_are_a_failure_once_the_whole_interval_says_so() -> None:
-    assert [report(tasks=(score(0.5, 0.48, margin=margin),)).gates[0].outcome for margin in (0.9, 1.1)] == [
-        "failed",
-        "undecided",
-    ]
-
-
 def test_the_worst_gate_comes_first() -> None:
     tasks = (score(0.5, 0.5), score(0.5, 0.495, margin=1.0), score(0.5, 0.4))
-    built = report(0.15, tasks=tasks, max_kl=0.2, min_top1_agreement=0.79)
-    assert [(gate.outcome, gate.value) for gate in built.gates] == [
-        ("failed", 10.0),
-        ("undecided", 0.5),
-        ("passed", 0.8),  # closest to its limit
-        ("passed", pytest.approx(0.15)),
-        ("passed", 0.0),
-    ]
+    gates = report(0.15, *tasks, max_kl=0.2, min_top1_agreement=0.79).gates
+    closest_first = [("passed", 0.8), ("passed", pytest.approx(0.15)), ("passed", 0.0)]
+    assert [(gate.outcome, gate.value) for gate in gates] == [("failed", 10.0), ("undecided", 0.5), *closest_first]
 
 
 def test_reports_of_before_outcomes_still_open() -> None:
     document = json.loads(report(max_kl=0.1).model_dump_json())
     for key in ("outcome", "interval", "samples_needed"):
         del document["gates"][0][key]
-    opened = Report.model_validate(document)
-    assert [(gate.passed, gate.outcome) for gate in opened.gates] == [(False, "failed")]
+    assert [(gate.passed, gate.outcome) for gate in Report.model_validate(document).gates] == [(False, "failed")]
 
 
-def test_every_failed_gate_is_named() -> None:
-    with pytest.raises(QualityGateError, match=r"evaluation.max_kl asks for 0.1; .*evaluation.max_perplexity_ratio"):
-        report(max_kl=0.1, max_perplexity_ratio=1.0).check_gates()
+def test_instruction_tuned_models_have_limits_that_others_have_not() -> None:
+    assert outcomes(0.3, instruct=True) == {"max_kl": "failed", "min_top1_agreement": "passed"}
+    assert outcomes(0.3) == {}
+    assert outcomes(math.nan, instruct=True)["max_kl"] == "failed"
+    assert outcomes(0.3, instruct=True, max_kl=None, min_top1_agreement=None) == {}
+    assert outcomes(0.3, instruct=True, max_kl=0.4)["max_kl"] == "passed"
+
+
+def test_a_length_judges_only_where_the_teacher_finds_its_needles() -> None:
+    found = {
+        scores: outcomes(0.1, needle(*scores)) for scores in ((0.9, 0.9), (0.9, 0.8), (1.0, 0.95, 20), (0.79, 0.1))
+    }
+    assert [each.get("max_needle_drop") for each in found.values()] == ["passed", "failed", "undecided", None]
+    assert "max_drop" not in found[0.9, 0.9]

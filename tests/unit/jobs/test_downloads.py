@@ -1,23 +1,30 @@
-"""Origins of a teacher or a data set."""
+"""Origins of a teacher, and uploaded files on a worker: fetched from the attempt's store and held to their digest."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.errors import ModelError
-from swiftkv_platform.jobs.attempt.downloads import teacher_path
-from swiftkv_platform.specs import ModelSpec
+from swiftkv_platform.contract.attempts import AttemptRequest, StoredFile, file_key, is_file_id, made_at, new_file_id
+from swiftkv_platform.data.preparation import prepare_data
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.jobs.attempt.downloads import StoreFiles, access_of, teacher_path
+from swiftkv_platform.sources import FileSource, HubSource, parse_source
+from swiftkv_platform.specs import JobSpec, ModelSpec
+from swiftkv_platform.storage.addresses import open_store
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.unit.jobs.attempts import request
+
+ROWS = "".join(json.dumps({"text": f"row {i} of many"}) + "\n" for i in range(20)).encode()
+FILE = new_file_id()
 
 
 def test_a_built_in_teacher_lies_in_the_package(tmp_path: Path) -> None:
     path = Path(teacher_path(ModelSpec(), tmp_path))
-    assert (path / "config.json").is_file()
-    assert (path / "model.safetensors").is_file()
-
-
-def test_an_unknown_built_in_teacher_names_those_there_are(tmp_path: Path) -> None:
+    assert {"config.json", "model.safetensors"} <= {file.name for file in path.iterdir()}
     with pytest.raises(ModelError, match="builtin:python-5m") as raised:
         teacher_path(ModelSpec(name_or_path="builtin:gpt"), tmp_path)
     assert (raised.value.field, raised.value.value) == ("model.name_or_path", "builtin:gpt")
@@ -31,3 +38,50 @@ def test_hub_ids_and_directories_stay_what_they_are(name: str, tmp_path: Path) -
 def test_a_machine_that_is_not_to_fetch_knows_where_the_teacher_will_be(tmp_path: Path) -> None:
     assert Path(teacher_path(ModelSpec(name_or_path="s3://bucket/teacher"), tmp_path, fetch=False)).parent == tmp_path
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def of_a_file(tmp_path: Path) -> AttemptRequest:
+    """An attempt of a tenant that may read no path at all."""
+    store, key = open_store(str(tmp_path / "store")), file_key("acme", FILE)
+    store.put_bytes(key, ROWS)
+    stored = StoredFile(uri=f"{store.uri}/{key}", sha256=hashlib.sha256(ROWS).hexdigest(), size=len(ROWS))
+    data = {"sources": [{"name_or_path": FILE}], "max_length": 64, "validation_fraction": 0.1}
+    spec = JobSpec.model_validate({"name": "n", "data": data})
+    made = request(spec=spec, allowed_roots=(), files={FILE: stored})
+    return AttemptRequest.model_validate_json(made.model_dump_json())
+
+
+def prepare(request: AttemptRequest, directory: Path) -> int:
+    (directory / "rows").mkdir()
+    sources = {"remote": StoreFiles(directory / "objects"), "access": access_of(request)}
+    data = prepare_data(request.spec.data, byte_tokenizer(), directory / "rows", seed=0, **sources)
+    return data.statistics.sources[0].rows
+
+
+def test_rows_are_read_from_the_store_and_copied_below_the_workspace(of_a_file: AttemptRequest, tmp_path: Path) -> None:
+    assert prepare(of_a_file, tmp_path) == 20
+    [copy] = (path for path in (tmp_path / "objects").rglob("*") if path.is_file())
+    assert copy.read_bytes() == ROWS
+
+
+def test_rows_that_have_changed_are_refused(of_a_file: AttemptRequest, tmp_path: Path) -> None:
+    open_store(str(tmp_path / "store")).put_bytes(file_key("acme", FILE), ROWS + b"{}\n")
+    with pytest.raises(DataError, match="not those that were uploaded") as refused:
+        prepare(of_a_file, tmp_path)
+    assert refused.value.field == "data.sources[0].name_or_path"
+
+
+def test_a_file_that_the_control_plane_has_not_granted_is_closed(of_a_file: AttemptRequest, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="there is no such file"):
+        prepare(of_a_file.model_copy(update={"files": {}}), tmp_path)
+
+
+def test_only_the_exact_form_of_an_id_is_a_file() -> None:
+    assert parse_source(FILE, field="f") == FileSource(FILE)
+    assert is_file_id(FILE)
+    assert made_at(FILE) > 1.7e9
+    for name in ("file-reader", FILE.lower(), FILE[:-1], f"{FILE}x", f"org/{FILE}", f"{FILE}.jsonl"):
+        assert not is_file_id(name)
+        assert not isinstance(parse_source(name, field="f", relative_paths=False), FileSource)
+    assert parse_source("file-reader", field="f", relative_paths=False) == HubSource("file-reader")

@@ -1,37 +1,149 @@
-"""Checks before an attempt's first phase, on clusters that are only described."""
+"""An attempt's process on the driver, before and around what its workers do: no cluster."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import PROTOCOL
+from swiftkv_platform.errors import InvalidInputError, ObjectNotFoundError
+from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import refuse_unshared_store
+from swiftkv_platform.jobs.ray_train import _Trainer
+from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.object_store import ObjectStore
+from tests.requirements import required_module
+from tests.unit.jobs.attempts import said
 
 
-def cluster(monkeypatch: pytest.MonkeyPatch, *alive: bool) -> None:
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": is_alive} for is_alive in alive])
+def arguments(store: Path, protocol: int) -> list[str]:
+    *command, _ = shlex.split(Entrypoint((), str(store)).shell(AttemptId("job", 1)))
+    return [*command, str(protocol)]
 
 
-def directory(path: Path) -> ObjectStore:
-    return open_store(str(path))
+def test_a_newer_control_plane_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    assert main(arguments(tmp_path, PROTOCOL + 1)) == 1
+    (event,) = said(open_store(str(tmp_path)), "error")
+    assert event.message == (
+        f"the workers' image speaks protocol {PROTOCOL} and the control plane protocol {PROTOCOL + 1}; "
+        "give the Ray cluster the image of the control plane's version, and submit the job again"
+    )
+    found = [event.data[key] for key in ("code", "value", "retryable")]
+    assert found == ["protocol_mismatch", PROTOCOL + 1, False]
+
+
+@pytest.mark.parametrize("protocol", [None, *range(1, PROTOCOL + 1)])
+def test_its_own_and_older_control_planes_requests_are_read(tmp_path: Path, protocol: int | None) -> None:
+    """The oldest name no protocol."""
+    command = arguments(tmp_path, protocol or 1)
+    with pytest.raises(ObjectNotFoundError, match=r"attempt\.json"):
+        main(command if protocol else command[:-2])
 
 
 def test_a_directory_is_no_store_for_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster(monkeypatch, True, False, True)
+    def check(uri: str, *alive: bool) -> None:
+        monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": is_alive} for is_alive in alive])
+        refuse_unshared_store(open_store(uri))
+
     with pytest.raises(InvalidInputError, match="the cluster has 2 nodes") as raised:
-        refuse_unshared_store(directory(tmp_path))
+        check(str(tmp_path), True, False, True)
     assert (raised.value.field, raised.value.value) == ("storage_uri", str(tmp_path))
+    check(str(tmp_path), True, False)
+    check("s3://bucket/prefix", True, True)
     monkeypatch.setenv("SWIFTKV_SHARED_DIRECTORY", "1")
-    refuse_unshared_store(directory(tmp_path))
+    check(str(tmp_path), True, True)
 
 
-def test_one_node_may_use_a_directory_and_several_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster(monkeypatch, True, False)
-    refuse_unshared_store(directory(tmp_path))
-    cluster(monkeypatch, True, True)
-    refuse_unshared_store(open_store("s3://bucket/prefix"))
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A main thread that SIGINT interrupts, whatever runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def fit(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> Any:
+    """`fit` of Ray Train with a controller that does `run`, in this process."""
+
+    def method(function: Callable[[], Any]) -> Any:
+        """A method of an actor; it runs when its result is asked for."""
+        return SimpleNamespace(remote=lambda: function)
+
+    def abort() -> None:
+        raise ray.exceptions.RayActorError
+
+    result = method(lambda: SimpleNamespace(error=None))
+    controller = SimpleNamespace(run=method(run), get_result=result, abort=method(abort))
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _class: SimpleNamespace(remote=lambda **_: controller))
+    monkeypatch.setattr(ray, "get", lambda function: function())
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    return _Trainer(lambda: None)._initialize_and_run_controller()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_interrupts_training_and_means_after_it_what_it_meant_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert fit(monkeypatch, lambda: None).error is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_no_process_is_started_for_data_sets_that_there_are_not() -> None:
+    """Ray Train starts an actor for Ray Data with every group of workers."""
+    callbacks = [type(callback).__name__ for callback in _Trainer(lambda: None)._create_default_callbacks()]
+    assert "BackendSetupCallback" in callbacks
+    assert "DatasetsCallback" not in callbacks
+
+
+TRACKED = """
+import sys
+from swiftkv_platform.jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
+
+spec = JobSpec.model_validate({"name": "n", "tracking": {"wandb": {"mode": "offline"}}})
+run = TrackedRun(open_store(sys.argv[1]), AttemptRequest(job_id="job", attempt=3, spec=spec, run_id="run-1"))
+run.log({"loss": 1.0}, 1)
+run.save()
+bins = [{"low": i / 2, "high": i / 2 + 0.5, "share": 0.5, "agreement": 0.5} for i in range(2)]
+report = {"teacher": {"perplexity": 1.9}, "rewired": None, "calibrated": None, "tasks": [], "exit_head": bins}
+run.log_report(report | {"distilled": {"perplexity": 2.0, "kl": 0.1, "top1_agreement": 0.9}}, 1)
+run.log_artifact(Manifest(kind="artifact", files={}, created_at=0.0))
+run.close()
+assert run.info is not None, "nothing failed"
+"""
+
+
+def test_offline_files_of_the_tracked_run_are_in_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    required_module("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SWIFTKV_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    store, prefix = (
+        open_store(str(tmp_path / "store")),
+        AttemptId("job", 3).artifact_prefix.replace("artifact", "tracking"),
+    )
+    (tmp_path / "store" / AttemptId("job", 3).artifact_prefix).mkdir(parents=True)
+    done = subprocess.run([sys.executable, "-c", TRACKED, store.uri], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    keys = {info.key.removeprefix(f"{prefix}/").partition("/")[2]: info.key for info in store.list(prefix)}
+    assert all(key.startswith(f"{prefix}/offline-run-") for key in keys.values())
+    for made in ("files/media/table/quality", "files/media/images/exit_head"):
+        assert any(name.startswith(made) for name in keys)
+    (local,) = (tmp_path / "home" / "tracking" / "job" / "wandb").glob("offline-run-*/run-run-1.wandb")
+    assert store.get_bytes(keys["run-run-1.wandb"]) == local.read_bytes(), "the newest state of the file"

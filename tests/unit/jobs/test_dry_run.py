@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
@@ -18,13 +17,11 @@ from swiftkv_platform.planning.phases import PhaseMemory
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config
 
-pytestmark = pytest.mark.slow  # seconds of operators each
+pytestmark = pytest.mark.slow("thousands of operators")
+in_soak = pytest.mark.soak("minutes of a core")
 
 BY_NAME = {path.stem: path for path in RECIPES if load_spec(path).sharding.strategy == "fsdp2"}
 SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepseek-v2-lite"
-SHALLOW = {LARGEST: 8, EXPERTS: 4}
-"""Layers of the teachers of quick dry runs: a teacher's layers are alike."""
-IN_SOAK = pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="minutes of a core")
 SLIM = {
     "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 2,
     "vocab_size": 1024,
@@ -44,7 +41,6 @@ def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, Estimate]:
 
 def check(found: DryRun, planned: Estimate) -> None:
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
-    assert planned.memory_per_worker is not None
     assert 0.9 * found.train.peak < planned.memory_per_worker < 1.1 * found.train.peak
 
 
@@ -56,13 +52,7 @@ def check_phases(found: DryRun, planned: tuple[PhaseMemory, ...]) -> None:
     assert {memory.phase: memory.device for memory in planned} == pytest.approx(peaks, rel=0.1)
 
 
-def run_slim(name: str, num_hidden_layers: int) -> tuple[DryRun, Estimate]:
-    spec = load_spec(BY_NAME[name])
-    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 256})})
-    return run(spec, **SLIM, num_hidden_layers=num_hidden_layers)
-
-
-@pytest.mark.slow  # thousands of operators
+@in_soak
 def test_every_phase_of_a_deep_teacher_takes_what_is_planned() -> None:
     """With twenty groups, whose projections are gathered apart from their layers."""
     spec = load_spec(BY_NAME[LARGEST])
@@ -73,11 +63,20 @@ def test_every_phase_of_a_deep_teacher_takes_what_is_planned() -> None:
 
 @pytest.fixture(scope="module")
 def smallest() -> tuple[DryRun, Estimate]:
-    return run(load_spec(BY_NAME[SMALLEST]))
+    """As the command finds it."""
+    printed = CliRunner().invoke(app, ["plan", "--dry-run", str(BY_NAME[SMALLEST]), "--json"])
+    assert printed.exit_code == 0, printed.output
+    spec = load_spec(BY_NAME[SMALLEST])
+    return DryRun.model_validate(json.loads(printed.stdout)), estimate(spec, teacher_config(spec), ())
 
 
-def test_the_smallest_recipe_takes_what_is_planned(smallest: tuple[DryRun, Estimate]) -> None:
+def test_the_smallest_takes_what_is_planned(smallest: tuple[DryRun, Estimate], monkeypatch: pytest.MonkeyPatch) -> None:
     check(*smallest)
+    found = smallest[0]
+    monkeypatch.setattr("swiftkv_platform.jobs.dry_run.dry_run", lambda *_: found)  # what the command has just found
+    table = CliRunner().invoke(app, ["plan", "--dry-run", str(BY_NAME[SMALLEST])])
+    assert "collectives of a step" in table.stdout
+    assert "Workspaces of kernels" in table.stdout
 
 
 def test_shards_of_two_workers(smallest: tuple[DryRun, Estimate]) -> None:
@@ -103,17 +102,18 @@ def test_collectives_of_a_step(smallest: tuple[DryRun, Estimate]) -> None:
 
 def test_no_worker_calibrates_or_evaluates_with_all_weights(smallest: tuple[DryRun, Estimate]) -> None:
     found, _ = smallest
-    assert found.calibrate is not None
     assert found.calibrate.parameters == 0, "layers are read when they run"
     assert found.evaluate.parameters == pytest.approx(2 * found.num_parameters / found.num_workers, rel=0.01)
 
 
+@in_soak
 def test_a_copied_start_is_not_calibrated() -> None:
     spec = load_spec(BY_NAME[SMALLEST])
     copied = spec.model_copy(update={"swiftkv": spec.swiftkv.model_copy(update={"initialization": "copied"})})
     assert run(copied, num_hidden_layers=4)[0].calibrate is None
 
 
+@in_soak
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
     """It takes more than a calibrated one, since the student's layers run behind the teacher's."""
@@ -125,36 +125,30 @@ def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
         spec = JobSpec.model_validate(document | changed)
         config = {**teacher_config(spec), **DEEP, "num_hidden_layers": 4}
         found = dry_run(spec, config).calibrate
-        assert found is not None
         planned = {memory.phase: memory.device for memory in memory_by_phase(spec, config)}
         assert planned["calibrate"] == pytest.approx(found.peak, rel=0.1)
         peaks.append(found.peak)
     assert peaks[0] < peaks[1]
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [LARGEST, pytest.param(EXPERTS, marks=IN_SOAK)])
-def test_a_few_layers_take_what_is_planned(name: str) -> None:
-    check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW[name]))
+@in_soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "num_layers"), [(LARGEST, 8), (EXPERTS, 4), *((name, None) for name in BY_NAME)])
+def test_a_recipe_takes_what_is_planned(name: str, num_layers: int | None) -> None:
+    """Of its teacher a few layers, which are alike, or all."""
+    check(*run(load_spec(BY_NAME[name]), **({} if num_layers is None else {"num_hidden_layers": num_layers})))
 
 
-@pytest.mark.slow  # thousands of operators
+@in_soak
 def test_depth_costs_what_it_keeps() -> None:
     """Shards and checkpoints of the layers in training, and nothing in a calibration, which lets go of each."""
-    (shallow, less), (deep, more) = run_slim(LARGEST, 8), run_slim(LARGEST, 48)
-    assert less.memory_per_worker is not None
-    assert more.memory_per_worker is not None
+    spec = load_spec(BY_NAME[LARGEST])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 256})})
+    (shallow, less), (deep, more) = (run(spec, **SLIM, num_hidden_layers=depth) for depth in (8, 48))
     planned = more.memory_per_worker - less.memory_per_worker
     assert deep.train.peak - shallow.train.peak == pytest.approx(planned, rel=0.1)
     assert shallow.calibrate is not None
     assert deep.calibrate == shallow.calibrate
-
-
-@IN_SOAK
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_recipe_takes_what_is_planned(name: str) -> None:
-    check(*run(load_spec(BY_NAME[name])))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])
@@ -164,16 +158,3 @@ def test_other_strategies_are_planned_by_formula_alone(strategy: str) -> None:
     with pytest.raises(InvalidInputError, match=rf"sharding\.strategy is '{strategy}'"):
         run(spec.model_copy(update={"sharding": sharding}))
     assert not dist.is_initialized()
-
-
-def test_the_command_prints_what_was_found(smallest: tuple[DryRun, Estimate], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(BY_NAME[SMALLEST])
-    printed = CliRunner().invoke(app, ["plan", "--dry-run", path, "--json"])
-    assert printed.exit_code == 0, printed.output
-    assert DryRun.model_validate(json.loads(printed.stdout)) == smallest[0]
-    monkeypatch.setattr(
-        "swiftkv_platform.jobs.dry_run.dry_run", lambda *_: smallest[0]
-    )  # what the command has just found, in seconds
-    table = CliRunner().invoke(app, ["plan", "--dry-run", path])
-    assert "collectives of a step" in table.stdout
-    assert "Workspaces of kernels" in table.stdout

@@ -1,4 +1,4 @@
-"""Events of a process, as the control plane reads them."""
+"""Events of a process as the control plane reads them, and the curve that an attempt leaves for its evaluation."""
 
 from __future__ import annotations
 
@@ -6,175 +6,242 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.errors import ConflictError, StorageError
+from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.jobs.attempt import curve
+from swiftkv_platform.jobs.attempt.curve import Curve, read_curve
 from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.jobs.attempt.tailing import following
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
+from tests.fakes.attempt_store import FakeWorker
+from tests.unit.jobs.attempts import AWAY, HangingStore, points, request, said
 
-REQUEST = AttemptRequest(job_id="job", attempt=1, spec=JobSpec(name="n"), run_id="run")
-
-
-def _said(store: ObjectStore) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events(REQUEST.attempt_id, {})]
+FIRST, SECOND = AttemptId("job", 1), AttemptId("job", 2)
 
 
-def _point(step: int) -> dict[str, float]:
+@pytest.fixture
+def store() -> HangingStore:
+    return HangingStore()
+
+
+def point(step: int) -> dict[str, float]:
     return {"step": step, "loss": 1.0 / step}
 
 
-def _steps(store: ObjectStore) -> list[int]:
-    return [point["step"] for event in _said(store) for point in event.data["points"]]
-
-
-class HangingStore(InMemoryObjectStore):
-    """Takes objects while `open`, or raises `error`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.reached, self.written = threading.Event(), threading.Event(), threading.Event()
-        self.open.set()
-        self.error: Exception | None = None
-
-    def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        self.reached.set()
-        self.open.wait()
-        if self.error is not None:
-            raise self.error
-        super().put_bytes(key, data, if_absent=if_absent)
-        self.written.set()
-
-
 @contextmanager
-def metrics_buffer(store: ObjectStore, *, interval_s: float) -> Iterator[MetricsBuffer]:
-    buffer = MetricsBuffer(Reporter(store, REQUEST.attempt_id, "rank0"), total_steps=9, interval_s=interval_s)
+def metrics_buffer(store: ObjectStore, *, interval_s: float = 3600.0) -> Iterator[MetricsBuffer]:
+    buffer = MetricsBuffer(Reporter(store, FIRST, "rank0"), total_steps=9, interval_s=interval_s)
     try:
         yield buffer
     finally:
         buffer.close()
 
 
-def test_a_restarted_process_has_a_name_of_its_own(tmp_path: Path) -> None:
-    store = LocalObjectStore(tmp_path)
+def test_a_restarted_process_has_a_name_of_its_own(store: HangingStore) -> None:
     for _ in range(2):
-        Reporter(store, REQUEST.attempt_id, "rank0").message("hello")
-
-    stored = AttemptStore(store).read_events(REQUEST.attempt_id, {})
+        Reporter(store, FIRST, "rank0").message("hello")
+    stored = AttemptStore(store).read_events(FIRST, {})
     assert [event.sequence for event in stored] == [1, 1]
-    assert len({event.writer for event in stored}) == 2
-    assert all(event.writer.startswith("rank0-") for event in stored)
+    writers = {event.writer for event in stored}
+    assert len(writers) == 2
+    assert all(writer.startswith("rank0-") for writer in writers)
 
 
-def test_an_error_carries_what_the_control_plane_decides_by(tmp_path: Path) -> None:
-    store = LocalObjectStore(tmp_path)
-    Reporter(store, REQUEST.attempt_id, "driver").error(
-        "no rows", code="data_error", field="data.sources", value="x", retryable=False
-    )
-
-    (event,) = _said(store)
-    assert (event.type, event.level, event.message) == ("error", "error", "no rows")
-    assert event.data == {"code": "data_error", "field": "data.sources", "value": "x", "retryable": False}
+def test_an_error_carries_what_the_control_plane_decides_by(store: HangingStore) -> None:
+    data = {"code": "data_error", "field": "data.sources", "value": "x", "retryable": False}
+    Reporter(store, FIRST, "driver").error("no rows", **data)
+    (event,) = said(store)
+    assert (event.type, event.level, event.message, event.data) == ("error", "error", "no rows", data)
 
 
-def test_threads_of_a_process_never_share_a_number(tmp_path: Path) -> None:
-    store = LocalObjectStore(tmp_path)
-    reporter = Reporter(store, REQUEST.attempt_id, "rank0")
+def test_threads_of_a_process_never_share_a_number(store: HangingStore) -> None:
+    reporter = Reporter(store, FIRST, "rank0")
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(reporter.message, (str(number) for number in range(40))))
-
-    stored = AttemptStore(store).read_events(REQUEST.attempt_id, {})
+    stored = AttemptStore(store).read_events(FIRST, {})
     assert [event.sequence for event in stored] == list(range(1, 41))
     assert sorted(int(event.event.message) for event in stored) == list(range(40))
 
 
-def test_several_steps_share_an_event(tmp_path: Path) -> None:
-    store = LocalObjectStore(tmp_path)
-    with metrics_buffer(store, interval_s=3600.0) as buffer:
-        buffer.add(_point(1))
-        buffer.flush()
-        for step in (2, 3):
-            buffer.add(_point(step))
-        buffer.flush()
-        buffer.flush()
-
-        first, second = _said(store)
-    assert first.data == {"points": [_point(1)], "total_steps": 9}
-    assert second.data == {"points": [_point(2), _point(3)], "total_steps": 9}
+def test_several_steps_share_an_event(store: HangingStore) -> None:
+    with metrics_buffer(store) as buffer:
+        for steps in ((1,), (2, 3), ()):
+            for step in steps:
+                buffer.add(point(step))
+            buffer.flush()
+        told = [{"points": [point(1)], "total_steps": 9}, {"points": [point(2), point(3)], "total_steps": 9}]
+        assert [event.data for event in said(store)] == told
 
 
-def test_points_are_told_without_a_flush() -> None:
-    store = HangingStore()
+def test_points_are_told_without_a_flush_nor_another_step_once_the_store_is_back(store: HangingStore) -> None:
     with metrics_buffer(store, interval_s=0.01) as buffer:
         for step in (1, 2, 3):
             store.written.clear()
-            buffer.add(_point(step))
+            store.error = AWAY
+            buffer.add(point(step))
+            buffer.flush()
+            store.error = None
             store.written.wait()
-            assert _steps(store) == list(range(1, step + 1))
+            assert points(store) == [point(number) for number in range(1, step + 1)]
 
 
-def test_no_step_waits_for_a_store_that_hangs() -> None:
-    store = HangingStore()
+def test_no_step_waits_for_a_store_that_hangs(store: HangingStore) -> None:
     store.open.clear()
-    with metrics_buffer(store, interval_s=3600.0) as buffer:
-        buffer.add(_point(1))
+    with metrics_buffer(store) as buffer:
+        buffer.add(point(1))
         store.reached.wait()
         for step in range(2, 100):
-            buffer.add(_point(step))
-        assert _said(store) == []  # `add` came back all the same
+            buffer.add(point(step))
+        assert said(store) == []  # `add` came back all the same
         store.open.set()
+    first, second = said(store)
+    assert first.data["points"] == [point(1)]
+    assert second.data["points"] == [point(step) for step in range(2, 100)]
 
-    first, second = _said(store)
-    assert first.data["points"] == [_point(1)]
-    assert second.data["points"] == [_point(step) for step in range(2, 100)]
 
-
-@pytest.mark.parametrize("error", [StorageError("away"), ConflictError("came late"), RuntimeError("unheard of")])
-def test_points_survive_an_outage_of_the_store(error: Exception) -> None:
-    store = HangingStore()
-    with capture_logs() as lines, metrics_buffer(store, interval_s=3600.0) as buffer:
+@pytest.mark.parametrize("error", [AWAY, ConflictError("came late"), RuntimeError("unheard of")])
+def test_points_survive_an_outage_of_the_store(store: HangingStore, error: Exception) -> None:
+    with capture_logs() as lines, metrics_buffer(store) as buffer:
         store.error = error
-        buffer.add(_point(1))
-        buffer.flush()
-        buffer.add(_point(2))
-        buffer.flush()
+        for step in (1, 2):
+            buffer.add(point(step))
+            buffer.flush()
         store.error = None
-        buffer.add(_point(3))
-
-    (event,) = _said(store)
-    assert event.data["points"] == [_point(1), _point(2), _point(3)]
+        buffer.add(point(3))
+    (event,) = said(store)
+    assert event.data["points"] == [point(1), point(2), point(3)]
     assert {line["event"] for line in lines} == {"metrics_delayed"}
 
 
-def test_a_store_that_is_back_gets_the_points_without_another_step() -> None:
-    store = HangingStore()
-    with metrics_buffer(store, interval_s=0.01) as buffer:
-        store.error = StorageError("away")
-        for step in (1, 2):
-            buffer.add(_point(step))
-        buffer.flush()
-        store.error = None
-        store.written.wait()
-        assert _steps(store) == [1, 2]
-
-
-def test_the_end_tries_once_more_and_says_what_is_lost() -> None:
-    store = HangingStore()
-    store.error = StorageError("away")
-    buffer = MetricsBuffer(Reporter(store, REQUEST.attempt_id, "rank0"), total_steps=9, interval_s=3600.0)
-    with capture_logs() as lines:
-        buffer.add(_point(1))
-        buffer.close()
-
+def test_the_end_tries_once_more_and_says_what_is_lost(store: HangingStore) -> None:
+    store.error = AWAY
+    with capture_logs() as lines, metrics_buffer(store) as buffer:
+        buffer.add(point(1))
     assert lines[-1] == {"event": "metrics_lost", "num_points": 1, "log_level": "error"}
     assert "metrics" not in {thread.name for thread in threading.enumerate()}
     buffer.flush()
     buffer.close()
+
+
+class Listener:
+    """Hears events, and fails at a message as often as there are errors for it."""
+
+    def __init__(self, **errors: list[Exception]) -> None:
+        self.heard: SimpleQueue[str] = SimpleQueue()
+        self._errors = errors
+
+    def __call__(self, event: AttemptEvent) -> None:
+        if self._errors.get(event.message):
+            raise self._errors[event.message].pop()
+        self.heard.put(event.message)
+
+    def everything(self) -> list[str]:
+        return [self.heard.get() for _ in range(self.heard.qsize())]
+
+
+@contextmanager
+def tailing(store: HangingStore, listener: Listener, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Hand the first attempt's events on until the block ends; yields what is logged."""
+    monkeypatch.setattr("swiftkv_platform.jobs.attempt.tailing._INTERVAL_S", 0.01)
+    with capture_logs() as lines, following(AttemptStore(store), request(), listener):
+        yield lines
+
+
+def test_a_follower_outlives_a_listing_that_fails(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, listener = FakeWorker(store, "job"), Listener()
+    with tailing(store, listener, monkeypatch):
+        for message, failing in (("one", 0), ("two", 1), ("three", 0)):
+            store.failing_lists = failing
+            worker.say("message", message)
+            assert listener.heard.get() == message
+
+
+def test_an_event_that_could_not_be_passed_on_is_handed_on_again(
+    store: HangingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, listener = FakeWorker(store, "job"), Listener(two=[AWAY, AWAY])
+    with tailing(store, listener, monkeypatch):
+        for message in ("one", "two", "three"):
+            worker.say("message", message)
+        assert [listener.heard.get() for _ in range(3)] == ["one", "two", "three"]
+    assert listener.everything() == []
+
+
+@pytest.mark.parametrize(
+    ("failing_lists", "errors", "heard", "logged"),
+    [
+        (2, {}, ["one", "two"], None),
+        (10**9, {}, [], "events_not_followed"),
+        (0, {"one": [ValueError("no such figure")]}, ["two"], "event_not_handled"),
+    ],
+)
+def test_the_last_events_are_looked_for_more_than_once_and_nothing_holds_up_the_end(
+    store: HangingStore,
+    monkeypatch: pytest.MonkeyPatch,
+    failing_lists: int,
+    errors: dict[str, list[Exception]],
+    heard: list[str],
+    logged: str | None,
+) -> None:
+    worker, listener = FakeWorker(store, "job"), Listener(**errors)
+    for message in ("one", "two"):
+        worker.say("message", message)
+    store.failing_lists = failing_lists
+    with tailing(store, listener, monkeypatch) as lines:
+        pass
+    assert listener.everything() == heard
+    assert logged is None or lines[-1]["event"] == logged
+    if logged == "event_not_handled":
+        assert [(line["message"], line["exc_info"]) for line in lines] == [("one", True)]
+
+
+def draw(drawn: Curve, *steps: int, loss: float = 1.0) -> None:
+    for step in steps:
+        drawn.add({"step": step, "tokens": 10 * step, "loss": loss, "logits_loss": loss, "lr": 0.1, "mfu": 0.4})
+    drawn.save()
+
+
+def test_losses_are_kept_and_nothing_else(store: HangingStore) -> None:
+    drawn = Curve(store, FIRST)
+    drawn.begin(0)
+    draw(drawn, 1)
+    kept = {"step": 1, "tokens": 10, "loss": 1.0, "logits_loss": 1.0}
+    assert read_curve(store, [FIRST, SECOND]) == [kept]
+
+
+def test_a_long_run_keeps_every_few_steps_and_the_last(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve, "_MOST_POINTS", 8)
+    draw(Curve(store, FIRST), *range(1, 42))
+    assert [each["step"] for each in read_curve(store, [FIRST])] == [8, 16, 24, 32, 40, 41]
+
+
+def test_steps_that_are_made_again_are_the_later_ones(store: HangingStore) -> None:
+    """By workers that start again from their checkpoint, and by a later attempt."""
+    draw(Curve(store, FIRST), *range(1, 8), loss=1.0)
+    again = Curve(store, FIRST)
+    again.begin(4)
+    draw(again, 5, 6, loss=2.0)
+    draw(Curve(store, SECOND), 6, 7, loss=3.0)
+    losses = [(each["step"], each["loss"]) for each in read_curve(store, SECOND.so_far())]
+    assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 3.0), (7, 3.0)]
+
+
+def test_training_begins_and_goes_on_while_the_store_is_away(
+    store: HangingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> Any:
+        raise AWAY
+
+    for method in ("get_bytes", "put_bytes"):
+        monkeypatch.setattr(store, method, away)
+    drawn = Curve(store, FIRST)
+    drawn.begin(4)
+    draw(drawn, 5)

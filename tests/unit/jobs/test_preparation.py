@@ -1,116 +1,145 @@
-"""Prepared rows in the job's store: a later attempt trains on the very same, and nothing is left when they are done."""
+"""Inputs that a job's store keeps for a later attempt: rows, the calibrated start and the teacher's answers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.data import completions
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.errors import DataError
+from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.attempt.preparation import find_rows
-from swiftkv_platform.jobs.tasks import prepare
+from swiftkv_platform.jobs.tasks import prepare, write
+from swiftkv_platform.jobs.worker import generate_data
 from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
+from tests.unit.jobs.attempts import COPIED, Job, request, said
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store(str(tmp_path / "store"))
+def is_discarded(job: Job) -> bool:
+    """Whether nothing is left of the job's inputs once they are discarded."""
+    AttemptStore(job.store).discard_inputs("job")
+    return all("/events/" in info.key for info in job.store.list("jobs/job"))
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"number {i} of many"}) + "\n" for i in range(50)))
-    return path
-
-
-def request(teacher: Path, corpus: Path, attempt: int, *, initialization: str = "copied") -> AttemptRequest:
-    spec = JobSpec.model_validate(
-        {
-            "name": "tiny",
-            "model": {"name_or_path": str(teacher), "dtype": "float32"},
-            "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 64, "validation_fraction": 0.1},
-            "training": {"max_steps": 2, "batch_size": 2},
-            "swiftkv": {"initialization": initialization, "calibration_tokens": 1024},
-        }
-    )
-    return AttemptRequest(job_id="job", attempt=attempt, spec=spec, run_id="run")
-
-
-def test_a_later_attempt_trains_on_the_rows_of_the_first(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    plan, stored = prepare(request(tiny_teacher, corpus, 1), store.uri)
-    assert stored.rows == AttemptId("job", 1).data_prefix
-    assert find_rows(store, request(tiny_teacher, corpus, 2)) == stored.rows
-    corpus.write_text('{"text": "something else altogether"}\n')
-    assert prepare(request(tiny_teacher, corpus, 2), store.uri) == (plan, stored)
-
+def test_a_later_attempt_trains_on_the_rows_of_the_first(job: Job, tmp_path: Path) -> None:
+    first, later = (request(attempt, job.spec(**COPIED)) for attempt in (1, 2))
+    store = job.store
+    plan, stored = prepare(first, store.uri)
+    assert stored.rows == AttemptId("job", 1).data_prefix == find_rows(store, later)
+    job.write([{"text": "something else altogether"}])
+    assert prepare(later, store.uri) == (plan, stored)
     stored.fetch(tmp_path / "rows")
     data = stored.open(tmp_path / "rows").data
     assert isinstance(data.train.samples.tokens, np.memmap)
     assert len(data.train) == plan.statistics["train"]["rows"]
     assert data.train[0]["input_ids"].max() <= 257
-
-    AttemptStore(store).discard_inputs("job")
-    assert find_rows(store, request(tiny_teacher, corpus, 2)) is None
-    assert not [info for info in store.list("jobs/job") if "/events/" not in info.key]
+    assert is_discarded(job)
+    assert find_rows(store, later) is None
 
 
-def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    first, again, later = (request(tiny_teacher, corpus, n, initialization="calibrated") for n in (1, 1, 2))
+def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, tmp_path: Path) -> None:
+    spec, store = job.spec(), job.store
+    first, again, later = (request(attempt, spec) for attempt in (1, 1, 2))
     _, stored = prepare(first, store.uri)
     assert stored.start == AttemptId("job", 1).start_prefix("tiny")
     assert stored.lacks_start
     assert prepare(later, store.uri)[1].start == AttemptId("job", 2).start_prefix("tiny")
-
     stored.fetch(tmp_path / "rows")
     (tmp_path / "found").mkdir()
-    rows = PreparedData.load(tmp_path / "rows").train
-    calibrate(first.spec, str(tiny_teacher), rows, tmp_path / "found", device="cpu")
+    calibrate(spec, str(job.teacher), PreparedData.load(tmp_path / "rows").train, tmp_path / "found", device="cpu")
     stored.publish_start(tmp_path / "found")
     assert not stored.lacks_start
-    assert prepare(again, store.uri)[1] == stored
-    assert prepare(later, store.uri)[1] == stored
-
+    assert prepare(again, store.uri)[1] == prepare(later, store.uri)[1] == stored
     stored.fetch_start(tmp_path / "rows")
     calibrated, found = stored.open(tmp_path / "rows").calibrated, StoredTensors(tmp_path / "found")
-    assert calibrated is not None
     assert calibrated.keys() == found.keys()
     assert all(calibrated[name].equal(tensor) for name, tensor in found.items())
-
-    AttemptStore(store).discard_inputs("job")
-    assert not [info for info in store.list("jobs/job") if "/events/" not in info.key]
+    assert is_discarded(job)
 
 
-def test_data_that_leave_nothing_to_evaluate_on_are_refused_before_training(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore
-) -> None:
-    corpus.write_text(json.dumps({"text": "one document"}) + "\n")
+def test_what_was_found_is_said_in_sentences(job: Job) -> None:
+    job.write([{"text": f"number {i} of many"} for i in range(50)] + [{"text": ""}] * 10 + [{"text": "long " * 100}])
+    plan, _ = prepare(request(1, job.spec(**COPIED)), job.store.uri)
+    (source, is_warning), (training, _), (held_out, _) = plan.messages
+    assert is_warning  # a sixth of the rows is empty
+    assert all(part in source for part in ("61 rows (61 text)", "10 dropped", "1 texts split"))
+    assert "% full" in training
+    assert held_out.startswith("held out: ")
+    assert is_discarded(job)
+    job.write([{"text": "one document"}])
     with pytest.raises(DataError, match="no held-out text") as caught:
-        prepare(request(tiny_teacher, corpus, 1), store.uri)
+        prepare(request(1, job.spec(**COPIED)), job.store.uri)
     assert caught.value.field == "data.validation_fraction"
 
 
-def test_what_was_found_is_said_in_sentences(tiny_teacher: Path, corpus: Path, store: ObjectStore) -> None:
-    corpus.write_text(corpus.read_text() + '{"text": ""}\n' * 10 + json.dumps({"text": "long " * 100}) + "\n")
-    plan, _ = prepare(request(tiny_teacher, corpus, 1), store.uri)
-    (source, is_warning), (training, _), (held_out, _) = plan.messages
-    assert is_warning  # a sixth of the rows is empty
-    assert "61 rows (61 text)" in source
-    assert "10 dropped" in source
-    assert "1 texts split" in source
-    assert "% full" in training
-    assert held_out.startswith("held out: ")
+@pytest.fixture
+def asking(job: Job, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes attempts of the job, whose teacher answers six prompts, two a shard."""
+    monkeypatch.setattr(completions, "_PROMPTS_PER_SHARD", 2)
+    job.write({"prompt": f"question {i}"} for i in range(6))
+
+    def attempt(number: int = 1, **settings: Any) -> AttemptRequest:
+        sources = [{"name_or_path": str(job.corpus), "complete": {"max_tokens": 5, **settings}}]
+        return request(number, job.spec(**COPIED, data={"sources": sources, "max_length": 64}))
+
+    return attempt
+
+
+@pytest.fixture
+def store(job: Job) -> ObjectStore:
+    return job.store
+
+
+def shards(store: ObjectStore, attempt: int = 1) -> dict[str, int]:
+    """Tokens of each shard of answers, by its name."""
+    found = {
+        Path(info.key).stem: store.get_bytes(info.key) for info in store.list(f"jobs/job/attempts/{attempt}/answers")
+    }
+    return {name: sum(len(json.loads(line)["token_ids"]) for line in data.splitlines()) for name, data in found.items()}
+
+
+def test_workers_write_their_shares_and_training_sees_them(asking: Any, store: ObjectStore) -> None:
+    first, second = write(asking(), store.uri, 0), write(asking(), store.uri, 1)
+    assert 0 < second < first + second == sum(shards(store).values()) <= 30
+    shares = [(event.data["part"], event.data["done"], event.data["total"]) for event in said(store, "progress")]
+    parts = [f"data.sources[0], worker {worker}" for worker in (0, 0, 1)]
+    assert shares == list(zip(parts, (1, 2, 1), (2, 2, 1), strict=True))
+    plan, _ = prepare(asking(), store.uri)
+    source = plan.statistics["sources"][0]
+    assert (source["written_tokens"], source["formats"]) == (first + second, {"prompt_completion": 6})
+    assert any(f"{first + second} tokens written by the teacher" in message for message, _ in plan.messages)
+
+
+def test_another_attempt_writes_only_what_is_missing(asking: Any, store: ObjectStore) -> None:
+    write(asking(), store.uri, 0)
+    assert len(shards(store)) == 2
+    assert write(asking(2), store.uri, 0) == 0
+    assert write(asking(2), store.uri, 1) == sum(shards(store, 2).values()) > 0
+    assert len(shards(store, 2)) == 1
+    prepare(asking(2), store.uri)
+    assert write(asking(3), store.uri, 1) == 0, "the rows are prepared"
+
+
+def test_other_settings_are_other_answers(asking: Any, store: ObjectStore) -> None:
+    write(asking(), store.uri, 0)
+    assert write(asking(2, temperature=0.5), store.uri, 0) > 0
+    assert shards(store, 2).keys().isdisjoint(shards(store))
+
+
+def test_a_worker_without_room_for_the_teacher_refuses(
+    asking: Any, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate_data, "free_bytes", lambda *_, **__: 1e5)
+    with pytest.raises(InvalidInputError, match=r"a worker has 0\.0 GB free") as refused:
+        write(asking(), store.uri, 0)
+    assert refused.value.field == "data.sources.0.complete"
+    assert not shards(store)

@@ -66,67 +66,37 @@ def test_every_recipe_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_its_teacher(path: Path, tmp_path: Path) -> None:
+def test_a_recipe_fits_its_teacher(path: Path, client: TestClient, tmp_path: Path) -> None:
+    """By the command and by the control plane, given `config.json` and nothing else of the teacher."""
     spec, arguments = load_spec(path), ["jobs", "validate", "-f", str(path), "--json"]
+    body = spec.model_dump(mode="json")
     if spec.model.name_or_path != BUILTIN_TEACHER:
         config = tmp_path / "config.json"
         config.write_text(json.dumps(TEACHERS[spec.model.name_or_path]))
         assert spec.data.max_length <= TEACHERS[spec.model.name_or_path]["max_position_embeddings"]
         arguments += ["--config", str(config)]
+        body["model"]["name_or_path"] = str(tmp_path)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert (found["num_key_value_layers"], found["num_kv_cache_layers"]) == LAYERS[path.stem]
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_control_plane_foresees_a_recipe(path: Path, client: TestClient, tmp_path: Path) -> None:
-    """Given the teacher's configuration in a directory; nothing but `config.json` lies there."""
-    spec = load_spec(path).model_dump(mode="json")
-    if spec["model"]["name_or_path"] != BUILTIN_TEACHER:
-        (tmp_path / "config.json").write_text(json.dumps(TEACHERS[spec["model"]["name_or_path"]]))
-        spec["model"]["name_or_path"] = str(tmp_path)
-    answer = client.post("/jobs/validate", json=spec)
+    answer = client.post("/jobs/validate", json=body)
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    assert (found["num_key_value_layers"], found["num_kv_cache_layers"]) == LAYERS[path.stem]
-    for name in (
-        "prefill_flops_ratio",
-        "kv_bytes_per_token",
-        "trained_parameters",
-        "flops_per_step",
-        "memory_per_worker",
-    ):
-        assert found[name] > 0, name
+    for found in (json.loads(result.stdout), answer.json()):
+        assert (found["num_key_value_layers"], found["num_kv_cache_layers"]) == LAYERS[path.stem]
+    planned = "prefill_flops_ratio", "kv_bytes_per_token", "trained_parameters", "flops_per_step", "memory_per_worker"
+    assert all(answer.json()[name] > 0 for name in planned)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in RECIPES if not path.stem.startswith("builtin-")], ids=lambda p: p.stem
-)
-def test_a_recipe_of_a_published_model_has_the_papers_hyperparameters(path: Path) -> None:
-    spec = load_spec(path)
-    assert (spec.optimizer.learning_rate, spec.optimizer.weight_decay, spec.optimizer.warmup_ratio) == (
-        3e-4,
-        0.05,
-        0.05,
-    )
-    assert (spec.training.num_epochs, spec.training.batch_size, spec.training.max_steps) == (2, 32, None)
-    assert (spec.data.max_length, spec.data.packing, spec.distillation.temperature) == (8192, True, 2.0)
-    assert spec.evaluation.tasks == ("paper",)
-    assert spec.evaluation.has_gate
-    sources = [source.name_or_path for source in spec.data.sources]
-    assert sources[:2] == ["HuggingFaceH4/ultrachat_200k", "teknium/OpenHermes-2.5"]
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in RECIPES if load_spec(path).resources.gpus_per_worker], ids=lambda p: p.stem
-)
-def test_every_recipe_trains_on_its_gpus(path: Path) -> None:
-    spec = load_spec(path)
-    memory = estimate(spec, teacher_config(spec), ()).memory_per_worker
-    assert memory is not None
-    assert spec.resources.accelerator_type is not None
-    assert memory < phases.DEVICE_MEMORY[spec.resources.accelerator_type]
+def test_recipes_of_published_models_have_the_papers_hyperparameters() -> None:
+    for path in (path for path in RECIPES if not path.stem.startswith("builtin-")):
+        spec = load_spec(path)
+        optimizer, training, data = spec.optimizer, spec.training, spec.data
+        assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup_ratio) == (3e-4, 0.05, 0.05)
+        assert (training.num_epochs, training.batch_size, training.max_steps) == (2, 32, None)
+        assert (data.max_length, data.packing, spec.distillation.temperature) == (8192, True, 2.0)
+        assert spec.evaluation.tasks == ("paper",)
+        assert spec.evaluation.has_gate
+        sources = [source.name_or_path for source in data.sources]
+        assert sources[:2] == ["HuggingFaceH4/ultrachat_200k", "teknium/OpenHermes-2.5"]
 
 
 def test_too_few_workers_are_refused_with_the_number_that_would_do() -> None:
@@ -141,15 +111,16 @@ def test_too_few_workers_are_refused_with_the_number_that_would_do() -> None:
 @pytest.mark.parametrize(
     "path", [path for path in RECIPES if load_spec(path).resources.gpus_per_worker], ids=lambda p: p.stem
 )
-def test_a_recipe_on_fewer_workers_fits_or_is_refused_with_what_would_do(path: Path) -> None:
+def test_a_recipe_fits_its_gpus_and_on_fewer_workers_fits_or_is_refused(path: Path) -> None:
     spec = load_spec(path)
-    accelerator = spec.resources.accelerator_type
-    assert accelerator is not None
+    room = phases.DEVICE_MEMORY[spec.resources.accelerator_type]
+    memory = estimate(spec, teacher_config(spec), ()).memory_per_worker
+    assert memory < room
     num_workers = spec.resources.num_workers
     while (num_workers := num_workers // 2) >= spec.sharding.sequence_parallel_size:
         fewer = spec.model_copy(update={"resources": spec.resources.model_copy(update={"num_workers": num_workers})})
         needed = max(memory.device for memory in memory_by_phase(fewer, teacher_config(fewer)))
-        if needed <= phases.DEVICE_MEMORY[accelerator]:
+        if needed <= room:
             estimate(fewer, teacher_config(fewer), ())
             continue
         with pytest.raises(InvalidInputError, match=r"needs \d+ GB .* has 80 GB; use .*") as refused:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest
-from swiftkv_platform.data.prepared import PreparedData
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
@@ -31,199 +28,107 @@ from swiftkv_platform.jobs.worker.prepare import load_student
 from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, PublishSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
-from swiftkv_platform.storage.object_store import ObjectStore
 from tests.checkpoints import ROWS, save_fp8
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import save_teacher
+from tests.unit.jobs.attempts import COPIED, Job, request
+
+ARTIFACT = AttemptId("job", 1).artifact_prefix
+WRONG_LAYER = {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    path = tmp_path / "functions.jsonl"
-    rows = ({"text": f"def add_{i}(x):\n    return x + {i}\n"} for i in range(120))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store(str(tmp_path / "store"))
-
-
-def _spec(teacher: Path, corpus: Path, **sections: Any) -> JobSpec:
-    return JobSpec.model_validate(
-        {
-            "name": "tiny",
-            "model": {"name_or_path": str(teacher), "dtype": "float32"},
-            "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2},
-            "training": {"max_steps": 4, "batch_size": 4},
-            "tracking": {"wandb": {"mode": "disabled"}},
-            "swiftkv": {"key_value_group_size": 2, "calibration_tokens": 1024},
-            **sections,
-        }
-    )
-
-
-def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
-    with tempfile.TemporaryDirectory() as directory:
-        plan, data = prepare_in(spec, Path(directory) / "rows")
-        return plan, Prepared(data, start(spec, data))
-
-
-def start(spec: JobSpec, data: PreparedData) -> dict[str, torch.Tensor] | None:
-    """The calibrated start, by this process alone."""
+def prepare(job: Job, spec: JobSpec) -> tuple[Plan, Prepared]:
+    """Rows, and the calibrated start by this process alone."""
+    place = job.directory / f"prepared-{len(list(job.directory.iterdir()))}"
+    place.mkdir()
+    plan, data = prepare_in(spec, place / "rows")
     if spec.swiftkv.initialization == "copied":
-        return None
-    with tempfile.TemporaryDirectory() as directory:
-        calibrate(spec, spec.model.name_or_path, data.train, Path(directory), device="cpu")
-        return dict(StoredTensors(Path(directory)))
+        return plan, Prepared(data, None)
+    calibrate(spec, spec.model.name_or_path, data.train, place, device="cpu")
+    return plan, Prepared(data, dict(StoredTensors(place)))
 
 
-def _checkpoint(
-    store: ObjectStore,
-    spec: JobSpec,
-    teacher: Path,
-    tmp_path: Path,
-    noise: float = 0.0,
-    state: dict[str, torch.Tensor] | None = None,
-) -> str:
-    """A checkpoint of a student that has moved by `noise` from its copied start, in the trainer's own names.
+def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, torch.Tensor] | None = None) -> str:
+    """A student that has moved by `noise` from its copied start, in the trainer's own names.
 
     Args:
         state: of an optimizer, beside it.
     """
-    trained = trained_parameters(load_student(spec, str(teacher)), spec.distillation)
-    generator = torch.Generator().manual_seed(0)
-    model = {
-        f"student.{name}": p.detach() + noise * torch.randn(p.shape, generator=generator) for name, p in trained.items()
-    }
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
+    torch.manual_seed(0)
+    model = {f"student.{name}": p.detach() + noise * torch.randn(p.shape) for name, p in trained.items()}
+    dist.init_process_group("gloo", init_method=f"file://{job.directory}/group", rank=0, world_size=1)
     try:
         saved = {"model": model, "optimizer": state or {}, "progress": {"step": 4}}
-        save(saved, storage_writer=FileSystemWriter(tmp_path / "checkpoint"))
+        save(saved, storage_writer=FileSystemWriter(job.directory / "checkpoint"))
     finally:
         dist.destroy_process_group()
     lineage = {"step": 4, "tokens": 77, "world_size": 1}
-    publish_directory(store, tmp_path / "checkpoint", "ck", kind="checkpoint", lineage=lineage, metrics={})
+    publish_directory(job.store, job.directory / "checkpoint", "ck", kind="checkpoint", lineage=lineage, metrics={})
     return "ck"
 
 
-def _evaluate(spec: JobSpec, store: ObjectStore, checkpoint: str, prepared: Prepared, destination: Path) -> Any:
-    request = AttemptRequest(job_id="job", attempt=1, spec=spec, run_id="run")
-    manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
-    fetch_directory(store, AttemptId("job", 1).artifact_prefix, destination)
+def evaluate_job(job: Job, spec: JobSpec, checkpoint: str, prepared: Prepared, place: str = "artifact") -> Any:
+    """The manifest of the artifact, which is fetched to `place`."""
+    manifest = evaluate_and_publish(request(spec=spec), job.store.uri, checkpoint, prepared)
+    fetch_directory(job.store, ARTIFACT, job.directory / place)
     return manifest
 
 
-def test_the_plan_counts_steps_and_trained_parameters(tiny_teacher: Path, corpus: Path) -> None:
-    spec = _spec(tiny_teacher, corpus, training={"num_epochs": 3, "batch_size": 4})
-    plan, prepared = prepare(spec)
-
+def test_the_plan_counts_steps_and_trained_parameters(job: Job) -> None:
+    """The heads are shared, as the spec says, and calibration moves them away from the copies."""
+    spec = job.spec(training={"num_epochs": 3, "batch_size": 4}, swiftkv={"sharing": "mqa"})
+    plan, prepared = prepare(job, spec)
+    calibrated, copied = prepared.calibrated, dict(load_student(spec, str(job.teacher)).swiftkv_parameters())
     assert plan.total_steps == -(-3 * len(prepared.data.train) // 4)
-    assert prepared.calibrated is not None
-    assert plan.num_trained_parameters == sum(tensor.numel() for tensor in prepared.calibrated.values())
+    assert plan.num_trained_parameters == sum(tensor.numel() for tensor in calibrated.values())
     assert plan.statistics["train"]["rows"] == len(prepared.data.train)
-    json.dumps(plan.statistics)
-
-
-def test_calibration_moves_the_start_away_from_the_copies(tiny_teacher: Path, corpus: Path) -> None:
-    spec = _spec(tiny_teacher, corpus)
-    _, prepared = prepare(spec)
-    copied = dict(load_student(spec, str(tiny_teacher)).swiftkv_parameters())
-
-    assert prepared.calibrated is not None
-    assert prepared.calibrated.keys() == copied.keys()
-    changed = {name for name, tensor in prepared.calibrated.items() if not tensor.equal(copied[name])}
+    assert json.dumps(plan.statistics)
+    assert calibrated["model.layers.3.self_attn.k_proj_swiftkv.weight"].shape == (8, 64)
+    assert calibrated.keys() == copied.keys()
+    changed = {name for name, tensor in calibrated.items() if not tensor.equal(copied[name])}
     assert all("proj" in name for name in changed)
     assert any("k_proj" in name for name in changed)
 
 
-@pytest.mark.slow  # calibrates twice
-def test_padding_does_not_change_the_calibration(tiny_teacher: Path, corpus: Path) -> None:
-    """Rows of one sample each, mostly padding, calibrate like the same rows without it: not at all by the padding."""
-    unpacked = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "packing": False}
-    shorter = unpacked | {"max_length": 48}
+def test_padding_does_not_change_the_calibration(job: Job) -> None:
+    """Rows of one sample each, mostly padding, calibrate like the same rows with less of it."""
     starts = []
-    for data in (unpacked, shorter):
-        _, prepared = prepare(_spec(tiny_teacher, corpus, data=data))
+    for max_length in (96, 48):
+        _, prepared = prepare(job, job.spec(data={"max_length": max_length, "packing": False}))
         assert prepared.data.train.packing_efficiency < 0.9
         starts.append(prepared.calibrated)
-    assert starts[0] is not None
-    assert starts[1] is not None
-    for name, tensor in starts[0].items():
-        torch.testing.assert_close(starts[1][name], tensor, msg=name)
+    torch.testing.assert_close(*starts)
 
 
-def test_a_job_may_share_heads(tiny_teacher: Path, corpus: Path) -> None:
-    spec = _spec(tiny_teacher, corpus, swiftkv={"sharing": "mqa", "calibration_tokens": 1024})
-    _, prepared = prepare(spec)
-    assert prepared.calibrated is not None
-    assert prepared.calibrated["model.layers.3.self_attn.k_proj_swiftkv.weight"].shape == (8, 64)
-
-
-def test_a_tokenizer_of_another_model_is_refused(corpus: Path, tmp_path: Path) -> None:
-    save_teacher(tmp_path / "teacher", vocab_size=200, bos_token_id=1, eos_token_id=2)
-    with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
-        prepare(_spec(tmp_path / "teacher", corpus))
-
-
-@pytest.mark.slow  # prepares, trains and evaluates
-def test_a_job_may_start_from_the_copies(tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path) -> None:
-    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
-    _, prepared = prepare(spec)
-    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path)
-
-    manifest = _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
-
-    assert prepared.calibrated is None
-    assert manifest.metrics["calibrated"] is None
-    assert manifest.metrics["distilled"] == manifest.metrics["rewired"]
-    assert manifest.metrics["tokens_trained"] == 77
-    assert manifest.metrics["training"] == {
-        "step": 4,
-        "reason": "last_step",
-        "held_out_kl": None,
-        "start_kl": None,
-    }
-
-
-@pytest.mark.slow  # prepares, trains and evaluates
-def test_the_artifact_is_the_trained_student_with_its_teacher(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    spec = _spec(tiny_teacher, corpus)
-    _, prepared = prepare(spec)
-    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, noise=0.1)
-    manifest = _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
-
-    student = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact")
-    teacher = AutoModelForCausalLM.from_pretrained(tiny_teacher)
-    prompt = AutoTokenizer.from_pretrained(tmp_path / "artifact")("def add_7(", return_tensors="pt")["input_ids"]
+def test_the_artifact_is_the_trained_student_with_its_teacher(job: Job) -> None:
+    spec = job.spec()
+    _, prepared = prepare(job, spec)
+    manifest = evaluate_job(job, spec, checkpoint_of(job, spec, noise=0.1), prepared)
+    artifact = job.directory / "artifact"
+    student, teacher = (AutoModelForCausalLM.from_pretrained(path) for path in (artifact, job.teacher))
+    prompt = AutoTokenizer.from_pretrained(artifact)("def add_7(", return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        rewired = load_student(spec, str(tiny_teacher))(prompt).logits
+        rewired = load_student(spec, str(job.teacher))(prompt).logits
         assert not torch.allclose(student(prompt).logits, rewired, atol=1e-3)
         torch.testing.assert_close(student.swiftkv(False)(prompt).logits, teacher(prompt).logits)
-    assert manifest.lineage["teacher"] == str(tiny_teacher)
+    assert manifest.lineage["teacher"] == str(job.teacher)
     assert manifest.lineage["data_fingerprint"] == prepared.data.fingerprint
     assert JobSpec.model_validate(manifest.lineage["spec"]) == spec
-    assert json.loads((tmp_path / "artifact" / "evaluation.json").read_text()) == manifest.metrics
+    assert json.loads((artifact / "evaluation.json").read_text()) == manifest.metrics
     assert manifest.metrics["continuations"]["num_prompts"] > 1
-    assert prepared.data.fingerprint in (tmp_path / "artifact" / "evaluation.html").read_text()
+    assert prepared.data.fingerprint in (artifact / "evaluation.html").read_text()
 
 
-@pytest.mark.slow  # prepares, trains and evaluates
-def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the optimizer's state nor the attempt's events."""
-    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
-    _, prepared = prepare(spec)
-    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, state={"moments": torch.zeros(1 << 20)})
-    drawn = Curve(store, AttemptId("job", 1))
+def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the optimizer's state nor the attempt's events. The job starts from the copies."""
+    spec = job.spec(**COPIED)
+    _, prepared = prepare(job, spec)
+    checkpoint = checkpoint_of(job, spec, state={"moments": torch.zeros(1 << 20)})
+    drawn = Curve(job.store, AttemptId("job", 1))
     drawn.add({"step": 4, "tokens": 77, "loss": 0.125})
     drawn.save()
     read: Counter[str] = Counter()
@@ -236,63 +141,63 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(
 
     monkeypatch.setattr(LocalObjectStore, "stream", counted)
     monkeypatch.setattr(AttemptStore, "read_events", lambda *_, **__: pytest.fail("events are read"))
-    _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
-
-    trained = sum(
-        4 * p.numel() for p in trained_parameters(load_student(spec, str(tiny_teacher)), spec.distillation).values()
-    )
+    metrics = evaluate_job(job, spec, checkpoint, prepared).metrics
+    trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
+    trained_bytes = sum(4 * parameter.numel() for parameter in trained.values())
     pieces = sum(size for key, size in read.items() if key.endswith(".distcp"))
-    assert 2 * trained < pieces < 2 * trained + (1 << 20), "to measure, and to publish"
-    assert "4 steps; the last at 0.1250" in (tmp_path / "artifact" / "evaluation.html").read_text()
+    assert 2 * trained_bytes < pieces < 2 * trained_bytes + (1 << 20), "to measure, and to publish"
+    assert "4 steps; the last at 0.1250" in (job.directory / "artifact" / "evaluation.html").read_text()
+    assert (metrics["calibrated"], metrics["distilled"], metrics["tokens_trained"]) == (None, metrics["rewired"], 77)
+    assert metrics["training"] == {"step": 4, "reason": "last_step", "held_out_kl": None, "start_kl": None}
 
 
-@pytest.mark.slow  # prepares, trains and evaluates
-def test_a_piece_that_was_damaged_is_not_measured(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
-    _, prepared = prepare(spec)
-    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path)
-    (info,) = [info for info in store.list(checkpoint) if info.key.endswith(".distcp")]
-    data = bytearray(store.get_bytes(info.key))
+def test_a_piece_that_was_damaged_is_not_measured(job: Job) -> None:
+    spec = job.spec(**COPIED)
+    checkpoint = checkpoint_of(job, spec)
+    (info,) = [info for info in job.store.list(checkpoint) if info.key.endswith(".distcp")]
+    data = bytearray(job.store.get_bytes(info.key))
     data[len(data) // 2] ^= 1
-    store.put_bytes(info.key, bytes(data))
+    job.store.put_bytes(info.key, bytes(data))
     with pytest.raises(ArtifactCorruptError, match="does not hold"):
-        _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
+        evaluate_job(job, spec, checkpoint, prepare(job, spec)[1])
 
 
-@pytest.mark.slow  # prepares, trains and evaluates
-@pytest.mark.parametrize("trainable", ["tail", "all"])
-def test_trained_layers_are_measured_against_the_teacher_they_came_from_and_published_without_it(
-    trainable: str, tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    spec = _spec(tiny_teacher, corpus, distillation={"trainable": trainable})
-    _, prepared = prepare(spec)
-    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, noise=0.05)
-    manifest = _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
-
-    untrained = load_student(spec, str(tiny_teacher))
-    expected = evaluate(untrained, prepared.data.held_out, max_tokens=spec.evaluation.max_tokens, batch_size=8).teacher
+def test_trained_layers_are_measured_against_the_teacher_they_came_from_and_published_without_it(job: Job) -> None:
+    spec = job.spec(distillation={"trainable": "all"})
+    _, prepared = prepare(job, spec)
+    manifest = evaluate_job(job, spec, checkpoint_of(job, spec, noise=0.05), prepared)
+    untrained, limit = load_student(spec, str(job.teacher)), spec.evaluation.max_tokens
+    expected = evaluate(untrained, prepared.data.held_out, max_tokens=limit, batch_size=8).teacher
     assert manifest.metrics["teacher"]["perplexity"] == pytest.approx(expected.perplexity)
-    student = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact")
     with pytest.raises(ModelError, match="without"):
-        student.swiftkv(False)
+        AutoModelForCausalLM.from_pretrained(job.directory / "artifact").swiftkv(False)
 
 
-@pytest.mark.slow  # prepares, trains and evaluates
-def test_the_gate_keeps_a_bad_student_from_being_published(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    spec = _spec(tiny_teacher, corpus, evaluation={"max_kl": 1e-9})
-    _, prepared = prepare(spec)
-    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path)
-
+def test_the_gate_keeps_a_bad_student_from_being_published(job: Job) -> None:
+    spec = job.spec(evaluation={"max_kl": 1e-9}, **COPIED)
     with pytest.raises(QualityGateError, match="max_kl"):
-        _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
-    assert not is_complete(store, AttemptId("job", 1).artifact_prefix)
-    report = json.loads(store.get_bytes("jobs/job/attempts/1/evaluation.json"))
+        evaluate_job(job, spec, checkpoint_of(job, spec), prepare(job, spec)[1])
+    assert not is_complete(job.store, ARTIFACT)
+    report = json.loads(job.store.get_bytes("jobs/job/attempts/1/evaluation.json"))
     assert [(gate["field"], gate["passed"]) for gate in report["gates"]] == [("evaluation.max_kl", False)]
-    assert b">failed<" in store.get_bytes("jobs/job/attempts/1/evaluation.html")
+    assert b">failed<" in job.store.get_bytes("jobs/job/attempts/1/evaluation.html")
+
+
+@pytest.mark.parametrize("trainable", ["qkv", "tail"])
+def test_a_published_adapter_is_the_whole_artifact_with_its_teacher(job: Job, trainable: str) -> None:
+    spec = job.spec(**COPIED, distillation={"trainable": trainable})
+    _, prepared = prepare(job, spec)
+    checkpoint = checkpoint_of(job, spec, noise=0.1)
+    whole = evaluate_job(job, spec, checkpoint, prepared, "whole")
+    delete_directory(job.store, ARTIFACT)
+    adapting = spec.model_copy(update={"publish": PublishSpec(adapter=True)})
+    manifest = evaluate_job(job, adapting, checkpoint, prepared, "adapter")
+    assert manifest.size < whole.size
+    assert len(manifest.lineage[ADAPTER_LINEAGE]) == 64
+    assert ADAPTER_LINEAGE not in whole.lineage
+    models = (AutoModelForCausalLM.from_pretrained(job.directory / name) for name in ("whole", "adapter"))
+    with torch.no_grad():
+        assert torch.equal(*(model(torch.arange(20)[None]).logits for model in models))
 
 
 @pytest.mark.parametrize(
@@ -300,57 +205,33 @@ def test_the_gate_keeps_a_bad_student_from_being_published(
     [
         ({"swiftkv": {"num_key_value_layers": 7}}, InvalidInputError, "swiftkv.num_key_value_layers"),
         ({"swiftkv": {"num_key_value_layers": 6}}, InvalidInputError, "swiftkv.num_key_value_layers"),
-        (
-            {"distillation": {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}},
-            InvalidInputError,
-            "distillation.hidden_loss_layer",
-        ),
+        ({"distillation": WRONG_LAYER}, InvalidInputError, "distillation.hidden_loss_layer"),
         ({"model": {"name_or_path": "/nowhere"}}, ModelError, "model.name_or_path"),
         ({"data": {"sources": [{"name_or_path": "/nowhere.jsonl"}]}}, DataError, "data.sources[0].name_or_path"),
         ({"evaluation": {"tasks": ["builtin:gsm8k"]}}, InvalidInputError, "evaluation.tasks"),
     ],
 )
 def test_bad_input_shows_before_any_worker_starts(
-    tiny_teacher: Path, corpus: Path, sections: dict[str, Any], error: type[Exception], field: str
+    job: Job, sections: dict[str, Any], error: type[Exception], field: str
 ) -> None:
     with pytest.raises(error) as raised:
-        prepare(_spec(tiny_teacher, corpus, **sections))
-    assert getattr(raised.value, "field", None) == field
+        prepare(job, job.spec(**sections))
+    assert raised.value.field == field
 
 
-def test_a_teacher_without_a_tokenizer_is_named(tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (bare / name).write_bytes((tiny_teacher / name).read_bytes())
+def test_a_teacher_with_another_tokenizer_or_without_one_is_named(job: Job) -> None:
+    job.teacher = save_teacher(job.directory / "teacher", vocab_size=200, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
+        prepare(job, job.spec())
+    for file in job.teacher.glob("*token*"):
+        file.unlink()
     with pytest.raises(ModelError, match="tokenizer"):
-        prepare(_spec(bare, corpus))
+        prepare(job, job.spec())
 
 
-@pytest.mark.slow  # prepares, trains and evaluates
-@pytest.mark.parametrize("trainable", ["qkv", "tail"])
-def test_a_published_adapter_is_the_whole_artifact_with_its_teacher(
-    trainable: str, tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"}, distillation={"trainable": trainable})
-    _, prepared = prepare(spec)
-    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, noise=0.1)
-    whole = _evaluate(spec, store, checkpoint, prepared, tmp_path / "whole")
-    adapting = spec.model_copy(update={"publish": PublishSpec(adapter=True)})
-    delete_directory(store, AttemptId("job", 1).artifact_prefix)
-    manifest = _evaluate(adapting, store, checkpoint, prepared, tmp_path / "adapter")
-
-    assert manifest.size < whole.size
-    assert len(manifest.lineage[ADAPTER_LINEAGE]) == 64
-    assert ADAPTER_LINEAGE not in whole.lineage
-    prompt = torch.arange(20)[None]
-    with torch.no_grad():
-        logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(prompt).logits for name in ("whole", "adapter")]
-    assert torch.equal(*logits)
-
-
-def test_an_adapter_of_a_teacher_in_fp8_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:
-    save_fp8(tmp_path / "teacher", ROWS)
-    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+def test_an_adapter_of_a_teacher_in_fp8_is_refused_before_training(job: Job) -> None:
+    job.teacher = job.directory / "teacher"
+    save_fp8(job.teacher, ROWS)
+    byte_tokenizer().save_pretrained(job.teacher)
     with pytest.raises(ModelError, match=r"publish\.adapter is true, and .* is stored in FP8"):
-        prepare(_spec(tmp_path / "teacher", corpus, publish={"adapter": True}))
+        prepare(job, job.spec(publish={"adapter": True}))

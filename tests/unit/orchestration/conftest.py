@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import pytest
 
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.job import Event, Job, new_id, status_event
-from swiftkv_platform.orchestration.ports import Page
+from swiftkv_platform.orchestration.job import Event, Job, Reason, new_id, status_event
+from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Entrypoint, Reconciler
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest
@@ -63,6 +61,28 @@ class Plane:
             interval_s=1.0,
         )
 
+    @cached_property
+    def _loop(self) -> Reconciler:
+        return self.reconciler()
+
+    def tick(self) -> None:
+        """Turn a reconciler that is the same each time."""
+        self._loop.tick()
+
+    def started(self, **spec: Any) -> Job:
+        """A job that is on the cluster."""
+        job = self.submit(**spec)
+        self.tick()
+        return job
+
+    def end(
+        self, job: Job, status: SubmissionStatus = SubmissionStatus.SUCCEEDED, message: str = "", attempt: int = 1
+    ) -> Job:
+        """Have an attempt's process end, and the reconciler see it."""
+        self.cluster.finish(f"{job.id}-{attempt}", status, message)
+        self.tick()
+        return self.get(job)
+
     def submit(self, *, tenant: str = TENANT, **spec: Any) -> Job:
         document = {"name": "test", **spec}
         job = Job(new_id("job"), tenant, "ann", JobSpec.model_validate(document), int(self.clock()))
@@ -70,6 +90,12 @@ class Plane:
 
     def get(self, job: Job) -> Job:
         return self.jobs.get(job.id, tenant=job.tenant)
+
+    def reason(self, job: Job) -> Reason:
+        """Why the job has the status that it has."""
+        found = self.get(job).status_reason
+        assert found is not None
+        return found
 
     def worker(self, job: Job, attempt: int = 1, writer: str = "driver") -> FakeWorker:
         return FakeWorker(self.objects, job.id, attempt, writer)
@@ -83,7 +109,5 @@ class Plane:
 
 
 @pytest.fixture
-def plane(tmp_path: Path, empty_database: Path) -> Iterator[Plane]:
-    database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
-    yield Plane(database)
-    database.close()
+def plane(sqlite_database: Database) -> Plane:
+    return Plane(sqlite_database)

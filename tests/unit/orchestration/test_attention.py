@@ -6,8 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.demand import Placed
 from swiftkv_platform.orchestration.job import JobStatus
-from swiftkv_platform.orchestration.standing import Placed
 
 
 def placed(count: int) -> list[Placed]:

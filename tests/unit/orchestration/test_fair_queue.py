@@ -85,19 +85,16 @@ def test_priorities_count_within_a_tenant_alone() -> None:
     assert choose(FairQueue(Granted()), [a_low, b, a_high, b_high], room=4) == [a_high, b_high, a_low, b]
 
 
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
+def test_jobs_beyond_a_quota_wait() -> None:
+    for policy, expected in (
         (TenantPolicy(max_running_jobs=2), 1),
         (TenantPolicy(max_gpus=6), 2),
         (TenantPolicy(max_cpus=4), 1),
         (TenantPolicy(), 4),
-    ],
-)
-def test_jobs_beyond_a_quota_wait(policy: TenantPolicy, expected: int) -> None:
-    live = [job("a", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
-    live += [job("a", resources=workers(2, gpus=1)) for _ in range(4)]
-    assert len(choose(FairQueue(Granted({"a": policy})), live, room=10)) == expected
+    ):
+        live = [job("a", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
+        live += [job("a", resources=workers(2, gpus=1)) for _ in range(4)]
+        assert len(choose(FairQueue(Granted({"a": policy})), live, room=10)) == expected
 
 
 def test_a_job_that_waits_for_its_quota_is_not_overtaken_by_its_tenants_smaller_ones() -> None:

@@ -28,16 +28,16 @@ def make_job(status: JobStatus = JobStatus.QUEUED) -> Job:
     return Job("job_1", "acme", "ann", JobSpec(name="test"), 100, status=status)
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(JobStatus, JobStatus)))
-def test_a_status_changes_only_as_the_table_says(source: JobStatus, target: JobStatus) -> None:
-    if target in TRANSITIONS[source]:
-        changed, event = transition(make_job(source), target, now=200)
-        assert changed.status is target
-        assert (event.data["previous"], event.data["status"]) == (source.value, target.value)
-    else:
-        with pytest.raises(IllegalTransitionError) as caught:
-            transition(make_job(source), target, now=200)
-        assert all(status.value in caught.value.message for status in TRANSITIONS[source])
+def test_a_status_changes_only_as_the_table_says() -> None:
+    for source, target in itertools.product(JobStatus, JobStatus):
+        if target in TRANSITIONS[source]:
+            changed, event = transition(make_job(source), target, now=200)
+            assert changed.status is target
+            assert (event.data["previous"], event.data["status"]) == (source.value, target.value)
+        else:
+            with pytest.raises(IllegalTransitionError) as caught:
+                transition(make_job(source), target, now=200)
+            assert all(status.value in caught.value.message for status in TRANSITIONS[source])
 
 
 def test_every_live_job_can_fail_or_be_cancelled() -> None:

@@ -92,15 +92,15 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
 
 def test_a_lease_is_renewed_while_a_step_takes_longer_than_it(plane: Plane) -> None:
     leases, turns = SqlLeases(plane.database), list[str]()
-    first, second = (Leadership(leases, "jobs", holder, time.time, lease_s=0.3) for holder in ("a", "b"))
+    first, second = (Leadership(leases, "jobs", holder, time.time, lease_s=0.2) for holder in ("a", "b"))
     other = second.guard(lambda: turns.append("b"))
 
     def long() -> None:
         began = time.monotonic()
-        while time.monotonic() - began < 1.2:
+        while time.monotonic() - began < 0.6:
             other()
             first.check()
-            time.sleep(0.02)
+            time.sleep(0.01)
 
     first.guard(long)()
     assert turns == []

@@ -7,19 +7,16 @@ import threading
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST
-from swiftkv_platform.contract.protocol import PROTOCOL
+from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.orchestration.job import JobStatus, Reason
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
 from tests.fakes.attempt_store import METRICS
 from tests.unit.orchestration.conftest import TENANT, Plane
 
 
 def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
+    job = plane.started()
     assert plane.get(job).status is JobStatus.STARTING
     submission = plane.cluster.submissions[f"{job.id}-1"]
     arguments = f"--job-id {job.id} --attempt 1 --store memory://test --protocol {PROTOCOL}"
@@ -32,7 +29,7 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     worker.say("status", time=1001, status="running")
     worker.say("tracking", time=1001, provider="wandb", run_id=job.id, url="http://w", mode="offline")
     worker.step(1, 2, time=1010, total=12)
-    reconciler.tick()
+    plane.tick()
     running = plane.get(job)
     assert (running.status, running.started_at) == (JobStatus.RUNNING, 1000)
     assert running.tracking == {"provider": "wandb", "run_id": job.id, "url": "http://w", "mode": "offline"}
@@ -40,7 +37,7 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
 
     worker.step(3, 4, time=1020, total=12)
     worker.say("checkpoint", time=1021, step=4, key="k", size=1, sha256="0")
-    reconciler.tick()
+    plane.tick()
     running = plane.get(job)
     assert running.progress.step == 4
     assert running.progress.tokens == 400
@@ -49,13 +46,13 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     assert running.estimated_finish == 1060
 
     worker.say("status", time=1061, status="evaluating")
-    reconciler.tick()
+    plane.tick()
     assert plane.get(job).status is JobStatus.EVALUATING
     manifest = worker.artifact()
     submission.log = "trained\n"
     plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
     plane.clock.now = 1070
-    reconciler.tick()
+    plane.tick()
 
     done = plane.get(job)
     assert (done.status, done.finished_at, done.progress.percent) == (JobStatus.SUCCEEDED, 1070, 100.0)
@@ -74,51 +71,44 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
 
 
 def test_a_failure_that_another_try_can_mend_goes_on_from_the_newest_checkpoint(plane: Plane) -> None:
-    job = plane.submit(fault_tolerance={"max_retries": 1})
-    reconciler = plane.reconciler()
-    reconciler.tick()
+    job = plane.started(fault_tolerance={"max_retries": 1})
     worker = plane.worker(job)
     worker.say("status", status="running")
     worker.step(5, time=1001)
     worker.checkpoint(3)
     newest = worker.checkpoint(5)
     worker.say("error", "the object store was away", level="error", code="storage_error", retryable=True)
-    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED, "exit code 1")
-    reconciler.tick()
+    plane.end(job, SubmissionStatus.FAILED, "exit code 1")
 
     waiting = plane.get(job)
     assert (waiting.status, waiting.attempt.number, waiting.retries) == (JobStatus.QUEUED, 2, 1)
-    assert waiting.status_reason is not None
-    assert waiting.status_reason.code == "storage_error"
+    assert plane.reason(job).code == "storage_error"
     assert plane.cluster.started == [f"{job.id}-1"], "a retry waits a moment"
 
     plane.clock.now += 1
-    reconciler.tick()
+    plane.tick()
     assert plane.cluster.started == [f"{job.id}-1", f"{job.id}-2"]
     assert plane.store.read_request(AttemptId(job.id, 2)).resume_from == newest
     assert plane.get(job).attempt.resume_from == newest
 
     plane.worker(job, attempt=2).say("error", "again", code="storage_error", retryable=True)
-    plane.cluster.finish(f"{job.id}-2", SubmissionStatus.FAILED)
-    reconciler.tick()
+    plane.end(job, SubmissionStatus.FAILED, attempt=2)
     failed = plane.get(job)
     assert (failed.status, failed.attempt.number) == (JobStatus.FAILED, 2)
-    assert failed.error is not None
-    assert (failed.error.code, failed.error.message) == ("storage_error", "again")
+    assert (failed.error, plane.reason(job).code, plane.reason(job).message) == (
+        plane.reason(job),
+        "storage_error",
+        "again",
+    )
 
 
 def test_bad_data_is_not_tried_again(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
+    job = plane.started()
     field = "data.sources[0].name_or_path"
     plane.worker(job).say("error", "it is empty", code="data_error", field=field, value="x", retryable=False)
-    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED)
-    reconciler.tick()
-    failed = plane.get(job)
-    assert failed.status is JobStatus.FAILED
-    assert failed.error is not None
-    assert (failed.error.code, failed.error.message, failed.error.field) == ("data_error", "it is empty", field)
+    plane.end(job, SubmissionStatus.FAILED)
+    assert plane.get(job).status is JobStatus.FAILED
+    assert plane.get(job).error == Reason("data_error", "it is empty", field)
 
 
 def test_prepared_rows_are_kept_for_another_attempt_and_for_no_longer(plane: Plane) -> None:
@@ -136,91 +126,58 @@ def test_prepared_rows_are_kept_for_another_attempt_and_for_no_longer(plane: Pla
 
 
 def test_a_failure_without_a_word_is_a_lost_worker(plane: Plane) -> None:
-    job = plane.submit(fault_tolerance={"max_retries": 0})
-    reconciler = plane.reconciler()
-    reconciler.tick()
-    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED, "exit code -9, last logs:\npassword=hunter2")
-    reconciler.tick()
+    job = plane.started(fault_tolerance={"max_retries": 0})
+    plane.end(job, SubmissionStatus.FAILED, "exit code -9, last logs:\npassword=hunter2")
     error = plane.get(job).error
     assert error is not None
-    assert error.code == "worker_lost"
-    assert "exit code -9" in error.message
-    assert "hunter2" not in error.message
+    assert (error.code, "exit code -9" in error.message, "hunter2" in error.message) == ("worker_lost", True, False)
 
 
-def test_a_run_that_ends_well_without_a_complete_artifact_has_failed(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
-    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
-    reconciler.tick()
-    error = plane.get(job).error
-    assert error is not None
-    assert error.code == "storage_error"
+@pytest.mark.parametrize(
+    ("manifest", "code", "status"),
+    [(None, "storage_error", JobStatus.FAILED), (b"nonsense", "artifact_corrupt", JobStatus.QUEUED)],
+)
+def test_a_run_that_ends_well_has_a_whole_artifact(
+    plane: Plane, manifest: bytes | None, code: str, status: JobStatus
+) -> None:
+    """Without one it has failed; a damaged one is made again."""
+    job = plane.started()
+    if manifest is not None:
+        plane.objects.put_bytes(f"{AttemptId(job.id, 1).artifact_prefix}/{MANIFEST}", manifest)
+    ended = plane.end(job)
+    assert (ended.status, ended.attempt.number, plane.reason(job).code) == (status, 1 if manifest is None else 2, code)
 
 
-def test_an_artifact_whose_manifest_is_damaged_is_made_again(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
-    plane.objects.put_bytes(f"{AttemptId(job.id, 1).artifact_prefix}/{MANIFEST}", b"nonsense")
-    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
-    reconciler.tick()
-    waiting = plane.get(job)
-    assert (waiting.status, waiting.attempt.number, waiting.retries) == (JobStatus.QUEUED, 2, 1)
-    assert waiting.status_reason is not None
-    assert waiting.status_reason.code == "artifact_corrupt"
-
-
-def test_a_process_that_dies_after_its_artifact_is_complete_has_succeeded(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_a_process_that_is_lost_after_its_artifact_is_complete_has_succeeded(plane: Plane, forgotten: bool) -> None:
+    job = plane.started()
     plane.worker(job).artifact()
-    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED, "exit code 139")
-    reconciler.tick()
+    if forgotten:
+        plane.cluster.forget()
+        plane.tick()
+    else:
+        plane.end(job, SubmissionStatus.FAILED, "exit code 139")
     assert plane.statuses(job) == ["queued", "starting", "running", "succeeded"]
 
 
 def test_a_head_that_forgot_a_run_costs_an_attempt_and_no_retry(plane: Plane) -> None:
-    job = plane.submit(fault_tolerance={"max_retries": 0})
-    reconciler = plane.reconciler()
-    reconciler.tick()
+    job = plane.started(fault_tolerance={"max_retries": 0})
     plane.worker(job).say("status", status="running")
-    reconciler.tick()
+    plane.tick()
     plane.cluster.forget()
-    reconciler.tick()
+    plane.tick()
     waiting = plane.get(job)
     assert (waiting.status, waiting.attempt.number, waiting.retries) == (JobStatus.QUEUED, 2, 0)
     plane.clock.now += 60
-    reconciler.tick()
+    plane.tick()
     assert plane.cluster.started == [f"{job.id}-1", f"{job.id}-2"]
     # The orphan of the first attempt writes where it is not read any more.
     plane.worker(job, attempt=1).say("error", "orphaned", code="data_error", retryable=False)
-    reconciler.tick()
+    plane.tick()
     assert plane.get(job).status is JobStatus.STARTING
-
-
-def test_a_head_that_forgot_a_run_that_was_done_costs_nothing(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
-    plane.worker(job).artifact()
-    plane.cluster.forget()
-    reconciler.tick()
-    assert plane.get(job).status is JobStatus.SUCCEEDED
-
-
-def test_somebody_elses_stop_is_a_preemption(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
-    plane.cluster.stop(f"{job.id}-1")
-    reconciler.tick()
-    reason = plane.get(job).status_reason
-    assert reason is not None
-    assert reason.code == "preempted"
-    assert plane.get(job).attempt.number == 2
+    plane.cluster.stop(f"{job.id}-2")  # as somebody else does
+    plane.tick()
+    assert (plane.reason(job).code, plane.get(job).attempt.number) == ("preempted", 3)
 
 
 def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
@@ -296,9 +253,7 @@ def test_one_jobs_trouble_is_not_anothers(plane: Plane) -> None:
 
 
 def test_steps_repeated_after_a_worker_was_lost_count_once(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
+    job = plane.started()
     first = plane.worker(job, writer="rank-0-a")
     for step in range(1, 6):
         first.step(step, time=1000 + step)
@@ -306,54 +261,42 @@ def test_steps_repeated_after_a_worker_was_lost_count_once(plane: Plane) -> None
     second.step(4, time=1100)
     second.step(5, time=1110)
     second.step(6, time=1120)
-    reconciler.tick()
+    plane.tick()
     points = plane.jobs.points(job.id, Page(order="asc")).items
     assert [(point.step, point.time) for point in points][2:] == [(3, 1003), (4, 1100), (5, 1110), (6, 1120)]
     assert plane.get(job).progress.step == 6
     assert plane.get(job).progress.seconds_remaining == 40  # ten seconds a step since the restart, four are left
 
 
-def test_a_turn_of_training_is_among_the_jobs_events_with_its_reason(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
-    plane.worker(job).say("course", action="rollback", code="held_out_kl_diverged", step=5, best_step=3)
-    reconciler.tick()
-    [event] = [event for event in plane.events(job) if event.data.get("action") == "rollback"]
-    assert event.type == "message"
-    assert (event.data["code"], event.data["best_step"]) == ("held_out_kl_diverged", 3)
-
-
 def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
+    job = plane.started()
     worker = plane.worker(job)
     worker.say_nonsense("metrics", points="none")
     worker.say_nonsense("status", status="dancing")
     worker.say("metrics", points=[{"step": 1, "loss": float("nan"), "name": "a\0b"}])
-    reconciler.tick()
-    warnings = [event for event in plane.events(job) if event.level == "warn"]
+    worker.say("course", action="rollback", code="held_out_kl_diverged", step=5, best_step=3)
+    plane.tick()
+    events = plane.events(job)
+    warnings = [event for event in events if event.level == "warn" and event.data.get("action") is None]
     assert len(warnings) == 2
     assert "points" in warnings[0].message
     [point] = plane.jobs.points(job.id, Page()).items
     assert point.values == {"loss": None, "name": "ab"}
+    [turn] = [event for event in events if event.data.get("action") == "rollback"]
+    assert (turn.type, turn.data["code"], turn.data["best_step"]) == ("message", "held_out_kl_diverged", 3)
 
 
 def test_an_attempt_that_has_ended_is_settled_when_all_its_events_are_read(plane: Plane) -> None:
     """More of them than a look reads: after an hour in which the store was away, say."""
-    job = plane.submit()
-    reconciler = plane.reconciler()
-    reconciler.tick()
+    job = plane.started()
     worker = plane.worker(job)
     worker.say("status", status="running")
     for number in range(300):
         worker.say("message", str(number), time=float(number))
     worker.artifact()
-    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
-    reconciler.tick()
+    plane.end(job)
     assert plane.get(job).status is JobStatus.RUNNING
-    reconciler.tick()
+    plane.tick()
     assert plane.get(job).status is JobStatus.SUCCEEDED
     told = [event.message for event in plane.events(job) if event.type == "message"]
     assert told == [str(number) for number in range(300)]
@@ -381,7 +324,6 @@ def test_jobs_are_looked_at_several_at_a_time(plane: Plane) -> None:
     assert sorted(plane.cluster.started) == sorted(f"{job.id}-1" for job in jobs)
     for job in jobs:
         plane.worker(job).artifact()
-        plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
-    reconciler.tick()
+        plane.end(job)
     assert {plane.get(job).status for job in jobs} == {JobStatus.SUCCEEDED}
     assert len(plane.cluster.started) == 8

@@ -8,22 +8,20 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
-    ConflictError,
     InvalidInputError,
     NotFoundError,
     PreconditionFailedError,
     StaleVersionError,
 )
-from swiftkv_platform.orchestration.deploying import DeploymentService
+from swiftkv_platform.orchestration.changes import Expected
+from swiftkv_platform.orchestration.deploying import DeploymentReconciler, DeploymentService
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.service import Caller
-from swiftkv_platform.orchestration.serving import DeploymentReconciler
-from swiftkv_platform.orchestration.versions import Expected
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.unit.orchestration.conftest import TENANT, Plane
@@ -45,16 +43,9 @@ def service(plane: Plane) -> DeploymentService:
 
 
 def deploy(plane: Plane, model: str, route_prefix: str = "/") -> Deployment:
-    return service(plane).create(
-        ANN,
-        DeploymentSpec(
-            model=model,
-            route_prefix=route_prefix,
-            max_replicas=2,
-            target_ongoing_requests=4,
-            engine={"dtype": "float32"},
-        ),
-    )
+    options = {"max_replicas": 2, "target_ongoing_requests": 4, "engine": {"dtype": "float32"}}
+    spec = DeploymentSpec.model_validate({"model": model, "route_prefix": route_prefix, **options})
+    return service(plane).create(ANN, spec)
 
 
 def delete(plane: Plane, deployment: Deployment) -> Deployment:
@@ -63,11 +54,6 @@ def delete(plane: Plane, deployment: Deployment) -> Deployment:
 
 def status(plane: Plane, deployment: Deployment) -> DeploymentStatus:
     return plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT).state.status
-
-
-def test_serving_is_left_alone_where_nothing_was_ever_deployed(plane: Plane) -> None:
-    plane.serving.away = True
-    DeploymentReconciler(plane.catalog, plane.serving).tick()
 
 
 def test_a_deployment_is_applied_once_and_followed(plane: Plane, model: Model) -> None:
@@ -100,43 +86,6 @@ def test_every_change_applies_the_whole_set(plane: Plane, model: Model) -> None:
         status(plane, first)
     assert status(plane, second) is DeploymentStatus.DEPLOYING
     assert len(plane.serving.applied) == 2
-
-
-def test_what_the_cluster_loses_is_applied_again(plane: Plane, model: Model) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
-    deployment = deploy(plane, model.id)
-    reconciler.tick()
-    reconciler.tick()
-    plane.serving.forget()
-    reconciler.tick()
-    assert plane.serving.applied == [[deployment.spec]] * 2
-    assert status(plane, deployment) is DeploymentStatus.PENDING
-    reconciler.tick()
-    assert status(plane, deployment) is DeploymentStatus.DEPLOYING
-
-
-def test_a_restarted_control_plane_removes_what_was_deleted_while_it_was_down(plane: Plane, model: Model) -> None:
-    deployment = deploy(plane, model.id)
-    DeploymentReconciler(plane.catalog, plane.serving).tick()
-    delete(plane, deployment)
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
-    reconciler.tick()
-    assert plane.serving.applied[-1] == []
-    plane.serving.forget()
-    reconciler.tick()
-    assert plane.catalog.all_deployments() == []
-
-
-def test_a_cluster_that_is_away_gets_the_deployment_later(plane: Plane, model: Model) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
-    deployment = deploy(plane, model.id)
-    plane.serving.away = True
-    with pytest.raises(ClusterUnavailableError):
-        reconciler.tick()
-    assert status(plane, deployment) is DeploymentStatus.PENDING
-    plane.serving.away = False
-    reconciler.tick()
-    assert plane.serving.applied == [[deployment.spec]]
 
 
 class BusyCatalog(SqlRegistry):
@@ -185,16 +134,6 @@ def test_of_two_changes_at_once_the_later_one_is_refused_where_it_contradicts(pl
         update({"max_replicas": 3}, Expected(frozenset({version + 2})), upscale_delay_s=5.0)
 
 
-def test_a_taken_route_and_an_unknown_model_are_refused(plane: Plane, model: Model) -> None:
-    holder = deploy(plane, model.id)
-    with pytest.raises(ConflictError, match=holder.spec.id) as conflict:
-        deploy(plane, model.id)
-    assert conflict.value.field == "route_prefix"
-    with pytest.raises(InvalidInputError, match="mdl_unknown") as unknown:
-        deploy(plane, "mdl_unknown")
-    assert unknown.value.field == "model"
-
-
 def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Model) -> None:
     whole = model
     job = plane.submit()
@@ -215,3 +154,30 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
     assert deploy_by(("rival",)).spec.model == model.id
     with pytest.raises(InvalidInputError, match=r"candidate\.model\.base is 'rival/secret'"):
         deploy_by(("acme",), model=whole.id, candidate={"model": model.id}, route_prefix="/other")
+
+
+def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: Model) -> None:
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    plane.serving.away = True
+    reconciler.tick()  # it is left alone where nothing was ever deployed
+    deployment = deploy(plane, model.id)
+    with pytest.raises(ClusterUnavailableError):
+        reconciler.tick()
+    assert status(plane, deployment) is DeploymentStatus.PENDING
+    plane.serving.away = False
+    reconciler.tick()
+    assert plane.serving.applied == [[deployment.spec]]
+    reconciler.tick()
+    plane.serving.forget()
+    reconciler.tick()
+    assert plane.serving.applied == [[deployment.spec]] * 2
+    assert status(plane, deployment) is DeploymentStatus.PENDING
+    reconciler.tick()
+    assert status(plane, deployment) is DeploymentStatus.DEPLOYING
+    delete(plane, deployment)
+    restarted = DeploymentReconciler(plane.catalog, plane.serving)
+    restarted.tick()
+    assert plane.serving.applied[-1] == [], "what was deleted while the control plane was down goes"
+    plane.serving.forget()
+    restarted.tick()
+    assert plane.catalog.all_deployments() == []

@@ -17,6 +17,7 @@ from tests.model_configs import llama_config
 from tests.requirements import required_module
 
 DATA = "data.sources[0].name_or_path"
+
 BUILTIN = SourceEstimate("builtin:python-stdlib", formats=("text",))
 
 
@@ -59,64 +60,45 @@ def test_the_estimate_is_the_plans(teacher: dict[str, Any]) -> None:
     assert check(model=teacher, swiftkv={"prefill_reduction": 0.25}).num_key_value_layers == 9
 
 
-def test_the_estimate_counts_shared_heads(tmp_path: Path) -> None:
-    """8 of 16 query heads: six lower layers cache 8 heads; six groups above cache 1 (mqa), three 16 (mha)."""
-    (tmp_path / "config.json").write_text(json.dumps(llama_config(12)))
-    model = {"name_or_path": str(tmp_path)}
-    assert check(model=model, swiftkv={"sharing": "mqa"}).kv_bytes_ratio == pytest.approx(54 / 96)
-    assert check(model=model, swiftkv={"sharing": "mha", "key_value_group_size": 2}).kv_bytes_ratio == 1.0
+def refused(kind: type[InvalidInputError], complaint: str, **spec: Any) -> tuple[str | None, Any]:
+    """Field and value of the refusal of a spec."""
+    with pytest.raises(kind, match=complaint) as caught:
+        check(**spec)
+    return caught.value.field, caught.value.value
 
 
-@pytest.mark.parametrize("layers", [12, 13])
-def test_layers_that_the_teacher_does_not_have_are_refused(teacher: dict[str, Any], layers: int) -> None:
-    with pytest.raises(InvalidInputError, match=r"1\.\.11 are accepted") as caught:
-        check(model=teacher, swiftkv={"num_key_value_layers": layers})
-    assert (caught.value.field, caught.value.value) == ("swiftkv.num_key_value_layers", layers)
-
-
-def test_a_group_larger_than_the_layers_that_share_is_refused(teacher: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError) as caught:
-        check(model=teacher, swiftkv={"num_key_value_layers": 10, "key_value_group_size": 3})
-    assert (caught.value.field, caught.value.value) == ("swiftkv.key_value_group_size", 3)
-
-
-@pytest.mark.parametrize("values", [{"num_key_value_layers": [6, 12]}, {"key_value_group_size": [8, 7]}])
-def test_a_sweep_whose_trials_do_not_fit_is_refused(teacher: dict[str, Any], values: dict[str, list[int]]) -> None:
-    (name,) = values
-    with pytest.raises(InvalidInputError) as caught:
-        check(model=teacher, sweep=values, evaluation={"max_kl": 0.2})
-    assert (caught.value.field, caught.value.value) == (f"swiftkv.{name}", max(values[name]))
-
-
-def test_a_sweep_may_name_a_group_too_large_for_some_of_its_layers(teacher: dict[str, Any]) -> None:
-    sweep = {"num_key_value_layers": [9, 6], "key_value_group_size": [4]}
+def test_shapes_that_do_not_fit_the_teacher_are_refused(teacher: dict[str, Any]) -> None:
+    layers, group = "num_key_value_layers", "key_value_group_size"
+    for swiftkv, field in (({layers: 12}, layers), ({layers: 13}, layers), ({layers: 10, group: 3}, group)):
+        complaint = r"1\.\.11 are accepted" if field == layers else "."
+        found = refused(InvalidInputError, complaint, model=teacher, swiftkv=swiftkv)
+        assert found == (f"swiftkv.{field}", swiftkv[field])
+    for name, values in ((layers, [6, 12]), (group, [8, 7])):
+        found = refused(InvalidInputError, ".", model=teacher, sweep={name: values}, evaluation={"max_kl": 0.2})
+        assert found == (f"swiftkv.{name}", max(values)), "no trial of a sweep may be misshapen"
+    sweep = {layers: [9, 6], group: [4]}
     estimate = check(model=teacher, sweep=sweep, evaluation={"max_kl": 0.2})
-    assert (estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (6, 8)
+    assert (estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (6, 8), "a group may be too large for some"
+    # 8 of 16 query heads: six lower layers cache 8 heads; six groups above cache 1 (mqa), three 16 (mha).
+    assert check(model=teacher, swiftkv={"sharing": "mqa"}).kv_bytes_ratio == pytest.approx(54 / 96)
+    assert check(model=teacher, swiftkv={"sharing": "mha", group: 2}).kv_bytes_ratio == 1.0
 
 
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
+def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
+    for config, complaint in (
         (None, "cannot be read"),
         ("{", "no JSON"),
         ("[]", "no object"),
         ("{}", "num_hidden_layers None"),
         ('{"num_hidden_layers": 1}', "num_hidden_layers 1"),
         (json.dumps(llama_config(12, model_type="gpt2")), "gpt2"),
-    ],
-)
-def test_an_unreadable_model_is_refused(tmp_path: Path, config: str | None, complaint: str) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ModelError, match=complaint) as caught:
-        check(model={"name_or_path": str(tmp_path)})
-    assert caught.value.field == "model.name_or_path"
-
-
-@pytest.mark.parametrize("name", ["/missing/model", "./missing", "a/b/c", "builtin:other", "s3://bucket/missing"])
-def test_a_model_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(ModelError):
-        check(model={"name_or_path": name})
+    ):
+        if config is not None:
+            (tmp_path / "config.json").write_text(config)
+        found = refused(ModelError, complaint, model={"name_or_path": str(tmp_path)})
+        assert found[0] == "model.name_or_path"
+    for name in ("/missing/model", "./missing", "a/b/c", "builtin:other", "s3://bucket/missing"):
+        refused(ModelError, ".", model={"name_or_path": name})
 
 
 def test_a_model_in_an_object_store_is_read_there() -> None:
@@ -147,49 +129,48 @@ def check_data(name: str, **source: Any) -> None:
     check(model={"name_or_path": "org/model"}, data={"sources": [{"name_or_path": name, **source}]})
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
+def refused_data(complaint: str, name: str, **source: Any) -> None:
+    with pytest.raises(DataError, match=complaint) as caught:
+        check_data(name, **source)
+    assert (caught.value.field, caught.value.value) == (DATA, name)
+
+
+def test_data_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
+    for content, complaint in (
         (None, "no file that can be read"),
         ("", "empty"),
         ("nonsense", "no JSON"),
         ("[1]", "no object"),
-        ('{"body": "x"}', r"has the columns body; these are accepted: messages: messages; sharegpt: conversations"),
-    ],
-)
-def test_data_that_cannot_be_trained_on_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
-    name = data_file(tmp_path, content)
-    with pytest.raises(DataError, match=complaint) as caught:
-        check_data(name)
-    assert (caught.value.field, caught.value.value) == (DATA, name)
+        ('{"body": "x"}', r"has the columns body; .*: messages: messages; sharegpt: conversations"),
+    ):
+        refused_data(complaint, data_file(tmp_path, content))
+    for name in ("/missing.jsonl", "missing/data.parquet", "./data", "builtin:other"):
+        refused_data(".", name)
 
 
-@pytest.mark.parametrize("name", ["/missing.jsonl", "missing/data.parquet", "./data", "builtin:other"])
-def test_data_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(DataError) as caught:
-        check_data(name)
-    assert (caught.value.field, caught.value.value) == (DATA, name)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_readable_data_is_accepted(tmp_path: Path) -> None:
+    for content in (
         '{"text": "x"}\n{"text": "y"}\n',
         '\ufeff\n[{"prompt": "a", "response": "b"}]',
         '{"instruction": "a", "input": "", "output": "b"}',
-        '{"text": "' + "x" * (1 << 20) + '"}',
-    ],
-    ids=["jsonl", "array with a byte order mark", "alpaca", "a row longer than what is looked at"],
-)
-def test_readable_data_is_accepted(tmp_path: Path, content: str) -> None:
-    check_data(data_file(tmp_path, content))
-
-
-def test_a_named_format_wants_its_own_columns(tmp_path: Path) -> None:
-    name = data_file(tmp_path, '{"text": "x"}')
-    check_data(name, format="text")
-    with pytest.raises(DataError, match=r"these are accepted: messages: messages$"):
-        check_data(name, format="messages")
+        '{"text": "' + "x" * (1 << 20) + '"}',  # longer than what is looked at
+    ):
+        check_data(data_file(tmp_path, content))
+    text = data_file(tmp_path, '{"text": "x"}')
+    check_data(text, format="text")
+    with pytest.raises(DataError, match=r": messages: messages$"):
+        check_data(text, format="messages")
+    prompts = data_file(tmp_path, '{"prompt": "x"}')
+    check_data(prompts, complete={})  # which the teacher answers
+    refused_data("prompt_completion: completion", prompts)
+    saved, plain = tmp_path / "saved", tmp_path / "plain"
+    saved.mkdir()
+    (saved / "state.json").write_text("{}")
+    (saved / "data-00000-of-00001.arrow").write_bytes(b"rows")
+    plain.mkdir()
+    (plain / "module.py").write_text("x = 1\n")
+    for name in (str(saved), str(plain), "builtin:python-stdlib"):
+        check_data(name)
 
 
 def test_parquet_columns_are_read_from_its_schema(tmp_path: Path) -> None:
@@ -216,25 +197,6 @@ def test_a_first_look_at_the_data_is_reported(tmp_path: Path) -> None:
     )
 
 
-def test_prompts_that_the_teacher_completes_need_no_answers(tmp_path: Path) -> None:
-    name = data_file(tmp_path, '{"prompt": "x"}')
-    check_data(name, complete={})
-    with pytest.raises(DataError, match="prompt_completion: completion"):
-        check_data(name)
-
-
-def test_what_datasets_saved_is_left_to_the_worker(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text("{}")
-    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"rows")
-    check_data(str(tmp_path))
-
-
-def test_plain_text_needs_no_columns(tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text("x = 1\n")
-    check_data(str(tmp_path))
-    check_data("builtin:python-stdlib")
-
-
 @pytest.fixture
 def gsm8k(tmp_path: Path) -> Path:
     """A directory with the files of `builtin:gsm8k`."""
@@ -249,29 +211,24 @@ def check_tasks(*tasks: Any) -> None:
     check(model={"name_or_path": "org/model"}, evaluation={"tasks": tasks})
 
 
-@pytest.mark.parametrize(
-    ("task", "error", "field", "complaint"),
-    [
-        ("builtin:gsm9", InvalidInputError, "", "the built-in tasks are builtin:gsm8k and builtin:mmlu"),
-        ("builtin:mmlu", InvalidInputError, ".data_dir", r"a directory that holds test/\*_test.csv and dev/"),
-        ("/nowhere/task.yaml", InvalidInputError, "", "no such file"),
-        ({"name": "{here}"}, InvalidInputError, "", "no such file"),
-        ({"name": "builtin:gsm8k", "data_dir": "/nowhere"}, DataError, ".data_dir", "no such directory"),
-        ({"name": "builtin:mmlu", "data_dir": "{gsm8k}"}, DataError, ".data_dir", r"holds no test/\*_test.csv"),
-        ({"name": "{file}", "data_dir": "/nowhere"}, DataError, ".data_dir", "no such directory"),
-    ],
-)
-def test_a_task_that_is_not_there_is_refused(
-    gsm8k: Path, tmp_path: Path, task: Any, error: type[InvalidInputError], field: str, complaint: str
-) -> None:
+def test_a_task_that_is_not_there_is_refused(gsm8k: Path, tmp_path: Path) -> None:
     file, directory = tmp_path / "task.yaml", tmp_path / "directory.yaml"
     file.write_text("task: own\n")
     directory.mkdir()
-    places = {"{gsm8k}": str(gsm8k), "{file}": str(file), "{here}": str(directory)}
-    named = {key: places.get(value, value) for key, value in task.items()} if isinstance(task, dict) else task
-    with pytest.raises(error, match=complaint) as caught:
-        check_tasks("winogrande", named)
-    assert caught.value.field == f"evaluation.tasks[1]{field}"
+    invalid = InvalidInputError
+    tasks: list[tuple[Any, type[InvalidInputError], str, str]] = [
+        ("builtin:gsm9", invalid, "", "the built-in tasks are builtin:gsm8k and builtin:mmlu"),
+        ("builtin:mmlu", invalid, ".data_dir", r"a directory that holds test/\*_test.csv and dev/"),
+        ("/nowhere/task.yaml", invalid, "", "no such file"),
+        ({"name": str(directory)}, invalid, "", "no such file"),
+        ({"name": "builtin:gsm8k", "data_dir": "/nowhere"}, DataError, ".data_dir", "no such directory"),
+        ({"name": "builtin:mmlu", "data_dir": str(gsm8k)}, DataError, ".data_dir", r"holds no test/\*_test.csv"),
+        ({"name": str(file), "data_dir": "/nowhere"}, DataError, ".data_dir", "no such directory"),
+    ]
+    for task, error, field, complaint in tasks:
+        with pytest.raises(error, match=complaint) as caught:
+            check_tasks("winogrande", task)
+        assert caught.value.field == f"evaluation.tasks[1]{field}"
 
 
 def test_tasks_that_are_there_or_elsewhere_are_accepted(gsm8k: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.phase_plans import PhasePlan
+from swiftkv_platform.planning.phases import refuse_writers_without_room, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
@@ -29,13 +30,9 @@ UNMEASURED = {"gradient_checkpointing": True, "batch_size": 32, "max_steps": 100
 
 
 def job(**sections: Any) -> JobSpec:
-    fixed = {
-        "name": "planned",
-        "model": {"name_or_path": "org/teacher"},
-        "training": {"gradient_checkpointing": True, "batch_size": 32, "max_steps": 1000},
-        "checkpoint": {"every_steps": 300, "keep": 2},
-        "resources": GPUS,
-    }
+    fixed = {"name": "planned", "model": {"name_or_path": "org/teacher"}, "resources": GPUS}
+    fixed["training"] = {"gradient_checkpointing": True, "batch_size": 32, "max_steps": 1000}
+    fixed["checkpoint"] = {"every_steps": 300, "keep": 2}
     return JobSpec.model_validate({**fixed, **sections})
 
 
@@ -49,11 +46,6 @@ def phases(spec: JobSpec, **arguments: Any) -> dict[str, PhasePlan]:
     return {phase.phase: phase for phase in plan(spec, **arguments).phases}
 
 
-def test_phases_come_in_their_order() -> None:
-    assert list(phases(job())) == ["prepare", "calibrate", "train", "evaluate", "publish"]
-    assert list(phases(job(swiftkv={"initialization": "copied"}))) == ["prepare", "train", "evaluate", "publish"]
-
-
 def test_a_hub_teacher_is_fetched_by_every_node_once() -> None:
     """16 workers on two nodes; rows of five bytes a token, a token of four bytes of text."""
     found, rows, start = phases(job()), 5 * TEXT // 4, 2 * TRAINED
@@ -64,11 +56,10 @@ def test_a_hub_teacher_is_fetched_by_every_node_once() -> None:
     assert found["evaluate"].downloaded_bytes == 2 * (rows + start + 4 * TRAINED)
     assert found["publish"].downloaded_bytes == 4 * TRAINED
     assert found["train"].node_disk.cache == TEACHER + rows
-
-
-def test_a_stored_teacher_is_fetched_again_to_be_measured() -> None:
     stored = phases(job(model={"name_or_path": "s3://bucket/teacher"}))
-    assert stored["evaluate"].downloaded_bytes - phases(job())["evaluate"].downloaded_bytes == 2 * TEACHER
+    again = stored["evaluate"].downloaded_bytes - found["evaluate"].downloaded_bytes
+    assert again == 2 * TEACHER, "a stored teacher is fetched again to be measured"
+    assert list(found) == ["prepare", "calibrate", "train", "evaluate", "publish"]
 
 
 def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_trained() -> None:
@@ -84,16 +75,10 @@ def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_
 def test_a_directory_is_not_fetched(tmp_path: Path) -> None:
     """A job that starts from copies brings rows to its nodes before it trains."""
     local = phases(job(model={"name_or_path": str(tmp_path)}, swiftkv={"initialization": "copied"}))
+    assert list(local) == ["prepare", "train", "evaluate", "publish"]
     assert local["prepare"].downloaded_bytes == 0
     assert local["train"].downloaded_bytes == 2 * 5 * TEXT // 4
     assert local["publish"].node_disk.artifact == TEACHER + 2 * TRAINED
-
-
-def test_checkpoints_are_counted() -> None:
-    found = phases(job(training=UNMEASURED))["train"]
-    assert found.uploaded_bytes == 4 * 12 * TRAINED, "after 300, 600, 900 and 1,000 steps"
-    assert found.store.checkpoints == 3 * 12 * TRAINED, "two are kept while another comes"
-    assert phases(job(training=UNMEASURED, optimizer={"name": "muon"}))["train"].store.checkpoints == 3 * 8 * TRAINED
 
 
 def test_a_node_holds_a_whole_checkpoint_only_where_every_worker_loads_all_of_it() -> None:
@@ -106,12 +91,15 @@ def test_a_node_holds_a_whole_checkpoint_only_where_every_worker_loads_all_of_it
     assert any("every worker fetches its part" in left for left in found["fsdp2"].left_out)
 
 
-def test_checkpoints_of_bests_are_counted() -> None:
-    found = phases(job())
-    train = found["train"]
-    assert train.uploaded_bytes == 21 * 12 * TRAINED, "the start, and every 50 steps"
-    assert train.store.checkpoints == 4 * 12 * TRAINED, "two and the best are kept while another comes"
-    assert found["publish"].store.checkpoints == 3 * 12 * TRAINED
+def test_checkpoints_are_counted() -> None:
+    found = phases(job(training=UNMEASURED))["train"]
+    assert found.uploaded_bytes == 4 * 12 * TRAINED, "after 300, 600, 900 and 1,000 steps"
+    assert found.store.checkpoints == 3 * 12 * TRAINED, "two are kept while another comes"
+    assert phases(job(training=UNMEASURED, optimizer={"name": "muon"}))["train"].store.checkpoints == 3 * 8 * TRAINED
+    measured = phases(job())
+    assert measured["train"].uploaded_bytes == 21 * 12 * TRAINED, "the start, and every 50 steps"
+    assert measured["train"].store.checkpoints == 4 * 12 * TRAINED, "two and the best are kept while another comes"
+    assert measured["publish"].store.checkpoints == 3 * 12 * TRAINED
     sparse = phases(job(checkpoint={"every_steps": 300, "keep": 2, "best_every_steps": 500}))["train"]
     assert sparse.uploaded_bytes == 6 * 12 * TRAINED, "the start, 300, 500, 600, 900 and 1,000"
 
@@ -122,7 +110,6 @@ def test_checkpoints_are_waited_for_where_steps_are_shorter() -> None:
     half = 6 * TRAINED
     slow, fast = (phases(job(), flops_per_second=speed)["train"].seconds_of for speed in (1e12, 1e18))
     assert slow.upload == pytest.approx(half / 500e6)
-    assert fast.compute is not None
     assert fast.upload == pytest.approx(21 * half / 500e6 - fast.compute)
     unsaved = phases(job(training=UNMEASURED), flops_per_second=1e12)["train"].seconds_of
     assert slow.read - unsaved.read == pytest.approx((21 - 4) * half / 1e9)
@@ -135,9 +122,6 @@ def test_measurements_and_trials_take_time() -> None:
         for sections in ({"optimizer": GIVEN}, {"optimizer": SEARCHED}, {"training": UNMEASURED})
     )
     assert (unmeasured.steering, given.compute) == (0.0, unmeasured.compute)
-    assert given.steering is not None
-    assert searched.steering is not None
-    assert given.compute is not None
     measurement = given.steering / 21
     step = given.compute / 1000
     assert 0.15 < measurement / step < 0.3, "a row forward, of the two that a worker takes forward and backward"
@@ -175,8 +159,6 @@ def test_time_is_the_sum_of_its_parts_at_the_rates_given() -> None:
     found = phases(job(), flops_per_second=1e14, **rates)
     for phase in found.values():
         parts = phase.seconds_of
-        assert parts.compute is not None
-        assert parts.steering is not None
         assert phase.seconds == pytest.approx(
             parts.download + parts.read + parts.compute + parts.steering + parts.upload
         )
@@ -184,14 +166,12 @@ def test_time_is_the_sum_of_its_parts_at_the_rates_given() -> None:
     assert found["prepare"].seconds_of.compute == pytest.approx(TEXT / 0.5e6)
     assert found["publish"].seconds_of.upload == pytest.approx((TEACHER + 2 * TRAINED) / 2e8)
     planned = plan(job(), flops_per_second=1e14)
-    assert planned.total_flops is not None
     assert found["train"].seconds_of.compute == pytest.approx(planned.total_flops / 16e14)
 
 
 def test_the_origin_of_the_speed_is_told() -> None:
     def speed(spec: JobSpec, **machines: Any) -> tuple[float | None, str | None]:
         found = plan(spec, **machines).assumptions
-        assert found is not None
         return found.flops_per_second, found.flops_source
 
     assert speed(job()) == (0.4 * 989e12, "assumed: 40% of a peak of 989 TFLOPs")
@@ -201,32 +181,28 @@ def test_the_origin_of_the_speed_is_told() -> None:
     assert phases(job(resources={"num_workers": 16}))["train"].seconds is None
 
 
-@pytest.mark.parametrize(
-    ("resources", "machines", "nodes"),
-    [
+def test_workers_fill_nodes() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = [
         (GPUS, {}, (2, 8)),
         (GPUS, {"node_gpus": 4}, (4, 4)),
         ({**GPUS, "gpus_per_worker": 2}, {}, (4, 4)),
         ({**GPUS, "num_workers": {"min": 2, "max": 4}}, {}, (1, 4)),
         ({"num_workers": 16}, {}, (1, 16)),
         ({"num_workers": 16, "cpus_per_worker": 4}, {"node_cpus": 10}, (8, 2)),
-    ],
-)
-def test_workers_fill_nodes(resources: dict[str, Any], machines: dict[str, Any], nodes: tuple[int, int]) -> None:
-    found = plan(job(resources=resources), **machines).assumptions
-    assert found is not None
-    assert (found.num_nodes, found.workers_per_node) == nodes
+    ]
+    for resources, machines, nodes in cases:
+        found = plan(job(resources=resources), **machines).assumptions
+        assert (found.num_nodes, found.workers_per_node) == nodes
 
 
 def test_a_gpu_is_told_apart_from_host_memory() -> None:
     on_gpus, on_cpus = phases(job()), phases(job(resources={"num_workers": 16}))
-    assert on_gpus["train"].device_bytes is not None
     assert on_gpus["train"].host_bytes < on_gpus["train"].device_bytes, "weights on their way alone"
     assert {phase.device_bytes for phase in on_cpus.values()} == {None}
     assert on_cpus["train"].host_bytes == plan(job(resources={"num_workers": 16})).memory_per_worker
 
 
-def test_rows_of_a_calibration_wait_in_host_memory() -> None:
+def test_host_memory_holds_rows_that_are_calibrated_and_the_first_worker_of_zero_a_checkpoint() -> None:
     """Eight rows of 8,192 tokens on one worker: x and h of each, in bfloat16."""
     few = {**GPUS, "num_workers": 2}
     one, eight = (
@@ -234,12 +210,8 @@ def test_rows_of_a_calibration_wait_in_host_memory() -> None:
     )
     assert eight.host_bytes - one.host_bytes == 7 * 8192 * 4096 * 2 * 2
     assert eight.device_bytes == one.device_bytes
-
-
-def test_the_first_worker_of_zero_holds_a_checkpoint() -> None:
-    resources = {**GPUS, "num_workers": 2}
-    sharding = {"strategy": "deepspeed", "zero_stage": 3}
-    assert phases(job(resources=resources, sharding=sharding))["train"].host_bytes == 12 * TRAINED
+    zero = phases(job(resources=few, sharding={"strategy": "deepspeed", "zero_stage": 3}))
+    assert zero["train"].host_bytes == 12 * TRAINED
 
 
 def test_too_small_a_disk_is_refused() -> None:
@@ -267,6 +239,39 @@ def test_too_little_host_memory_is_refused() -> None:
 def test_workers_that_would_do_to_evaluate_are_named() -> None:
     """16 GB of a T4: neither a training step nor an evaluation fits on one worker."""
     alone = {**GPUS, "num_workers": 1, "accelerator_type": "L4"}
-    with pytest.raises(InvalidInputError, match=r"with 1 workers? needs .* use resources\.num_workers \d+$") as refused:
+    message = r"with 1 workers? needs .* use resources\.num_workers \d+$"
+    with pytest.raises(InvalidInputError, match=message) as refused:
         plan(job(resources=alone))
     assert refused.value.field == "resources.num_workers"
+
+
+def writing(*, written: bool = True, **resources: Any) -> JobSpec:
+    """A job whose data the teacher is to write, or not."""
+    prompts = {"name_or_path": "prompts.jsonl", "complete": {"max_tokens": 64}}
+    sources = [{"name_or_path": "text.jsonl"}] + [prompts] * written
+    sections = {"data": {"sources": sources, "max_length": 2048}, "sharding": {"strategy": "fsdp2"}}
+    return job(**sections, model={"dtype": "bfloat16"}, resources={"num_workers": 8, **resources})
+
+
+def test_a_teacher_that_is_to_write_fits_a_worker_or_is_refused() -> None:
+    assert [teacher_bytes(CONFIG, dtype) for dtype in ("bfloat16", "float32")] == [TEACHER, 2 * TEACHER]
+    gpu = {"gpus_per_worker": 1, "accelerator_type": "H100"}
+    refused: list[tuple[dict[str, Any], str]] = [
+        (gpu | {"accelerator_type": "T4"}, "14.4 GB of its device"),
+        ({"memory_per_worker": 10 << 30}, "10.7 GB of host memory (resources.memory_per_worker)"),
+        (gpu | {"memory_per_worker": 1 << 30}, "1.1 GB of host memory"),
+    ]
+    for resources, given in refused:
+        with pytest.raises(InvalidInputError) as caught:
+            refuse_writers_without_room(writing(**resources), CONFIG)
+        error = caught.value
+        assert (error.field, error.value) == ("data.sources.1.complete", "prompts.jsonl")
+        assert "the whole teacher, 16.1 GB in bfloat16" in error.message
+        assert given in error.message
+        refuse_writers_without_room(writing(written=False, **resources), CONFIG)
+    fitting: list[dict[str, Any]] = [{}, {"gpus_per_worker": 1}, gpu | {"accelerator_type": "L4"}]
+    for resources in (*fitting, {"memory_per_worker": 20 << 30}):
+        refuse_writers_without_room(writing(**resources), CONFIG)
+    message = r"data\.sources\[1\]\.complete has every worker load the whole teacher"
+    with pytest.raises(InvalidInputError, match=message):
+        estimate(writing(memory_per_worker=10 << 30), CONFIG, ())

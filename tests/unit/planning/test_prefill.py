@@ -1,37 +1,81 @@
-"""The plan of a prompt: the paper's table 1 and KV figures, and what bad configurations are told."""
+"""The plan of a prompt: the layer map, the paper's table 1 and KV figures, and what bad configurations are told."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.planning import FAMILIES, plan
+from swiftkv_platform.planning import (
+    FAMILIES,
+    LayerMap,
+    plan,
+    resolve_num_key_value_layers,
+    shared_key_value_heads,
+    student_layer_map,
+)
 from swiftkv_platform.planning.flops import attention_pairs
+from swiftkv_platform.planning.layers import split_by_size
 
-LLAMA_70B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-70b.json"
-LLAMA_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
-TABLE_1 = [
-    # l, g, then GFLOPs per prompt token: vocabulary; K, V; Q, O; MLP; attention; and the relative total
-    (None, 1, 4.3, 2.6, 22, 113, 160, 1.0),
-    (60, 1, 4.3, 2.6, 16, 85, 120, 0.755),
-    (40, 1, 4.3, 2.6, 11, 56, 80, 0.510),
-    (40, 4, 4.3, 1.7, 11, 56, 80, 0.507),
-]
+CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
+LLAMA_8B = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+
+
+def test_groups_share_one_cache_layer_and_the_last_may_be_short() -> None:
+    layer_map = LayerMap(num_hidden_layers=9, num_key_value_layers=4, key_value_group_size=2)
+    assert layer_map.leaders == (4, 6, 8)
+    assert [layer_map.cache_layer(i) for i in range(9)] == [0, 1, 2, 3, 4, 4, 5, 5, 6]
+    assert [layer_map.leader(i) for i in range(4, 9)] == [4, 4, 6, 6, 8]
+    assert [list(layer_map.group(i)) for i in layer_map.leaders] == [[4, 5], [6, 7], [8]]
+    assert layer_map.num_kv_cache_layers == 7
+    dense = LayerMap(6, 6, 1)
+    assert (dense.leaders, dense.num_kv_cache_layers) == ((), 6)
+
+
+def test_prefill_reduction_rounds_to_layers_and_keeps_one_on_each_side() -> None:
+    for share, expected in ((None, 16), (0.25, 24), (0.5, 16), (0.01, 31), (0.99, 1)):
+        assert resolve_num_key_value_layers(32, None, share) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        ({"prefill_reduction": 0.0}, "prefill_reduction", "prefill_reduction is 0.0"),
+        ({"prefill_reduction": 1.5}, "prefill_reduction", "prefill_reduction is 1.5"),
+        ({"num_key_value_layers": 6, "prefill_reduction": 0.5}, "prefill_reduction", "leave one of them out"),
+        ({"num_key_value_layers": 6.0}, "num_key_value_layers", "num_key_value_layers is 6.0; a whole number"),
+        ({"num_key_value_layers": "6"}, "num_key_value_layers", "num_key_value_layers is '6'"),
+        ({"num_key_value_layers": True}, "num_key_value_layers", "num_key_value_layers is True"),
+        ({"key_value_group_size": None}, "key_value_group_size", "key_value_group_size is None"),
+        ({"key_value_group_size": 7}, "key_value_group_size", "1..6 are accepted"),
+        *(({"num_key_value_layers": n}, "num_key_value_layers", "1..11") for n in (0, 12, 13)),
+    ],
+)
+def test_what_gives_no_layer_map_is_named(given: dict[str, Any], field: str, message: str) -> None:
+    arguments: dict[str, Any] = {"num_key_value_layers": None, "prefill_reduction": None, "key_value_group_size": 1}
+    with pytest.raises(InvalidInputError, match=re.escape(message)) as caught:
+        student_layer_map(12, **arguments | given)
+    assert caught.value.field == f"swiftkv.{field}"
+    assert caught.value.value == given[field]
+
+
+def test_an_unknown_sharing_is_named() -> None:
+    sharing: Any = "mla"
+    with pytest.raises(InvalidInputError, match="'mla'; gqa, mqa, mha are accepted"):
+        shared_key_value_heads(sharing, num_attention_heads=8, num_key_value_heads=2)
+
+
+def test_runs_are_no_larger_than_the_limit_but_for_single_items() -> None:
+    cases: list[tuple[list[int], list[list[int]]]] = [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]])]
+    for sizes, runs in (*cases, ([3, 12, 3, 7], [[3], [12], [3, 7]])):
+        assert [sizes[run] for run in split_by_size(sizes, 10)] == runs
 
 
 def test_all_layers_are_the_baseline() -> None:
@@ -40,49 +84,40 @@ def test_all_layers_are_the_baseline() -> None:
     assert result.num_kv_cache_layers == 32
 
 
-@pytest.mark.parametrize(("l", "g", "vocabulary", "key_value", "query_output", "mlp", "attention", "relative"), TABLE_1)
-def test_table_1_of_the_paper(
-    l: int | None,  # noqa: E741  # the paper's l
-    g: int,
-    vocabulary: float,
-    key_value: float,
-    query_output: float,
-    mlp: float,
-    attention: float,
-    relative: float,
-) -> None:
-    result = plan(LLAMA_70B, num_key_value_layers=l, key_value_group_size=g, sequence_length=131072)
+@pytest.mark.parametrize(
+    ("l", "g", "gigaflops", "relative"),
+    [  # per prompt token: vocabulary; K, V; Q, O; MLP; attention; and the relative total
+        (None, 1, (4.3, 2.6, 22, 113, 160), 1.0),
+        (60, 1, (4.3, 2.6, 16, 85, 120), 0.755),
+        (40, 1, (4.3, 2.6, 11, 56, 80), 0.510),
+        (40, 4, (4.3, 1.7, 11, 56, 80), 0.507),
+    ],
+)
+def test_table_1_of_the_paper(l: int | None, g: int, gigaflops: tuple[float, ...], relative: float) -> None:  # noqa: E741
+    config = CONFIGS / "llama-3.1-70b.json"
+    result = plan(config, num_key_value_layers=l, key_value_group_size=g, sequence_length=131072)
     compared = result.prefill["paper"]
     flops = compared.dense if l is None else compared.swiftkv
-    assert flops.vocabulary / 1e9 == pytest.approx(vocabulary, abs=0.1)
-    assert flops.key_value / 1e9 == pytest.approx(key_value, abs=0.1)
-    assert (flops.query + flops.output) / 1e9 == pytest.approx(query_output, abs=0.6)
-    assert flops.mlp / 1e9 == pytest.approx(mlp, abs=0.6)
     # The paper's attention column is in units of 2^30, the others in 10^9: 160 is half of the 128K x 128K square.
-    assert flops.attention / 2**30 == pytest.approx(attention, abs=0.6)
+    found = [flops.vocabulary, flops.key_value, flops.query + flops.output, flops.mlp, flops.attention * 10**9 / 2**30]
+    for column, expected, tolerance in zip(found, gigaflops, (0.1, 0.1, 0.6, 0.6, 0.6), strict=True):
+        assert column / 1e9 == pytest.approx(expected, abs=tolerance)
     assert flops.total / compared.dense.total == pytest.approx(relative, abs=0.005)
     if l is not None:
         assert result.prefill_flops_ratio == flops.total / compared.dense.total
 
 
 @pytest.mark.parametrize(
-    ("g", "dtype", "reduction"),
-    [
-        (1, "bfloat16", 0.0),
-        (2, "bfloat16", 0.25),
-        (4, "bfloat16", 0.375),
-        (8, "bfloat16", 0.4375),
-        (16, "bfloat16", 0.46875),
-        (2, "fp8", 0.625),
-        (4, "fp8", 0.6875),
-    ],
+    ("dtype", "reductions"),
+    [("bfloat16", {1: 0.0, 2: 0.25, 4: 0.375, 8: 0.4375, 16: 0.46875}), ("fp8", {2: 0.625, 4: 0.6875})],
 )
-def test_kv_reductions_of_the_paper(g: int, dtype: str, reduction: float) -> None:
-    result = plan(LLAMA_8B, num_key_value_layers=16, key_value_group_size=g, kv_cache_dtype=dtype)
-    assert 1 - result.kv_payload_ratio == reduction
-    scales = 2 / 128 if dtype == "fp8" else 0  # bytes of scale per byte of payload, at head size 128
-    assert result.kv_bytes_ratio == pytest.approx((1 - reduction) * (1 + scales))
-    assert result.dense_kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
+def test_kv_reductions_of_the_paper(dtype: str, reductions: dict[int, float]) -> None:
+    for g, reduction in reductions.items():
+        result = plan(LLAMA_8B, num_key_value_layers=16, key_value_group_size=g, kv_cache_dtype=dtype)
+        assert 1 - result.kv_payload_ratio == reduction
+        scales = 2 / 128 if dtype == "fp8" else 0  # bytes of scale per byte of payload, at head size 128
+        assert result.kv_bytes_ratio == pytest.approx((1 - reduction) * (1 + scales))
+        assert result.dense_kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
 
 
 def test_last_token_alone_meets_upper_layers_and_head() -> None:
@@ -96,24 +131,21 @@ def test_last_token_alone_meets_upper_layers_and_head() -> None:
 
 def test_a_window_caps_attention_and_cache() -> None:
     windowed = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
-    full = plan(LLAMA_8B, num_key_value_layers=16, sequence_length=65536)
-    capped = plan(windowed, num_key_value_layers=16, sequence_length=65536)
+    full, capped = (plan(config, num_key_value_layers=16, sequence_length=65536) for config in (LLAMA_8B, windowed))
     assert capped.kv_bytes_per_token == pytest.approx(full.kv_bytes_per_token * 4095 / 65536)
     assert capped.prefill["paper"].dense.attention < full.prefill["paper"].dense.attention / 8
     assert capped.prefill["paper"].dense.mlp == full.prefill["paper"].dense.mlp
 
 
-@pytest.mark.parametrize("past", [0, 3, 9])
-@pytest.mark.parametrize("window", [None, 2, 4, 20])
-@pytest.mark.parametrize("num_queries", [0, 1, 7])
-def test_attention_pairs_count_the_mask(num_queries: int, past: int, window: int | None) -> None:
-    visible = [
-        (query, key)
-        for query in range(past, past + num_queries)
-        for key in range(query + 1)
-        if window is None or key > query - window
-    ]
-    assert attention_pairs(num_queries, past, window) == len(visible)
+def test_attention_pairs_count_the_mask() -> None:
+    for num_queries, past, window in product((0, 1, 7), (0, 3, 9), (None, 2, 4, 20)):
+        visible = [
+            (query, key)
+            for query in range(past, past + num_queries)
+            for key in range(query + 1)
+            if window is None or key > query - window
+        ]
+        assert attention_pairs(num_queries, past, window) == len(visible), (num_queries, past, window)
 
 
 def test_heads_of_a_group_may_differ_from_the_teachers() -> None:
@@ -128,10 +160,15 @@ def test_heads_of_a_group_may_differ_from_the_teachers() -> None:
 
 
 def test_a_directory_a_file_and_a_mapping_are_the_same(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read"):
+        plan(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert plan(tmp_path) == plan(tmp_path / "config.json") == plan(str(tmp_path)) == plan(LLAMA_8B)
-    assert plan(LLAMA_8B).num_key_value_layers == 16
-    assert plan(LLAMA_8B).sequence_length == 131072
+    assert (plan(LLAMA_8B).num_key_value_layers, plan(LLAMA_8B).sequence_length) == (16, 131072)
+    for text, message in (("[1]", "holds a list, not an object"), ("{", "holds no JSON")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=message):
+            plan(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -151,36 +188,15 @@ def test_a_configuration_that_makes_no_sense(changes: dict[str, Any], field: str
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({"num_key_value_layers": 33}, "swiftkv.num_key_value_layers"),
-        ({"key_value_group_size": 17}, "swiftkv.key_value_group_size"),
-        ({"sequence_length": 0}, "sequence_length"),
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
-    ],
-)
-def test_arguments_out_of_range(arguments: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidInputError) as caught:
-        plan(LLAMA_8B, **arguments)
-    assert caught.value.field == field
+def test_arguments_out_of_range() -> None:
+    layers = {"num_key_value_layers": 33, "key_value_group_size": 17}
+    for name, value in {**layers, "sequence_length": 0, "kv_cache_dtype": "int4"}.items():
+        with pytest.raises(InvalidInputError) as caught:
+            plan(LLAMA_8B, **{name: value})
+        assert caught.value.field == (f"swiftkv.{name}" if name in layers else name)
 
 
-def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be read"):
-        plan(tmp_path)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ModelError, match="holds a list, not an object"):
-        plan(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="holds no JSON"):
-        plan(tmp_path)
-
-
-def test_planning_imports_no_torch() -> None:
+def test_planning_imports_no_torch_and_every_family_has_a_row() -> None:
     code = "import sys; from swiftkv_platform.planning import plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_every_family_has_a_row() -> None:
     assert {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2"} == set(FAMILIES)

@@ -10,19 +10,10 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import ServingSetup, TrainingSetup, plan_serving, plan_training
+from tests.model_configs import llama_config
 
-CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
-LLAMA_8B = CONFIGS / "llama-3.1-8b.json"
-LATENT = {
-    "model_type": "deepseek_v2",
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "first_k_dense_replace": 4,
-    "q_lora_rank": None,
-}
+LLAMA_8B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json"
+LATENT = llama_config(4, model_type="deepseek_v2", first_k_dense_replace=4, q_lora_rank=None)
 
 
 def memory(**setup: Any) -> Any:
@@ -58,9 +49,7 @@ def test_checkpointing_trades_arithmetic_for_memory() -> None:
 def test_the_fork_takes_about_two_thirds_of_two_full_passes() -> None:
     """The reference implementation runs teacher and student from the first layer on, and recomputes activations."""
     flops = plan_training(LLAMA_8B, TrainingSetup(sequence_length=2048)).flops_per_token
-    separate = (
-        flops.total + flops.lower + flops.lower + flops.student
-    )  # the student's lower layers, recomputation of all
+    separate = flops.total + flops.lower + flops.lower + flops.student  # the student's lower layers, and recomputation
     assert flops.total / separate == pytest.approx(2 / 3, abs=0.08)
 
 
@@ -92,11 +81,6 @@ def test_time_follows_tokens_workers_and_speed() -> None:
     assert plan_training(LLAMA_8B, setup).seconds is None
 
 
-def test_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(InvalidInputError, match=r"batch_size is 10; use a multiple of .* = 4$"):
-        plan_training(LLAMA_8B, TrainingSetup(num_workers=4, batch_size=10))
-
-
 def test_long_rows_fit_where_workers_share_them() -> None:
     """128K tokens on 80 GB GPUs, Llama-3.1-8B."""
     base = TrainingSetup(sequence_length=131072, num_workers=8, batch_size=8)
@@ -106,19 +90,19 @@ def test_long_rows_fit_where_workers_share_them() -> None:
     assert alone.frozen == shared.frozen
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_batches_and_sequences_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"batch_size is 10; use a multiple of .* = 4$"):
+        plan_training(LLAMA_8B, TrainingSetup(num_workers=4, batch_size=10))
+    cases: list[tuple[dict[str, int], str]] = [
         ({"num_workers": 6}, "resources.num_workers = 6"),
         ({"sequence_length": 1026}, "data.max_length = 1026"),
         ({"num_workers": 16, "sequence_parallel_size": 16}, "num_key_value_heads = 8"),
-    ],
-)
-def test_a_sequence_that_cannot_be_shared_is_refused(changes: dict[str, Any], named: str) -> None:
-    setup = replace(TrainingSetup(num_workers=4, batch_size=48, sequence_parallel_size=4), **changes)
-    with pytest.raises(InvalidInputError, match=f"must divide {named}") as raised:
-        plan_training(LLAMA_8B, setup)
-    assert raised.value.field == "sharding.sequence_parallel_size"
+    ]
+    for changes, named in cases:
+        setup = replace(TrainingSetup(num_workers=4, batch_size=48, sequence_parallel_size=4), **changes)
+        with pytest.raises(InvalidInputError, match=f"must divide {named}") as raised:
+            plan_training(LLAMA_8B, setup)
+        assert raised.value.field == "sharding.sequence_parallel_size"
 
 
 def test_capacity_of_a_gpu() -> None:
@@ -142,17 +126,9 @@ def test_tensor_parallel_splits_heads_but_no_latent() -> None:
     assert block(LATENT, 4) == block(LATENT, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"weights_dtype": "int3"}, "weights_dtype"),
-        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
-        ({"memory_bytes": 0}, "memory_bytes"),
-        ({"reserved": 1.0}, "reserved"),
-    ],
-)
-def test_what_serving_refuses(changes: dict[str, Any], field: str) -> None:
-    setup = ServingSetup(**({"memory_bytes": 1 << 34, "sequence_length": 64} | changes))
-    with pytest.raises(InvalidInputError) as caught:
-        plan_serving(LLAMA_8B, setup)
-    assert caught.value.field == field
+def test_what_serving_refuses() -> None:
+    for field, value in {"weights_dtype": "int3", "kv_cache_dtype": "int3", "memory_bytes": 0, "reserved": 1.0}.items():
+        setup = ServingSetup(**({"memory_bytes": 1 << 34, "sequence_length": 64} | {field: value}))
+        with pytest.raises(InvalidInputError) as caught:
+            plan_serving(LLAMA_8B, setup)
+        assert caught.value.field == field

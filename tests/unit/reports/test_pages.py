@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.sweeps import expand, point, summarise
-from swiftkv_platform.reports.evaluation import evaluation_page
-from swiftkv_platform.reports.sweep import sweep_page
+from swiftkv_platform.reports.pages import evaluation_page, sweep_page
 from swiftkv_platform.specs import JobSpec
 
 VOID = {"meta", "path", "use", "rect", "circle", "line", "br"}
@@ -34,13 +33,7 @@ def report(kl: float = 0.1, *, prefill: float = 0.5, passed: bool = True, **chan
         "kv_bytes_ratio": 0.75,
         "ttft_ms": {"dense": 10.0, "swiftkv": 6.0},
         "tokens_trained": 54321,
-        "continuations": {
-            "num_prompts": 4,
-            "prompt_length": 8,
-            "num_tokens": 16,
-            "matched": 0.625,
-            "identical": 0.25,
-        },
+        "continuations": {"num_prompts": 4, "prompt_length": 8, "num_tokens": 16, "matched": 0.625, "identical": 0.25},
         "exit_head": [
             {"low": i / 20, "high": (i + 1) / 20, "share": 0.05, "agreement": None if i == 3 else i / 20}
             for i in range(20)

@@ -1,39 +1,82 @@
-"""Arguments, and loading a verified artifact; without Ray."""
+"""A deployment without Ray: its application, the engine that it runs on, and the verified artifact that it loads."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from swiftkv_platform.engine import AsyncLLMEngine, SamplingParams
-from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, ModelError
+from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
+from swiftkv_platform.contract.autoscaling import POLICY
+from swiftkv_platform.engine import LLMEngine, SamplingParams
+from swiftkv_platform.errors import ArtifactCorruptError, ClusterUnavailableError, InvalidInputError, ModelError
 from swiftkv_platform.model import export_adapter
+from swiftkv_platform.orchestration.deploying import check_engine_options
+from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
+from swiftkv_platform.serve.backends import Surroundings, choose_backend
 from swiftkv_platform.serve.deployment import Loaded, load, load_version, model_card
 from swiftkv_platform.serve.metrics import Metrics
+from swiftkv_platform.sources import OPEN, SourceRules
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.checkpoints import rewrite
+from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 
-ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "unused"}
+ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
 REPLICA = ReplicaArgs(id="dep_1")
+APPLICATIONS = "/api/serve/applications/"
 
 
-def served(artifact_uri: Path, **options: Any) -> Served:
-    return Served(model="mdl_1", artifact_uri=str(artifact_uri), **options)
+def deployment(**changes: Any) -> Any:
+    return build_app(ARGS | changes)._bound_deployment
 
 
-@pytest.fixture
-def artifact(tmp_path: Path) -> Path:
-    """A published SwiftKV model in a directory store."""
-    save_swiftkv(tmp_path / "model")
-    store = open_store(str(tmp_path / "store"))
-    publish_directory(store, tmp_path / "model", "a", kind="artifact", lineage={}, metrics={})
-    return tmp_path / "store" / "a"
+def test_scaling_and_resources_come_from_the_arguments() -> None:
+    engine = {"num_threads": 2, "max_num_seqs": 3, "max_num_waiting": 5}
+    built = deployment(min_replicas=2, max_replicas=4, target_ongoing_requests=3, engine=engine)
+    scaling = built._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 4, 3.0)
+    assert built.ray_actor_options["num_cpus"] == 2
+    assert built.max_ongoing_requests > 3 + 5, "the replica itself refuses what is too much"
+    policies = [each._deployment_config.autoscaling_config.policy.policy_function for each in (deployment(), built)]
+    assert (policies[0], policies[1] == POLICY) == (POLICY, False), "without a target the load decides"
+
+
+def test_each_rank_of_a_replica_has_its_own_device_and_named_resources_go_first() -> None:
+    def resources(engine: dict[str, Any], **named: float) -> tuple[float, float]:
+        options = deployment(engine={"num_threads": 2, "device": "cuda", **engine}, **named).ray_actor_options
+        return options["num_cpus"], options["num_gpus"]
+
+    assert resources({"tensor_parallel_size": 4}) == (8, 4)
+    assert resources({}, num_cpus=0.5) == (0.5, 1)
+    assert resources({}, num_gpus=0) == (2, 0)
+    args = _application(ResolvedDeployment(**ARGS, engine={"tensor_parallel_size": 2, "device": "cuda"}), {})["args"]
+    assert (args["num_cpus"], args["num_gpus"]) == (2, 2)
+    assert "api_keys_file" not in args
+
+
+def test_what_is_served_is_no_argument_of_a_replica() -> None:
+    one, other = deployment(), deployment(model="mdl_2", engine={"max_num_seqs": 3}, max_replicas=4)
+    assert one.init_args == other.init_args
+    assert (one.user_config["model"], other.user_config["model"]) == ("mdl_1", "mdl_2")
+    assert build_app({"id": "dep_1"})._bound_deployment.user_config is None
+
+
+def test_building_the_application_imports_no_torch() -> None:
+    build = f"from swiftkv_platform.serve.app import build_app; build_app({ARGS})"
+    check = f"import sys; {build}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -50,18 +93,155 @@ def artifact(tmp_path: Path) -> Path:
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        ServeArgs.model_validate(ARGS | change)
+    for accept in (ServeArgs.model_validate, build_app):
+        with pytest.raises(ValidationError, match=message):
+            accept(ARGS | change)
 
 
-def test_a_verified_artifact_is_served_with_its_digest(artifact: Path) -> None:
-    loaded = load(served(artifact))
-    store = open_store(str(artifact))
-    card = model_card(REPLICA, served(artifact), loaded, {})
-    assert card.manifest_digest == manifest_digest(read_manifest(store, ""))
-    assert card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
-    assert isinstance(loaded.engine, AsyncLLMEngine)
-    assert len(loaded.engine.engine.generate(["text"])[0].token_ids) > 0
+def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
+    assert http_address("http://127.0.0.1:8001") == ("127.0.0.1", 8001)
+    assert http_address("http://serve.example:80") == ("0.0.0.0", 80)
+    for url in ("127.0.0.1:8001", "http://127.0.0.1", "https://127.0.0.1:8001"):
+        with pytest.raises(InvalidInputError, match=r"give http://host:port"):
+            http_address(url)
+
+
+def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
+    with pytest.raises(ClusterUnavailableError, match=r"127\.0\.0\.1:9 does not answer"):
+        RayServe("http://127.0.0.1:9").status()
+
+
+def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() -> None:
+    """A replica of an older image tells none, and one that serves something else has loaded that."""
+    spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", route_prefix="/one")
+    served = _application(spec, {})["deployments"][0]["user_config"]["revision"]
+    replicas = [{"replica_id": name, "state": "RUNNING"} for name in "abcd"]
+    state = {"status": "RUNNING", "message": "", "route_prefix": "/one"}
+    details = {
+        "proxies": {"node": {"status": "HEALTHY"}},
+        "applications": {"dep_1": {**state, "deployments": {"Replica": {"message": "", "replicas": replicas}}}},
+    }
+
+    def health(name: str, revision: str = served, **more: Any) -> Any:
+        return json_answer({"replica": name, "swap": {"revision": revision, "status": "done", "message": ""}, **more})
+
+    slow, fast = {"fetch": 9.0, "load": 2.0, "check": 0.5}, {"fetch": 0.5, "load": 3.0, "check": 0.5}
+    script = Script()
+    script.on("PUT", APPLICATIONS, json_answer({}))
+    script.on("GET", APPLICATIONS, json_answer(details))
+    with serve(script) as url, closing(RayServe(url, url)) as cluster:
+        cluster.apply([spec])
+        script.on("GET", "/one/health", health("a", load_seconds=fast), health("b"))
+        swapping = DeploymentState(DeploymentStatus.SWAPPING, "2 of 4 replicas serve what is wanted", 4, fast)
+        assert cluster.status() == {"dep_1": swapping}
+        before = health("d", "before", load_seconds=dict.fromkeys(slow, 60.0))
+        script.on("GET", "/one/health", before, health("c", load_seconds=slow), health("d", load_seconds=fast))
+        assert cluster.status() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
+
+
+def test_replicas_hold_base_models_to_their_tenants_rules() -> None:
+    spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", tenant="acme")
+    rules, script = SourceRules(roots=("/data/{tenant}",)), Script()
+    script.on("PUT", APPLICATIONS, json_answer({}))
+    configs = []
+    for access in (lambda tenant: rules.access(str(tenant), ("acme",)), lambda _: OPEN):
+        with serve(script) as url, closing(RayServe(url, access=access)) as cluster:
+            cluster.apply([spec])
+        (application,) = script.requests[-1].body["applications"]
+        configs.append(application["deployments"][0]["user_config"])
+    closed, opened = configs
+    access = Served.model_validate(closed).base_access
+    assert (access.roots, access.hub_organizations) == (("/data/acme",), ("acme",))
+    assert "base_access" not in opened
+    assert closed["revision"] == opened["revision"]  # rules load nothing
+
+
+GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has_exit_head=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "around", "backend"),
+    [
+        ({}, {}, "vllm"),
+        ({}, {"model_type": "llama"}, "vllm"),
+        ({}, {"model_type": "qwen3_moe_swiftkv"}, "vllm"),
+        ({"max_num_seqs": 8, "kv_cache_dtype": "fp8"}, {}, "vllm"),
+        ({}, {"device": "cpu"}, "native"),
+        ({}, {"has_vllm": False}, "native"),
+        ({}, {"model_type": "deepseek_v2_swiftkv"}, "native"),
+        ({}, {"model_type": "gpt2"}, "native"),
+        ({}, {"has_exit_head": True}, "native"),
+        ({}, {"has_own_head_count": True}, "native"),
+        ({}, {"is_judged": True}, "native"),
+        ({"kv_cache_dtype": "int8"}, {}, "native"),
+        ({"native_kernels": False}, {}, "native"),
+        ({"backend": "native"}, {}, "native"),
+        ({"backend": "vllm"}, {"device": "cpu", "has_exit_head": True}, "vllm"),
+        ({"backend": "vllm"}, {"has_vllm": False, "model_type": "gpt2"}, "vllm"),
+    ],
+)
+def test_the_choice_of_an_engine(options: dict[str, Any], around: dict[str, Any], backend: str) -> None:
+    assert choose_backend(EngineConfig(**options), replace(GPU, **around)) == backend
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("kv_cache_dtype", "int8"), ("kv_cache_dtype", "float32"), ("fuse_weights", False), ("native_kernels", False)],
+)
+def test_an_option_of_the_native_engine_alone_is_refused_beside_vllm(option: str, value: Any) -> None:
+    assert EngineConfig(**{option: value}).native_only == (option,)
+    with pytest.raises(ValidationError, match="backend native"):
+        EngineConfig(**{"backend": "vllm", option: value})
+    with pytest.raises(InvalidInputError, match="an option of backend native alone") as caught:
+        check_engine_options({option: value, "backend": "vllm"})
+    assert (caught.value.field, caught.value.value) == (f"engine.{option}", value)
+    check_engine_options({option: value, "backend": "native"})
+
+
+def test_an_engine_is_not_asked_for_what_another_has(tmp_path: Path) -> None:
+    document = {"model": "mdl_1", "artifact_uri": "/a", "shadow": {"against": "teacher"}}
+    with pytest.raises(ValidationError, match="shadow compares distributions, which backend native alone gives"):
+        Served.model_validate({**document, "engine": {"backend": "vllm"}})
+    assert Served.model_validate({**document, "engine": {"backend": "auto"}}).shadow is not None
+    with pytest.raises(InvalidInputError, match="this is the native engine") as caught:
+        LLMEngine.from_pretrained(tmp_path, EngineConfig(backend="vllm"))
+    assert caught.value.field == "backend"
+
+
+def served(artifact_uri: Path, **options: Any) -> Served:
+    return Served(model="mdl_1", artifact_uri=str(artifact_uri), **options)
+
+
+def publish(tmp_path: Path, name: str) -> Path:
+    """The directory `name` as an artifact in a directory store."""
+    store = open_store(str(tmp_path / "store"))
+    publish_directory(store, tmp_path / name, name, kind="artifact", lineage={}, metrics={})
+    return tmp_path / "store" / name
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """A published SwiftKV model."""
+    save_swiftkv(tmp_path / "model")
+    return publish(tmp_path, "model")
+
+
+@pytest.fixture
+def adapter(artifact: Path, tmp_path: Path) -> Path:
+    """The artifact as an adapter of a base in `own`, published beside it."""
+    make_model().save_pretrained(tmp_path / "own" / "base")
+    export_adapter(tmp_path / "model", tmp_path / "adapter", base=tmp_path / "own" / "base")
+    return publish(tmp_path, "adapter")
+
+
+def digest(artifact: Path) -> str:
+    return manifest_digest(read_manifest(open_store(str(artifact)), ""))
+
+
+def answered(loaded: Loaded) -> Any:
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+    (output,) = loaded.engine.engine.generate([[1, 2, 3, 4, 5]], params)
+    return output.token_ids, output.logprobs, output.prompt_logprobs
 
 
 async def test_replicas_of_a_machine_fetch_a_model_once_and_tell_how_long_each_phase_took(
@@ -75,15 +255,13 @@ async def test_replicas_of_a_machine_fetch_a_model_once_and_tell_how_long_each_p
         await version.engine.aclose()
         (artifact / "model.safetensors").unlink(missing_ok=True)  # the second replica reads nothing but the manifest
     [copy] = [path for path in (tmp_path / "home" / "models").iterdir() if path.is_dir()]
-    assert copy.name == version.card.manifest_digest
+    assert copy.name == version.card.manifest_digest == digest(artifact)
+    assert version.card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
     assert list(version.card.load_seconds) == ["fetch", "load", "check"]
-    text = metrics.text().decode()
-    assert "swiftkv:model_loads_total 2.0" in text
+    counts = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    assert counts["swiftkv:model_loads_total"] == "2.0"
     for phase in ("fetch", "load", "check"):
-        [line] = [
-            line for line in text.splitlines() if line.startswith(f'swiftkv:model_load_seconds_total{{phase="{phase}"')
-        ]
-        assert float(line.split()[-1]) > 0
+        assert float(counts[f'swiftkv:model_load_seconds_total{{phase="{phase}"}}']) > 0
 
 
 def test_a_flipped_byte_is_refused(artifact: Path) -> None:
@@ -105,33 +283,17 @@ def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
     assert (card.manifest_digest, card.swiftkv) == (None, None)
 
 
-@pytest.fixture
-def adapter(artifact: Path, tmp_path: Path) -> Path:
-    """The artifact as an adapter of a base in `own`, published beside it."""
-    make_model().save_pretrained(tmp_path / "own" / "base")
-    export_adapter(tmp_path / "model", tmp_path / "adapter", base=tmp_path / "own" / "base")
-    store = open_store(str(tmp_path / "store"))
-    publish_directory(store, tmp_path / "adapter", "b", kind="artifact", lineage={}, metrics={})
-    return tmp_path / "store" / "b"
-
-
-def answered(loaded: Loaded) -> Any:
-    assert isinstance(loaded.engine, AsyncLLMEngine)
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=5)
-    (output,) = loaded.engine.engine.generate([[1, 2, 3, 4, 5]], params)
-    return output.token_ids, output.logprobs, output.prompt_logprobs
-
-
 def test_an_adapter_is_served_with_its_base_as_the_whole_artifact_is(
     adapter: Path, artifact: Path, tmp_path: Path
 ) -> None:
     rules = {"roots": [str(tmp_path / "own")], "hub_organizations": []}
     loaded = load(served(adapter, base_access=rules))
-    assert loaded.manifest_digest == manifest_digest(read_manifest(open_store(str(adapter)), ""))
+    assert loaded.manifest_digest == digest(adapter)
     assert answered(loaded) == answered(load(served(artifact)))
-    assert answered(load(served(adapter, engine={"swiftkv": False}))) == answered(
-        load(served(artifact, engine={"swiftkv": False}))
-    )
+    teachers = [load(served(each, engine={"swiftkv": False})) for each in (adapter, artifact)]
+    assert answered(teachers[0]) == answered(teachers[1])
+    closed = served(adapter, base_access={"roots": ["/elsewhere"], "hub_organizations": ["acme"]})
+    assert closed.loads_the_same_as(served(adapter)), "other rules alone load nothing"
 
 
 def test_a_base_outside_the_tenants_roots_is_refused(adapter: Path, tmp_path: Path) -> None:
@@ -150,8 +312,3 @@ def test_a_base_that_has_changed_is_refused(adapter: Path, tmp_path: Path) -> No
     with pytest.raises(ModelError, match=r"model\.norm\.weight of .* has the SHA-256") as caught:
         load(served(adapter))
     assert caught.value.field == "base.name_or_path"
-
-
-def test_other_rules_alone_load_nothing(adapter: Path) -> None:
-    closed = served(adapter, base_access={"roots": ["/elsewhere"], "hub_organizations": ["acme"]})
-    assert closed.loads_the_same_as(served(adapter))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from fastapi import FastAPI
 
-from swiftkv_platform.engine import AsyncLLMEngine
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from tests.surface.generate import *  # noqa: F403
-from tests.surface.generate import Idle, check_death, leave_a_stream
+from tests.surface.generate import check_death
+from tests.surface.replicas import application, asgi_client, version_of
 
 
 async def test_a_dead_engine_is_unhealthy_and_says_so(
-    client: httpx.AsyncClient, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, engine_config))
     steps, step = iter(range(3)), engine.engine.step
 
     def failing_step() -> Any:
@@ -24,19 +25,5 @@ async def test_a_dead_engine_is_unhealthy_and_says_so(
         return step()
 
     monkeypatch.setattr(engine.engine, "step", failing_step)
-    await check_death(client, num_tokens=3)
-
-
-async def test_no_step_is_made_for_a_client_that_has_left(
-    app: FastAPI, engine: AsyncLLMEngine, idle: Idle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps, step = [], engine.engine.step
-
-    def counted_step() -> Any:
-        steps.append(1)
-        return step()
-
-    monkeypatch.setattr(engine.engine, "step", counted_step)
-    await leave_a_stream(app)
-    await idle()
-    assert len(steps) < 60
+    await check_death(asgi_client(application(version_of(engine))), num_tokens=3)
+    await engine.aclose()

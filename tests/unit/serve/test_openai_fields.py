@@ -18,7 +18,8 @@ from swiftkv_platform.serve.openai.fields import FIELDS, MAX_NAMES, Route, Treat
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 
 PAGE = Path("docs/compatibility.md")
-BODIES: list[tuple[Route, type[OpenAIFields], Sequence[type]]] = [
+Body = tuple[Route, type[OpenAIFields], Sequence[type]]
+BODIES: list[Body] = [
     (
         "completions",
         CompletionRequest,
@@ -28,30 +29,24 @@ BODIES: list[tuple[Route, type[OpenAIFields], Sequence[type]]] = [
 ]
 
 
-@pytest.mark.parametrize(("route", "_body", "types"), BODIES)
-def test_every_field_of_openais_own_client_is_in_the_table(
-    route: Route, _body: type[OpenAIFields], types: Sequence[type]
-) -> None:
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body[0])
+def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obeys(body: Body) -> None:
+    route, model, types = body
+    table = fields_of(route)
     theirs = {name for one in types for name in one.__annotations__}
     theirs |= {f"stream_options.{name}" for name in options.ChatCompletionStreamOptionsParam.__annotations__}
-    assert theirs <= fields_of(route).keys(), "give each a treatment in serve/openai/fields.py"
-
-
-@pytest.mark.parametrize(("route", "body", "_types"), BODIES)
-def test_what_a_body_has_is_served_and_what_is_served_a_body_has(
-    route: Route, body: type[OpenAIFields], _types: Sequence[type]
-) -> None:
-    served = {name for name, field in fields_of(route).items() if field.treatment is Treatment.SERVED}
-    parts = {f"stream_options.{name}" for name in StreamOptions.model_fields}
-    assert {*body.model_fields, *parts} <= served
-    assert served - {*body.model_fields, *parts} <= {"tools", "tool_choice", "parallel_tool_calls"}
-
-
-@pytest.mark.parametrize(("route", "_body", "_types"), BODIES)
-def test_each_field_has_one_treatment(route: Route, _body: type[OpenAIFields], _types: Sequence[type]) -> None:
+    assert theirs <= table.keys(), "give each a treatment in serve/openai/fields.py"
+    served = {name for name, field in table.items() if field.treatment is Treatment.SERVED}
+    ours = {*model.model_fields, *(f"stream_options.{name}" for name in StreamOptions.model_fields)}
+    assert ours <= served
+    assert served - ours <= {"tools", "tool_choice", "parallel_tool_calls"}
     names = [field.name for field in FIELDS if route in field.routes]
     assert len(names) == len(set(names))
     assert all(field.note for field in FIELDS if field.treatment is Treatment.REFUSED), "a refusal has a reason"
+    schema = model.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert "user" in schema["properties"]
+    assert json.dumps(schema)
 
 
 def test_the_page_is_what_the_command_prints() -> None:
@@ -114,11 +109,3 @@ def test_names_that_a_caller_chose_fit_into_a_header() -> None:
     names = names_without_effect("completions", {}, ["a\r\nx: y", "é,\ud800", "z" * 9999, *map(str, range(99))], 1, ())
     assert len(names) == MAX_NAMES
     assert all(name.isascii() and len(name) <= 3 * 64 and not set(name) & set("\r\n,: ") for name in names)
-
-
-@pytest.mark.parametrize(("_route", "body", "_types"), BODIES)
-def test_the_schema_shows_what_is_accepted(_route: Route, body: type[OpenAIFields], _types: Sequence[type]) -> None:
-    schema = body.model_json_schema()
-    assert schema["additionalProperties"] is False
-    assert "user" in schema["properties"]
-    assert json.dumps(schema)

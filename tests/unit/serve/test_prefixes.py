@@ -43,6 +43,8 @@ def test_prompts_that_begin_alike_share_the_fingerprints_of_their_beginning() ->
     assert fingerprints(body("short")) == []
     assert fingerprints(b'{"tokens": [1]}') == []
     assert len(fingerprints(body("a" * 1_000_000))) == MAX_BLOCKS
+    of_tenants = [set(fingerprints(body(LONG), credential)) for credential in (b"Bearer a", b"Bearer b")]
+    assert not of_tenants[0] & of_tenants[1], "tenants do not share a prefix"
 
 
 def test_a_conversation_goes_on_where_it_began() -> None:
@@ -52,40 +54,28 @@ def test_a_conversation_goes_on_where_it_began() -> None:
     assert shared(before, after) >= len(fingerprints(before)) - 1
 
 
-def test_tenants_do_not_share_a_prefix() -> None:
-    assert not set(fingerprints(body(LONG), b"Bearer a")) & set(fingerprints(body(LONG), b"Bearer b"))
-
-
 async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tuple[str | None, list[dict[str, Any]]]:
     """(the header that the application is sent, the messages that it reads)."""
-    seen: dict[str, Any] = {}
+    seen: list[Any] = []
+    waiting = iter(messages)
 
     async def app(scope: Any, receive: Any, _send: Any) -> None:
-        headers = dict(scope["headers"])
-        value = headers.get(SESSION_HEADER.encode())
-        seen["header"] = None if value is None else value.decode()
-        seen["messages"] = [await receive() for _ in messages]
-
-    waiting = iter(messages)
+        value = dict(scope["headers"]).get(SESSION_HEADER.encode())
+        seen.append((None if value is None else value.decode(), [await receive() for _ in messages]))
 
     async def receive() -> Any:
         return next(waiting)
 
     scope = {"type": "http", "method": "POST", "path": "/app/generate", "headers": [], **scope}
-    await PrefixHeader(app)(scope, receive, None)  # type: ignore[arg-type]  # nothing is sent
-    return seen["header"], seen["messages"]
+    await PrefixHeader(app)(scope, receive, None)
+    return seen[0]
 
 
 async def test_the_body_passes_unchanged_and_only_its_beginning_is_waited_for() -> None:
     whole = body(LONG * 40)
     parts = [whole[at : at + 5000] for at in range(0, len(whole), 5000)]
-    messages = [
-        {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
-        for number, part in enumerate(parts)
-    ]
-    header, read = await through_middleware(messages)
-    assert header == in_header(fingerprints(whole))
-    assert read == messages
+    messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
+    assert await through_middleware(messages) == (in_header(fingerprints(whole)), messages)
 
 
 async def test_what_asks_for_nothing_or_brings_a_session_is_left_alone() -> None:
@@ -121,12 +111,13 @@ class Router(PrefixRouter):
         return self.queues[replica.replica_id.unique_id]
 
     async def route(self, header: str) -> str:
-        request: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=header))
-        replicas: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in self.queues]
+        request = SimpleNamespace(metadata=SimpleNamespace(session_id=header))
+        replicas = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in self.queues]
         [[chosen], *_] = await self.choose_replicas(replicas, request)
         self.on_request_routed(request, chosen.replica_id, None)
-        self.queues[chosen.replica_id.unique_id] += 1
-        return str(chosen.replica_id.unique_id)
+        name: str = chosen.replica_id.unique_id
+        self.queues[name] += 1
+        return name
 
 
 async def test_a_prefix_stays_with_its_replica_while_that_is_not_too_busy() -> None:
@@ -148,11 +139,6 @@ async def test_skew_starves_nobody(header: str) -> None:
     assert max(router.queues.values()) - min(router.queues.values()) <= 5
 
 
-def test_the_header_carries_what_it_was_given() -> None:
-    assert from_header(in_header(["a", "b"])) == ["a", "b"]
-    assert from_header("") == []
-
-
 async def test_a_callers_long_header_leaves_the_index_as_it_is() -> None:
     """The proxy hands a caller's own header on; each of its parts would push another prefix out."""
     router = Router({"one": 0, "two": 0})
@@ -165,7 +151,9 @@ async def test_a_callers_long_header_leaves_the_index_as_it_is() -> None:
     assert await router.route("a.b") == chosen, "it has one request more than the other, and the prefix"
 
 
-def test_a_callers_session_is_one_print_and_what_is_too_long_is_none() -> None:
+def test_the_header_carries_prints_or_a_callers_session_and_what_is_too_long_is_none() -> None:
+    assert from_header(in_header(["a", "b"])) == ["a", "b"]
+    assert from_header("") == []
     assert from_header("user-7f3.session 9") == ["user-7f3.session 9"]
     assert from_header("x" * MAX_SESSION_LENGTH) == ["x" * MAX_SESSION_LENGTH]
     assert from_header("x" * (MAX_SESSION_LENGTH + 1)) == []

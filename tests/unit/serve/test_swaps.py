@@ -1,31 +1,72 @@
-"""Swaps of versions: between requests, the last wanted one, and never to one that cannot be served."""
+"""Versions of a replica: swapped between requests, with chat templates of their own, and two at a time."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine, SamplingParams
-from swiftkv_platform.errors import EngineDeadError, ModelError
+from swiftkv_platform.errors import EngineDeadError, InvalidInputError, ModelError
+from swiftkv_platform.model import convert
 from swiftkv_platform.serve.answers import RequestContext
-from swiftkv_platform.serve.args import Served
-from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.args import ReplicaArgs, Served
+from swiftkv_platform.serve.chat import render_chat
+from swiftkv_platform.serve.current import Current, Version
+from swiftkv_platform.serve.deployment import load_version
+from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.swaps import Swaps
-from tests.unit.engine.tiny_models import save_swiftkv
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.surface.replicas import asgi_client, version_of
+from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 
+ARGS = ReplicaArgs(id="dep_1")
+GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 LONG = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+BRIEF = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+COMMAND = "{{ cycler.__init__.__globals__.os.popen('touch %s').read() }}"
+USER: list[dict[str, Any]] = [{"role": "user", "content": "hé"}]
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_swiftkv(tmp_path_factory.mktemp("swiftkv"))
+def document(model: str, **changes: Any) -> dict[str, Any]:
+    """The model to serve; an artifact that no test's own loader reads, unless it is changed."""
+    return {"model": model, "artifact_uri": "unused", "revision": f"rev-{model}", "verify": False, **changes}
 
 
-class Versions:
+async def load(served: Served) -> Version:
+    return await load_version(ARGS, served)
+
+
+async def swapped(current: Current, revision: str) -> None:
+    while current.swap.status == "loading" or current.swap.revision != revision:
+        await asyncio.sleep(0.001)
+
+
+def counted(current: Current, name: str) -> float:
+    lines = current.metrics.text().decode().splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"swiftkv:{name} ")), 0.0)
+
+
+def client_of(current: Current) -> httpx.AsyncClient:
+    return asgi_client(create_http_app(current))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def current() -> AsyncIterator[Current]:
+    current = Current()
+    yield current
+    await current.version.drain()
+
+
+class Loader:
     """Loads when a test says so. The model `bad` cannot be loaded."""
 
     def __init__(self, model_dir: Path) -> None:
@@ -39,35 +80,33 @@ class Versions:
         if served.model == "bad":
             raise ModelError("it is bad")
         engine = AsyncLLMEngine(LLMEngine.from_pretrained(self.model_dir, served.engine))
-        card = ModelCard(deployment="dep_1", model=served.model, manifest_digest=None, swiftkv=None, max_model_len=64)
-        self.loaded[served.model] = Version(engine, card, created=1)
+        self.loaded[served.model] = version_of(engine, served.model)
         return self.loaded[served.model]
 
-
-def document(model: str, **changes: Any) -> dict[str, Any]:
-    return {"model": model, "artifact_uri": "unused", "revision": f"rev-{model}", **changes}
-
-
-@pytest_asyncio.fixture
-async def versions(model_dir: Path) -> Versions:
-    return Versions(model_dir)
+    def is_closed(self, model: str) -> bool:
+        try:
+            self.loaded[model].engine.check_health()
+        except EngineDeadError:
+            return True
+        return False
 
 
-async def swapped(current: Current, revision: str) -> None:
-    while current.swap.status == "loading" or current.swap.revision != revision:
-        await asyncio.sleep(0.001)
+@pytest_asyncio.fixture(loop_scope="module")
+async def loader(model_dir: Path) -> Loader:
+    return Loader(model_dir)
 
 
-def count(current: Current, outcome: str) -> int:
-    lines = current.metrics.text().decode().splitlines()
-    prefix = f'swiftkv:swaps_total{{outcome="{outcome}"}} '
-    return int(next((float(line.removeprefix(prefix)) for line in lines if line.startswith(prefix)), 0))
-
-
-async def test_running_requests_finish_on_the_old_version_which_is_then_closed(versions: Versions) -> None:
-    current = Current()
-    swaps = Swaps(current, versions.load)
+@pytest_asyncio.fixture(loop_scope="module")
+async def swaps(current: Current, loader: Loader) -> Swaps:
+    """Swaps of a replica that serves the version `one`."""
+    swaps = Swaps(current, loader.load)
     await swaps.want(document("one"))
+    return swaps
+
+
+async def test_running_requests_finish_on_the_old_version_which_is_then_closed(
+    current: Current, loader: Loader, swaps: Swaps
+) -> None:
     with current.entering() as version:
         answers = await current.ask(version, [[1, 2]], LONG, RequestContext(interval_s=0.0))
     outputs = answers.as_they_come()
@@ -81,41 +120,28 @@ async def test_running_requests_finish_on_the_old_version_which_is_then_closed(v
         assert (len(last.token_ids), last.finish_reason) == (50, "length")
         late = await current.ask(undecided, [[3]], LONG, RequestContext())
     assert len((await late.all())[0].token_ids) == 50, "it had chosen before the swap"
-    old = versions.loaded["one"].engine
-    while not _is_closed(old):
+    while not loader.is_closed("one"):
         await asyncio.sleep(0.01)
-    assert not _is_closed(versions.loaded["two"].engine)
-    assert count(current, "succeeded") == 1
+    assert not loader.is_closed("two")
+    assert counted(current, 'swaps_total{outcome="succeeded"}') == 1
 
 
-def _is_closed(engine: AsyncLLMEngine) -> bool:
-    try:
-        engine.check_health()
-    except EngineDeadError:
-        return True
-    return False
-
-
-@pytest.mark.parametrize("bad", [document("bad"), document("bad", colour="red"), document("bad", engine={"dtype": 8})])
-async def test_a_bad_version_is_refused_and_the_old_one_stays(versions: Versions, bad: dict[str, Any]) -> None:
-    current = Current()
-    swaps = Swaps(current, versions.load)
-    await swaps.want(document("one"))
-    await swaps.want(bad)
+@pytest.mark.parametrize("bad", [{}, {"colour": "red"}, {"engine": {"dtype": 8}}])
+async def test_a_bad_version_is_refused_and_the_old_one_stays(
+    current: Current, loader: Loader, swaps: Swaps, bad: dict[str, Any]
+) -> None:
+    await swaps.want(document("bad", **bad))
     await swapped(current, "rev-bad")
     assert (current.swap.status, current.version.card.model) == ("refused", "one")
     assert current.swap.message
-    assert count(current, "refused") == 1
+    assert counted(current, 'swaps_total{outcome="refused"}') == 1
     await swaps.want(document("one"))
     await swapped(current, "rev-one")
     assert current.swap.status == "done"
-    assert current.version is versions.loaded["one"], "what is served already is not loaded again"
+    assert current.version is loader.loaded["one"], "what is served already is not loaded again"
 
 
-async def test_fields_to_ignore_count_at_once_and_load_nothing(versions: Versions) -> None:
-    current = Current()
-    swaps = Swaps(current, versions.load)
-    await swaps.want(document("one"))
+async def test_fields_to_ignore_count_at_once_and_load_nothing(current: Current, swaps: Swaps) -> None:
     before = current.version
     for fields in (["suffix", "*"], None):
         await swaps.want(document("one", ignored_fields=fields, revision=str(fields)))
@@ -127,24 +153,204 @@ async def test_fields_to_ignore_count_at_once_and_load_nothing(versions: Version
     assert current.swap.status == "refused"
 
 
-async def test_the_last_wanted_version_wins(versions: Versions) -> None:
-    current = Current()
-    swaps = Swaps(current, versions.load)
-    await swaps.want(document("one"))
-    versions.may_load.clear()
+async def test_the_last_wanted_version_wins(current: Current, loader: Loader, swaps: Swaps) -> None:
+    loader.may_load.clear()
     for model in ("two", "three", "bad", "four"):
         await swaps.want(document(model))
         await asyncio.sleep(0)
-    versions.may_load.set()
+    loader.may_load.set()
     await swapped(current, "rev-four")
     assert current.version.card.model == "four"
-    assert set(versions.loaded) == {"one", "two", "four"}, "what nobody wants any more is not loaded"
-    assert count(current, "superseded") == 1
-    assert _is_closed(versions.loaded["two"].engine)
+    assert set(loader.loaded) == {"one", "two", "four"}, "what nobody wants any more is not loaded"
+    assert counted(current, 'swaps_total{outcome="superseded"}') == 1
+    assert loader.is_closed("two")
 
 
-async def test_a_first_version_that_cannot_be_served_is_an_error(versions: Versions) -> None:
+async def test_a_first_version_that_cannot_be_served_is_an_error(loader: Loader) -> None:
     current = Current()
     with pytest.raises(ModelError, match="it is bad"):
-        await Swaps(current, versions.load).want(document("bad"))
+        await Swaps(current, loader.load).want(document("bad"))
     assert current.is_empty
+
+
+async def ask(current: Current) -> httpx.Response:
+    body = {"model": "tiny", "messages": USER, "max_tokens": 1}
+    return await client_of(current).post("/v1/chat/completions", json=body)
+
+
+async def test_a_deployments_template_is_swapped_in_and_out_and_runs_no_command(
+    current: Current, model_dir: Path, tmp_path: Path
+) -> None:
+    swaps = Swaps(current, load)
+
+    async def answer_with(template: str | None) -> httpx.Response:
+        wanted = document("tiny", artifact_uri=str(model_dir), revision=str(template), chat_template=template)
+        await swaps.want(wanted)
+        await swapped(current, str(template))
+        return await ask(current)
+
+    assert "need a chat template, which this model has not" in (await answer_with(None)).text
+    for template, num_prompt_tokens in ((BRIEF, len("u:hé;".encode())), ("{{ messages[0].content }}", 3)):
+        assert (await answer_with(template)).json()["usage"]["prompt_tokens"] == num_prompt_tokens
+    assert (await answer_with("{% for")).status_code == 200, "the version before serves on"
+    assert current.swap.status == "refused"
+    assert "chat_template is no Jinja template: line 1" in current.swap.message
+    response = await answer_with(COMMAND % (tmp_path / "marker"))
+    assert response.status_code == 400
+    assert "do not fit the model's chat template" in response.json()["error"]["message"]
+    assert not (tmp_path / "marker").exists()
+
+
+async def test_a_candidate_has_the_template_too(current: Current, model_dir: Path) -> None:
+    candidate = {"model": "other", "artifact_uri": str(model_dir)}
+    fields = {"chat_template": BRIEF, "candidate": candidate, "tool_call_parser": "mistral"}
+    await Swaps(current, load).want(document("tiny", artifact_uri=str(model_dir), **fields))
+    for version in (current.version, current.version.candidate):
+        assert (version.tokenizer.chat_template, version.tool_call_parser) == (BRIEF, "mistral")
+
+
+async def test_a_template_needs_a_tokenizer(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no tokenizer") as caught:
+        await load(Served.model_validate(document("tiny", artifact_uri=str(tmp_path), chat_template=BRIEF)))
+    assert caught.value.field == "chat_template"
+
+
+def test_a_template_is_told_what_it_knows() -> None:
+    told: list[dict[str, Any]] = [{"role": "developer", "content": "a"}]
+    told += [{"role": "assistant", "content": None, "tool_calls": []}]
+    for template, expected in ((BRIEF, "s:a;a:;"), (BRIEF + "{# developer #}", "d:a;a:;")):
+        tokenizer = byte_tokenizer(chat_template=template)
+        assert tokenizer.decode(render_chat(tokenizer, told)) == expected
+
+
+def test_of_several_templates_one_is_for_tools_and_one_the_default() -> None:
+    tokenizer = byte_tokenizer(chat_template={"default": "plain", "tool_use": "tools"})
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert tokenizer.decode(render_chat(tokenizer, USER)) == "plain"
+    assert tokenizer.decode(render_chat(tokenizer, USER, tools=[tool])) == "tools"
+    tokenizer.chat_template = {"rag": "plain"}
+    with pytest.raises(InvalidInputError, match="default chat template"):
+        render_chat(tokenizer, USER)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two students of one teacher."""
+    directory = tmp_path_factory.mktemp("models")
+    save_swiftkv(directory / "one")
+    convert(make_model(), num_key_value_layers=3, key_value_group_size=1).save_pretrained(directory / "two")
+    byte_tokenizer().save_pretrained(directory / "two")
+    return {name: str(directory / name) for name in ("one", "two")}
+
+
+def served(paths: dict[str, str], share: float | None = None, **options: Any) -> dict[str, Any]:
+    """The model `one`, with `two` as a candidate where it has a share."""
+    candidate = {"model": "two", "artifact_uri": paths["two"], "share": share}
+    options |= {} if share is None else {"candidate": candidate}
+    return document("one", artifact_uri=paths["one"], **options)
+
+
+async def serve(current: Current, wanted: dict[str, Any]) -> Any:
+    """The version that serves what is wanted."""
+    await Swaps(current, lambda served: load_version(ARGS, served, current.metrics.compared)).want(wanted)
+    return current.version
+
+
+async def test_a_candidate_answers_its_share_under_its_own_name(current: Current, paths: dict[str, str]) -> None:
+    version, client = await serve(current, served(paths, 0.0)), client_of(current)
+
+    async def models() -> set[str]:
+        bodies = [{"model": name, "prompt": [1, 2], **GREEDY} for name in ("one", "two") * 10]
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+        return {answer.raise_for_status().json()["model"] for answer in answers}
+
+    assert await models() == {"one"}
+    version.candidate_share = 1.0
+    assert await models() == {"two"}
+    version.candidate_share = 0.5
+    assert {model for _ in range(3) for model in await models()} == {"one", "two"}
+    health = (await client.get("/health")).json()
+    assert (health["model"], health["candidate"]["model"], health["candidate"]["share"]) == ("one", "two", 0.5)
+    assert (await client.post("/v1/completions", json={"model": "three", "prompt": "a"})).status_code == 404
+    assert sum(counted(current, f'requests_total{{model="{model}"}}') for model in ("one", "two")) == 100
+
+
+async def test_another_share_loads_nothing(current: Current, paths: dict[str, str]) -> None:
+    swaps = Swaps(current, load)
+    await swaps.want(served(paths, 0.1))
+    version: Any = current.version
+    await swaps.want(served(paths, 0.9, ignored_fields=["suffix"], revision="more"))
+    await swapped(current, "more")
+    assert current.version is version
+    assert version.candidate_share == 0.9
+    assert version.ignored_fields == version.candidate.ignored_fields == {"suffix"}
+
+
+async def exact(judge: str, paths: dict[str, str], prompt: list[int], answer: list[int]) -> tuple[float, int]:
+    """(KL summed over the answer, positions with the same most probable token), by plain forward passes."""
+    student, other = (
+        AutoModelForCausalLM.from_pretrained(paths[name]).eval()
+        for name in ("one", "two" if judge == "candidate" else "one")
+    )
+    if judge == "teacher":
+        other.swiftkv(False)
+    with torch.inference_mode():
+        p, q = (
+            model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+            for model in (other, student)
+        )
+    kl = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum")
+    return float(kl), int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
+@pytest.mark.parametrize("judge", ["teacher", "candidate"])
+async def test_a_shadow_tells_how_far_the_other_model_is(current: Current, paths: dict[str, str], judge: str) -> None:
+    share = 0.0 if judge == "candidate" else None
+    version = await serve(current, served(paths, share, shadow={"against": judge, "share": 1.0}))
+    client = client_of(current)
+
+    async def judged(**body: Any) -> Any:
+        answer = (await client.post("/generate", json={"prompt": [5, 6, 7], **body})).json()
+        await version.shadow.close()
+        return answer
+
+    [answer] = (await judged(**GREEDY))["choices"]
+    kl, agreeing = await exact(judge, paths, [5, 6, 7], answer["token_ids"])
+    assert kl > 0.01, "the models differ"
+    assert counted(current, "shadow_kl_nats_total") == pytest.approx(kl, rel=1e-3)
+    assert counted(current, "shadow_top1_agreeing_positions_total") == agreeing
+    assert (await judged(max_tokens=0, prompt_logprobs=1))["usage"]["completion_tokens"] == 0
+    version.shadow.share = 0.0
+    await judged(**GREEDY)
+    assert counted(current, "shadow_positions_total") == 12, "neither an answer without tokens nor one of no share"
+
+
+async def test_one_answer_is_judged_at_a_time_and_a_failing_judge_fails_nobody(
+    current: Current, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = await serve(current, served(paths, shadow={"against": "teacher", "share": 1.0}))
+    may_judge = asyncio.Event()
+
+    async def fail(*_: object) -> torch.Tensor:
+        await may_judge.wait()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(version.shadow, "_judge", type("Failing", (), {"score": fail})())
+    for _ in range(3):
+        assert (await client_of(current).post("/generate", json={"prompt": [5], **GREEDY})).status_code == 200
+    assert counted(current, "shadow_skipped_total") == 2
+    may_judge.set()
+    await version.shadow.close()
+    assert counted(current, "shadow_skipped_total") == 3
+    assert counted(current, "shadow_positions_total") == 0
+
+
+async def test_what_cannot_be_compared_is_refused(tmp_path: Path, paths: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="give a candidate, or 'teacher'"):
+        Served.model_validate(served(paths, shadow={"against": "candidate"}))
+    with pytest.raises(ValidationError, match=r"candidate\.share"):
+        Served.model_validate(served(paths, 1.1))
+    dense = document("dense", artifact_uri=str(save_dense(tmp_path)), shadow={"against": "teacher"})
+    with pytest.raises(ModelError, match="no SwiftKV student"):
+        await load(Served.model_validate(dense))

@@ -47,7 +47,7 @@ def test_relative_and_home_paths_become_absolute(monkeypatch: pytest.MonkeyPatch
     ("uri", "why"),
     [
         ("", "empty"),
-        ("gs://bucket/x", "scheme is unknown"),
+        ("ftp://bucket/x", "scheme is unknown"),
         ("https://example.org/x", "scheme is unknown"),
         ("s3://", "names no bucket"),
         ("s3:///prefix", "names no bucket"),

@@ -14,9 +14,8 @@ import pytest
 import structlog
 
 from swiftkv_platform.specs import TrackingSpec, WandbSpec
-from swiftkv_platform.tracking.providers import create_tracker
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
-from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+from swiftkv_platform.tracking.wandb_tracker import WandbTracker, create_tracker
 from tests.requirements import required_module
 from tests.s3_servers import free_port
 

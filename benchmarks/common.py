@@ -1,0 +1,85 @@
+"""Command line, report file and random models that benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swiftkv_platform.model import convert
+
+NOT_REPORTED = ("output", "output_dir", "models")
+"""Arguments that change no figure."""
+
+
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with `--output`, whose help begins with the benchmark's docstring."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="file for the report, as JSON")
+    return parser
+
+
+def write_report(report: Any, output: Path | None) -> None:
+    """Write a report as indented JSON, if a file is named."""
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments, processor, threads and torch version of this process: the head of a report."""
+    return {
+        "arguments": {
+            key: value.name if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+            if key not in NOT_REPORTED
+        },
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        },
+    }
+
+
+def add_shape(
+    parser: argparse.ArgumentParser,
+    *,
+    layers: int = 16,
+    hidden_size: int = 1024,
+    intermediate_size: int = 2816,
+    heads: int = 16,
+    kv_heads: int = 8,
+    vocab_size: int = 8192,
+    num_key_value_layers: int = 8,
+    key_value_group_size: int = 2,
+) -> None:
+    """`--layers`, `--hidden-size` and so on of a random model and its student, with these defaults."""
+    for name, default in list(locals().items())[1:]:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def random_llama(args: argparse.Namespace, max_position_embeddings: int) -> LlamaForCausalLM:
+    """A float32 Llama of that shape, the same every time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        max_position_embeddings=max_position_embeddings,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def random_student(dense: Any, args: argparse.Namespace) -> Any:
+    """The student of a model, with the layers and groups that the arguments say."""
+    return convert(
+        dense, num_key_value_layers=args.num_key_value_layers, key_value_group_size=args.key_value_group_size
+    )

@@ -1,0 +1,176 @@
+"""Reports as the paper's figures (matplotlib, extra `plot`) and as the Markdown tables of the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks.serving.metrics import Figures
+
+Report = dict[str, Any]
+LABELS = {
+    "dense": "dense",
+    "merge_all_layers": "Merge-all-Layers",
+    "hf_generate": "Hugging Face `generate`",
+    "vllm": "vLLM, dense",
+}
+mpl.rcParams["svg.hashsalt"] = "serving"  # the same figure gives the same file
+
+
+def label(system: str) -> str:
+    if system in LABELS:
+        return LABELS[system]
+    group_size = system.removeprefix("swiftkv_g").removesuffix("_fp8")
+    return f"SwiftKV, g = {group_size}" + (", FP8" if system.endswith("_fp8") else "")
+
+
+def plot_lengths(report: Report, path: Path) -> None:
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    _lines(axes, report["rows"], "num_input_tokens", "total_token_throughput")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(
+        [row["num_input_tokens"] for row in report["rows"]], [row["num_input_tokens"] for row in report["rows"]]
+    )
+    axes.set_xlabel("prompt tokens")
+    axes.set_ylabel("input and output tokens/s")
+    _save(figure, path)
+
+
+def plot_rates(report: Report, path: Path) -> None:
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("ttft", "tpot"), strict=True):
+        _lines(axes, report["rows"], "request_rate", f"median_{name}_ms")
+        axes.set_xlabel("requests/s")
+        axes.set_ylabel(f"median {name.upper()} (ms)")
+    _save(figure, path)
+
+
+def plot_memory(report: Report, path: Path) -> None:
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    rows, names = report["rows"], list(report["rows"][0]["results"])
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        at = [place + (number - (len(names) - 1) / 2) * width for place in range(len(rows))]
+        axes.bar(at, [row["results"][name]["total_token_throughput"] for row in rows], width, label=label(name))
+    axes.set_xticks(range(len(rows)), [f"{row['kv_cache_mib']} MiB" for row in rows])
+    axes.set_xlabel("memory of the KV cache")
+    axes.set_ylabel("input and output tokens/s")
+    _save(figure, path)
+
+
+PLOTS: dict[str, Callable[[Report, Path], None]] = {
+    "lengths": plot_lengths,
+    "rates": plot_rates,
+    "memory": plot_memory,
+}
+
+
+def _lines(axes: Any, rows: list[dict[str, Any]], x: str, y: str) -> None:
+    for name in rows[0]["results"]:
+        results: list[Figures] = [row["results"][name] for row in rows]
+        axes.plot([row[x] for row in rows], [one[y] for one in results], marker="o", markersize=4, label=label(name))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def saturation(report: Report) -> str:
+    head = [
+        "",
+        "requests/s",
+        "tokens/s",
+        "against dense",
+        "median TTFT",
+        "p99 TTFT",
+        "median TPOT",
+        "p99 TPOT",
+        "rounds",
+    ]
+    rows = [
+        [
+            label(name),
+            f"{found['request_throughput']:.2f}",
+            f"{found['total_token_throughput']:.0f}",
+            f"{report['against_dense'][name]['total_token_throughput']:.2f}x",
+            *(_milliseconds(found, f"{share}_{name_}_ms") for name_ in ("ttft", "tpot") for share in ("median", "p99")),
+            str(len(report["rounds"][name])),
+        ]
+        for name, found in report["results"].items()
+    ]
+    return _table(head, rows)
+
+
+def sustained(report: Report) -> str:
+    head = ["", "sustained requests/s", "against dense", "of saturation, by round"]
+    rows = [
+        [
+            label(name),
+            f"{found['sustained_request_rate']:.2f}",
+            f"{report['against_dense'][name]:.2f}x" if report["against_dense"] else "",
+            ", ".join(f"{run['sustained'][name] / run['saturated'][name]:.0%}" for run in report["rounds"]),
+        ]
+        for name, found in report["results"].items()
+    ]
+    return _table(head, rows)
+
+
+def lengths(report: Report) -> str:
+    return by_row(report, "num_input_tokens", "prompt tokens", ("total_token_throughput",))
+
+
+def memory(report: Report) -> str:
+    text = by_row(report, "kv_cache_mib", "MiB of KV cache", ("total_token_throughput",))
+    caches = [
+        [label(name), f"{row['kv_cache_mib']}", str(cache["num_blocks"]), f"{cache['preemptions_per_round']:.1f}"]
+        for row in report["rows"]
+        for name, cache in row["kv_cache"].items()
+    ]
+    return text + "\n\n" + _table(["", "MiB", "KV blocks", "preemptions a round"], caches)
+
+
+TABLES: dict[str, Callable[[Report], str]] = {
+    "saturation": saturation,
+    "sustained": sustained,
+    "lengths": lengths,
+    "memory": memory,
+}
+
+
+def by_row(report: Report, key: str, title: str, figures: Sequence[str]) -> str:
+    """One column a figure and system, what it is against dense beside it."""
+    rows, names = report["rows"], list(report["rows"][0]["results"])
+    units = {"total_token_throughput": "tokens/s", "median_ttft_ms": "TTFT", "median_tpot_ms": "TPOT"}
+    head = [title, *(f"{label(name)}: {units[figure]}" for figure in figures for name in names)]
+    return _table(head, ([f"{row[key]:g}", *_cells(row, names, figures)] for row in rows))
+
+
+def _cells(row: Report, names: Sequence[str], figures: Sequence[str]) -> list[str]:
+    cells = []
+    for figure in figures:
+        for name in names:
+            value = row["results"][name].get(figure)
+            against = row["against_dense"][name].get(figure)
+            unit = " ms" if figure.endswith("_ms") else ""
+            ratio = "" if name == "dense" or against is None else f" ({against:.2f}x)"
+            cells.append("" if value is None else f"{value:.0f}{unit}{ratio}")
+    return cells
+
+
+def _milliseconds(found: dict[str, float], name: str) -> str:
+    return f"{found[name]:.0f} ms" if name in found else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)

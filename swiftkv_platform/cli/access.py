@@ -1,0 +1,263 @@
+"""`swiftkv keys`, `audit` and `quota`: who may do what, and has done it. `keys` edits the file of API keys that control
+plane and replicas read and talks to no server; its `list` reads the last uses from the control plane's database.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swiftkv_platform.cli.context import Json, Url, connect, settings
+from swiftkv_platform.cli.output import (
+    err,
+    local_time,
+    print_json,
+    print_table,
+    tell,
+    tell_fields,
+    tell_table,
+)
+from swiftkv_platform.client import AuditEntry, Quota
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.local.terminal import plural, size
+from swiftkv_platform.security.keys import ApiKey, KeyRing, create_key, revoke_key, rotate_key
+from swiftkv_platform.security.principals import Scope
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFTKV_API_KEYS_FILE names.")
+
+KeyFile = Annotated[
+    Path | None, typer.Option("--file", help="Default: SWIFTKV_API_KEYS_FILE, else keys.json in the home directory.")
+]
+Name = Annotated[str, typer.Argument(help="Whose key it is.")]
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_S = 100 * 365 * 86400
+
+
+def duration(text: str) -> int:
+    """Seconds of `90d`, `12h`, `30m` or `45s`."""
+    match = re.fullmatch(r"([0-9]{1,10})([smhd])", text)
+    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
+    if not 0 < seconds <= _LONGEST_S:
+        raise typer.BadParameter(f"{text!r} is no time; expected one such as 90d, 12h, 30m or 45s, up to 36500d")
+    return seconds
+
+
+ExpiresIn = Annotated[
+    int | None,
+    typer.Option(
+        parser=duration, metavar="TIME", help="Refuse it after this time, such as 90d or 12h. Default: never."
+    ),
+]
+NotBefore = Annotated[
+    int | None,
+    typer.Option("--begins-in", parser=duration, metavar="TIME", help="Refuse it until then. Default: it holds now."),
+]
+Overlap = Annotated[
+    int,
+    typer.Option(parser=duration, metavar="TIME", help="How long the keys before it hold on."),
+]
+
+
+@keys_app.command()
+def create(
+    name: Name,
+    scope: Annotated[list[Scope], typer.Option(help="What it opens; may be repeated.")],
+    tenant: Annotated[str, typer.Option(help="Keys of one tenant see the same jobs.")] = "default",
+    expires_in: ExpiresIn = None,
+    begins_in: NotBefore = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Most requests to each replica.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Most tokens of prompts and answers.")] = None,
+    max_priority: Annotated[int, typer.Option(help="Lowest `priority` it may ask for; lower goes first.")] = 0,
+    operator: Annotated[bool, typer.Option("--operator", help="Let it read the audit trail of all tenants.")] = False,
+    file: KeyFile = None,
+    json: Json = False,
+) -> None:
+    """Add a key. It is printed once: the file keeps only its hash."""
+    path, now = _path(file), int(time.time())
+    expires_at, not_before = _from_now(expires_in, now), _from_now(begins_in, now)
+    token = create_key(
+        path,
+        name=name,
+        tenant=tenant,
+        scopes=frozenset(scope),
+        expires_at=expires_at,
+        not_before=not_before,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        max_priority=max_priority,
+        operator=operator,
+    )
+    key = KeyRing(path).find(token)
+    assert key is not None, "it was added a moment ago"
+    _tell(key, token, path, "Added to", json=json)
+
+
+@keys_app.command()
+def rotate(
+    name: Name,
+    overlap: Overlap = "7d",  # type: ignore[assignment]  # typer parses defaults as well
+    expires_in: ExpiresIn = None,
+    begins_in: NotBefore = None,
+    file: KeyFile = None,
+    json: Json = False,
+) -> None:
+    """Add another key with the rights of the newest one; the keys before it hold on for the overlap.
+
+    The new key is printed once. Hand it out, look at `swiftkv keys list` for the last use of the old one, and let that
+    end, or revoke it by its id.
+    """
+    path, now = _path(file), int(time.time())
+    token, key = rotate_key(
+        path,
+        name,
+        now=now,
+        overlap_s=overlap,
+        expires_at=_from_now(expires_in, now),
+        not_before=_from_now(begins_in, now),
+    )
+    _tell(key, token, path, "Rotated in", json=json)
+
+
+@keys_app.command("list")
+def list_keys(file: KeyFile = None, json: Json = False) -> None:
+    """List ids, names, tenants, scopes, when keys begin and expire, and when control planes last saw them."""
+    keys, last_used = KeyRing(_path(file)).read(), _last_used()
+    if json:
+        documents = [{"id": key.id, **key.model_dump(mode="json", exclude={"sha256"})} for key in keys]
+        print_json({"keys": [{**each, "last_used_at": last_used.get(each["id"])} for each in documents]})
+        return
+    now, rows = time.time(), []
+    for key in keys:
+        begins = None if key.has_begun(now) else local_time(key.not_before)
+        expires = f"{local_time(key.expires_at)} (expired)" if key.has_expired(now) else local_time(key.expires_at)
+        scopes = ", ".join(sorted(key.scopes))
+        rows.append((key.id, key.name, key.tenant, scopes, begins, expires, local_time(last_used.get(key.id))))
+    columns = ("id", "name", "tenant", "scopes", "begins", "expires", "last used")
+    print_table(columns, rows, empty="No keys: no caller is let in.")
+
+
+@keys_app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose keys, or the id of one of them.")],
+    file: KeyFile = None,
+    json: Json = False,
+) -> None:
+    """Take all keys of a name away, or the one with an id; the next request with one is refused."""
+    gone = revoke_key(_path(file), name)
+    line = f"Revoked {name}." if len(gone) == 1 else f"Revoked {name}: {len(gone)} keys."
+    tell({"revoked": name, "ids": [key.id for key in gone]}, line, json=json)
+
+
+def _tell(key: ApiKey, token: str, path: Path, done: str, *, json: bool) -> None:
+    if json:
+        told = key.model_dump(mode="json", include={"name", "tenant", "scopes", "expires_at", "not_before"})
+        print_json({"id": key.id, **told, "scopes": sorted(key.scopes), "key": token, "file": str(path)})
+    else:
+        typer.echo(token)
+        err().print(f"{done} {path}. Callers send it as SWIFTKV_API_KEY.", highlight=False, soft_wrap=True)
+
+
+def _last_used() -> Mapping[str, int]:
+    """Last uses by key id, from the database of the control plane whose settings these are; empty where it has none."""
+    chosen = settings()
+    if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
+        return {}  # opening an SQLite file would make it
+    from swiftkv_platform.database.access import SqlKeyUses  # other commands do without SQL
+    from swiftkv_platform.database.session import Database
+
+    try:
+        with closing(Database(chosen.resolved_database_url)) as database:
+            database.check_schema()
+            return SqlKeyUses(database).all()
+    except (DatabaseUnavailableError, InvalidInputError) as error:
+        err().print(f"Last uses are unknown: {error.message}", highlight=False, soft_wrap=True, markup=False)
+        return {}
+
+
+def _from_now(seconds: int | None, now: int) -> int | None:
+    return None if seconds is None else now + seconds
+
+
+def _path(file: Path | None) -> Path:
+    chosen = settings()
+    return file or chosen.api_keys_file or chosen.home / "keys.json"
+
+
+Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with exactly this.")]
+
+
+def audit(
+    tenant: Text = None,
+    actor: Text = None,
+    credential: Text = None,
+    address: Text = None,
+    route: Text = None,
+    about: Text = None,
+    request_id: Text = None,
+    status: Annotated[int | None, typer.Option(min=100, max=599, help="HTTP status of the answer.")] = None,
+    within: Annotated[
+        int | None, typer.Option(parser=duration, metavar="TIME", help="Only of this time until now, such as 7d.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, newest first.")] = 100,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List the audit trail: what was changed, by whom and from where, and who was refused access."""
+    with connect(url) as client:
+        entries = client.audit(
+            limit=limit,
+            tenant=tenant,
+            actor=actor,
+            credential=credential,
+            address=address,
+            route=route,
+            about=about,
+            request_id=request_id,
+            status=status,
+            since=None if within is None else time.time() - within,
+        )
+    columns = ("time", "tenant", "actor", "credential", "address", "request", "about", "status")
+    tell_table(entries, columns, _entry, empty="No entries.", json=json)
+
+
+def _entry(each: AuditEntry) -> tuple[object, ...]:
+    actor = (each.tenant, each.actor, each.credential, each.address)
+    return (local_time(each.created_at), *actor, f"{each.method} {each.route}", each.about, each.status)
+
+
+def quota(url: Url = None, json: Json = False) -> None:
+    """Show what your tenant may use of the cluster, and uses."""
+    with connect(url) as client:
+        found = client.quota()
+    tell_fields(found, _sentences(found), json=json)
+
+
+def _sentences(quota: Quota) -> dict[str, str]:
+    stored = quota.max_stored_bytes
+    return {
+        "tenant": f"{quota.tenant}, weight {quota.weight:g} in the queue",
+        "queued": _used(quota.queued_jobs, quota.max_queued_jobs, "job"),
+        "running": _used(quota.running_jobs, quota.max_running_jobs, "job"),
+        "GPUs": _held(quota, "gpus", quota.gpus, quota.max_gpus, "GPU"),
+        "CPUs": _held(quota, "cpus", quota.cpus, quota.max_cpus, "CPU core"),
+        "replicas": _used(quota.replicas, quota.max_replicas, "replica"),
+        "files": f"{size(quota.stored_bytes)}{', no limit' if stored is None else f' of {size(stored)}'}",
+    }
+
+
+def _used(number: float, most: float | None, thing: str) -> str:
+    return f"{plural(number, thing)}, no limit" if most is None else f"{number:g} of {plural(most, thing)}"
+
+
+def _held(quota: Quota, kind: str, number: float, most: float | None, thing: str) -> str:
+    holders = {"jobs": quota.held_by_jobs.get(kind, 0), "deployments": quota.held_by_deployments.get(kind, 0)}
+    held = " and ".join(f"{amount:g} by {holder}" for holder, amount in holders.items() if amount)
+    return _used(number, most, thing) + (f"; {held}" if held else "")

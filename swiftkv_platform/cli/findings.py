@@ -1,0 +1,117 @@
+"""Findings of `swiftkv doctor`: checks run side by side, each within its time. Knows no check."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+from rich.markup import escape
+
+from swiftkv_platform.cli.output import out
+from swiftkv_platform.local.stack import Stack
+from swiftkv_platform.settings import Settings
+
+GIB = 1 << 30
+Status = Literal["ok", "warning", "failed"]
+_STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+"""From the mildest status to the gravest."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of a check: one sentence, and the remedy where there is something to do."""
+
+    status: Status
+    message: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Configuration that checks look at."""
+
+    settings: Settings
+    min_free_bytes: int
+    """Free space below which a directory is too full."""
+    timeout_s: float
+    """Seconds that a check may take."""
+
+    @property
+    def stack(self) -> Stack:
+        """The local stack, started or not."""
+        return Stack(self.settings)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at; `remedy` is the advice where the check itself breaks or does not end in time."""
+
+    name: str
+    examine: Callable[[Surroundings], Finding]
+    remedy: str
+
+
+def print_findings(results: list[tuple[str, Finding]]) -> None:
+    """Print a line a check, its advice below it, and how many there are of each status."""
+    width = max(len(name) for name, _ in results)
+    for name, finding in results:
+        status = f"[{_STYLES[finding.status]}]{finding.status:<7}[/]"
+        line = f"{status}  [bold]{name:<{width}}[/]  {escape(finding.message)}"
+        out().print(line, highlight=False, soft_wrap=True)
+        if finding.advice:
+            out().print(f"{'':<9}{'':<{width}}  To do: {escape(finding.advice)}", highlight=False, soft_wrap=True)
+    out().print(", ".join(f"{number} {status}" for status, number in count(results).items()) + ".", highlight=False)
+
+
+def count(results: list[tuple[str, Finding]]) -> dict[str, int]:
+    """Number of findings by status."""
+    return {status: sum(finding.status == status for _, finding in results) for status in _STYLES}
+
+
+def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tuple[str, Finding]]:
+    """Names and findings in the order of the checks, after `surroundings.timeout_s` seconds at the latest."""
+    deadline = time.monotonic() + surroundings.timeout_s
+    running = [(check, _start(check, surroundings)) for check in checks]
+    return [(check.name, _finding(check, answer, deadline, surroundings.timeout_s)) for check, answer in running]
+
+
+def worst(findings: Sequence[Finding]) -> Finding:
+    """The findings of the gravest status as one."""
+    status = max((each.status for each in findings), key=list(_STYLES).index)
+    gravest = [each for each in findings if each.status == status]
+    advice = dict.fromkeys(each.advice for each in gravest if each.advice)
+    message = "; ".join(each.message.removesuffix(".") for each in gravest)
+    return Finding(status, f"{message}.", "; ".join(advice))
+
+
+def one_line(error: object) -> str:
+    """The text of an error without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def _start(check: Check, surroundings: Surroundings) -> SimpleQueue[Finding]:
+    answer: SimpleQueue[Finding] = SimpleQueue()
+    # A daemon: what hangs in a driver's code is left behind when the process ends.
+    threading.Thread(target=lambda: answer.put(_examined(check, surroundings)), daemon=True).start()
+    return answer
+
+
+def _examined(check: Check, surroundings: Surroundings) -> Finding:
+    try:
+        return check.examine(surroundings)
+    except ModuleNotFoundError as error:
+        advice = "pip install 'swiftkv-platform[train,serve]' where jobs or deployments are to run"
+        return Finding("warning", f"Not looked at: {error.name} is not installed.", advice)
+    except Exception as error:  # a defect of one check must not hide what the others have found
+        return Finding("failed", f"The check broke: {type(error).__name__}: {one_line(error)}.", check.remedy)
+
+
+def _finding(check: Check, answer: SimpleQueue[Finding], deadline: float, timeout_s: float) -> Finding:
+    try:
+        return answer.get(timeout=max(0.0, deadline - time.monotonic()))
+    except Empty:
+        return Finding("failed", f"No answer within {timeout_s:g} s.", check.remedy)

@@ -1,0 +1,188 @@
+"""`swiftkv models`: distilled models, which of them are in use, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from swiftkv_platform.cli.context import Json, ModelId, Url, complete_model, connect
+from swiftkv_platform.cli.jobs import SpecChanges, spec_change, watch_job
+from swiftkv_platform.cli.output import local_time, print_json, print_table, tell, tell_deleted, tell_fields, tell_table
+from swiftkv_platform.client import Client, Job
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.local.terminal import size
+from swiftkv_platform.specs.changes import with_changes
+
+_SECTIONS = ("evaluation", "resources", "metadata")
+"""Parts of a job's spec that may differ for a model of its checkpoint."""
+
+AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; kept with who and when.")]
+
+
+models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
+
+
+@models_app.command("list")
+def list_models(
+    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List models, newest first."""
+    with connect(url) as client:
+        models = client.models.list(limit=limit)
+    tell_table(
+        models,
+        ("model", "name", "job", "created"),
+        lambda model: (model.id, model.name, model.job_id, local_time(model.created_at)),
+        empty="No models. `swiftkv jobs submit` makes one.",
+        json=json,
+    )
+
+
+@models_app.command("get")
+def get_model(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+    """Show a model with its lineage and quality report."""
+    with connect(url) as client:
+        model = client.models.get(model_id)
+    fields = model.model_dump(mode="json", exclude={"object"})
+    fields["created_at"] = local_time(model.created_at)
+    if fields.get("size") is not None:
+        fields["size"] = size(fields["size"])
+    tell_fields(model, fields, json=json)
+
+
+@models_app.command()
+def create(
+    from_checkpoint: Annotated[
+        str,
+        typer.Option(
+            "--from-checkpoint", metavar="JOB:STEP", help="A checkpoint, as `swiftkv jobs checkpoints JOB` lists it."
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="Name of the model. Default: the job's name and the step.")] = None,
+    set_: SpecChanges = None,
+    wait: Annotated[bool, typer.Option(help="Return only when the model is there.")] = False,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Evaluate a checkpoint and publish it as a model, in a job of its own that trains nothing."""
+    with connect(url) as client:
+        job = client.models.create(from_checkpoint=from_checkpoint, name=name, **_sections(set_ or ()))
+        _tell(client, job, wait=wait, json=json)
+
+
+@models_app.command()
+def publish(
+    model_id: ModelId,
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="PLACE", help="hf://organization/name, s3://bucket/prefix or a directory."),
+    ],
+    public: Annotated[bool, typer.Option("--public", help="Make a repository of the hub that all may see.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return only when it is there.")] = False,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Copy a model, with its card, to a hub repository, a bucket or a directory that the operator opens."""
+    with connect(url) as client:
+        _tell(client, client.models.publish(model_id, to=to, private=not public), wait=wait, json=json)
+
+
+@models_app.command()
+def lineage(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+    """Show what a model came from, and where it is in use."""
+    with connect(url) as client:
+        found = client.models.lineage(model_id)
+    tell_fields(found, found.model_dump(mode="json", exclude={"object", "spec"}), json=json)
+
+
+@models_app.command()
+def compare(
+    model_id: ModelId,
+    other_id: Annotated[
+        str, typer.Argument(metavar="OTHER", help="Id of another model.", autocompletion=complete_model)
+    ],
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Show quality, prefill compute and cache of two models side by side, and how their jobs differ."""
+    with connect(url) as client:
+        found = client.models.compare(model_id, other_id)
+    if json:
+        print_json(found)
+        return
+    rows = [(figure["name"], figure["a"], figure["b"], figure["better"] or "") for figure in found.figures]
+    print_table(("figure", "a", "b", "better"), rows, empty="Neither has been measured.")
+    different = [(each["name"], each["a"], each["b"]) for each in (*found.differences, *found.spec_differences)]
+    print_table(("made with", "a", "b"), different, empty="Both were made alike.")
+
+
+@models_app.command()
+def promote(
+    model_id: ModelId, reason: Reason, alias: AliasName = "production", url: Url = None, json: Json = False
+) -> None:
+    """Let an alias stand for a model; deployments made of the alias swap it in."""
+    with connect(url) as client:
+        promotion = client.models.promote(model_id, alias=alias, reason=reason)
+    tell(promotion, f"{promotion.alias} is {promotion.model}.", json=json)
+
+
+@models_app.command()
+def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, json: Json = False) -> None:
+    """Let an alias stand for the model before its present one again."""
+    with connect(url) as client:
+        promotion = client.models.rollback(alias, reason=reason)
+    tell(promotion, f"{promotion.alias} is {promotion.model} again.", json=json)
+
+
+@models_app.command()
+def delete(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+    """Delete a model, whose job stays; refused while it is deployed, promoted or read by a job."""
+    with connect(url) as client:
+        client.models.delete(model_id)
+    tell_deleted(model_id, json=json)
+
+
+@models_app.command()
+def aliases(
+    alias: Annotated[str | None, typer.Option("--alias", help="Only this one.")] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List what aliases stand for, and how they came to."""
+    with connect(url) as client:
+        found = client.models.aliases() if alias is None else [client.models.alias(alias)]
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (item.alias, item.action, item.model, local_time(item.created_at), item.by, item.reason)
+        for each in found
+        for item in each.history
+    ]
+    print_table(("alias", "action", "model", "when", "who", "why"), rows, empty="Nothing has been promoted.")
+
+
+def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:
+    """Follow a job that was submitted, or say how to."""
+    if wait:
+        watch_job(client, job, json=json)
+    else:
+        tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
+
+
+def _sections(texts: Sequence[str]) -> dict[str, Any]:
+    """Parts of a spec from `--set` options. Raises `InvalidInputError`."""
+    changes = dict(map(spec_change, texts))
+    for path in changes:
+        if path.partition(".")[0] not in _SECTIONS:
+            raise InvalidInputError(
+                f"--set is {path!r}, and a model of a checkpoint is made by its job's spec but for "
+                f"{', '.join(_SECTIONS)}; `swiftkv jobs clone` with training.from changes all of it",
+                field=path,
+            )
+    return with_changes({}, changes)

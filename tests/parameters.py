@@ -1,0 +1,38 @@
+"""Parameters of tests: few cases of a product, and the others in the soak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+WIDE = pytest.mark.soak("a case of a product whose pairs of values, or whose values, occur elsewhere")
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Cases of each value with one of the others, which they take in turn; the rest of the product is in the soak."""
+    return [
+        pytest.param(value, other, marks=[] if at % len(others) == number else WIDE)
+        for at, value in enumerate(values)
+        for number, other in enumerate(others)
+    ]
+
+
+def pairwise(*dimensions: Iterable[Any], soak: bool = True) -> list[Any]:
+    """Cases of a product in which each pair of values of two dimensions occurs; the other cases belong to the soak,
+    unless `soak` leaves them out."""
+    values = [list(dimension) for dimension in dimensions]
+    cases = list(product(*(range(len(each)) for each in values)))
+    pairs = {case: {((a, case[a]), (b, case[b])) for a, b in combinations(range(len(values)), 2)} for case in cases}
+    left, chosen = set().union(*pairs.values()), set()
+    while left:
+        best = max(cases, key=lambda case: len(pairs[case] & left))
+        chosen.add(best)
+        left -= pairs[best]
+    return [
+        pytest.param(*(each[at] for each, at in zip(values, case, strict=True)), marks=() if case in chosen else WIDE)
+        for case in cases
+        if soak or case in chosen
+    ]

@@ -1,0 +1,14 @@
+"""A job for the tests of its phases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.jobs.attempts import Job
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_teacher: Path) -> Job:
+    return Job(tmp_path, tiny_teacher)

@@ -1,0 +1,82 @@
+"""Text that the package ships: the same on every machine, with a split that shares nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.evaluation.harness import needle
+from swiftkv_platform.sources.chat_prompts import _REQUESTS, _TOPICS, chat_prompts
+from swiftkv_platform.sources.corpus import is_held_out, standard_library_modules
+from swiftkv_platform.sources.recall_prompts import _PEOPLE, long_recall_prompts, recall_prompts
+
+Prompts = Callable[..., list[str]]
+RECALL = pytest.mark.parametrize("prompts", [recall_prompts, long_recall_prompts])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "training", "held_out", "number", "characters"),
+    [
+        (chat_prompts, "84d1689bcfd48b54", "d214c2f3b64cece5", range(2000, 4000), range(600)),
+        (recall_prompts, "d2d3adcf1ed19aa0", "3629167de1f40f17", [2200], range(30, 2048)),
+        (long_recall_prompts, "ce3bf0c52f40baa0", "5345325241b0ad40", [1100], range(1500, 8192)),
+    ],
+)
+def test_every_machine_makes_the_same_requests(
+    prompts: Prompts, training: str, held_out: str, number: range | list[int], characters: range
+) -> None:
+    sides = [prompts(held_out=side) for side in (False, True)]
+    assert [hashlib.sha256("\n".join(side).encode()).hexdigest()[:16] for side in sides] == [training, held_out]
+    found = sides[0] + sides[1]
+    assert len(set(found)) == len(found)
+    assert len(found) in number
+    assert {min(map(len, found)), max(map(len, found))} <= set(characters)
+
+
+def test_the_sides_of_chats_share_no_topic() -> None:
+    training, held_out = set(chat_prompts(held_out=False)), set(chat_prompts(held_out=True))
+    for topic in _TOPICS:
+        requests = {request.format(topic) for request in _REQUESTS}
+        assert requests <= training or requests <= held_out
+    assert 0.1 < len(held_out) / len(training | held_out) < 0.3
+
+
+@RECALL
+def test_the_sides_of_recall_share_no_person_and_needles_that_judge_have_other_words(prompts: Prompts) -> None:
+    """A student that was trained on these has still to find what it never was asked for."""
+    training, held_out = ("\n".join(prompts(held_out=side)) for side in (False, True))
+    for people, absent in ((_PEOPLE[False], held_out), (_PEOPLE[True], training)):
+        assert not set(people) & set(re.findall(r"\w+", absent))
+    assert "secret" not in training.lower()
+    assert not [place for place in needle._PLACES if place in training.lower()]
+
+
+@RECALL
+def test_what_is_asked_for_stands_in_the_text(prompts: Prompts) -> None:
+    found = prompts(held_out=False) + prompts(held_out=True)
+    asked = [match for prompt in found if (match := re.search(r"Which ticket code does (\w+) have\?", prompt))]
+    assert len(asked) > 100
+    assert all(f"The ticket code of {match[1]} is " in match.string for match in asked)
+
+
+def test_the_standard_library_is_split_by_name_alone() -> None:
+    held_out = [name for name in ("plistlib", "secrets", "tty", "json.decoder", "ast", "abc") if is_held_out(name)]
+    assert held_out == ["plistlib", "secrets", "tty"]
+    modules = list(standard_library_modules())
+    assert len(modules) > 300
+    assert 0.01 < sum(module.held_out for module in modules) / len(modules) < 0.10
+    assert not any("site-packages" in module.name for module in modules)
+
+
+def test_only_modules_with_readable_text_count(tmp_path: Path) -> None:
+    files = {"package/__init__.py": b"x = 1\n", "secrets.py": b"y = 2\n", "empty.py": b"\n", "latin.py": b"# \xe9\n"}
+    for name, text in {**files, "test/test_x.py": b"z = 3\n"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+    found = [(module.name, module.text) for module in standard_library_modules(root=tmp_path)]
+    assert found == [("package", "x = 1\n"), ("secrets", "y = 2\n")]
+    assert [m.name for m in standard_library_modules(root=tmp_path, include_tests=True)][-1] == "test.test_x"

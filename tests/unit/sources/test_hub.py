@@ -1,0 +1,88 @@
+"""Models of the hub: the files that their reader needs, and weights once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.engine import LLMEngine
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.jobs.worker.generate_data import _load_engine
+from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
+from swiftkv_platform.model.adapters import whole_model
+from swiftkv_platform.model.bases import model_directory
+from swiftkv_platform.sources import Access
+from swiftkv_platform.sources.hub import local_directory
+from tests.distill_jobs import job_spec
+from tests.fakes.hub_server import Hub, run_hub
+
+MODEL = "acme/model"
+NOT_NEEDED = {"pytorch_model.bin", "pytorch_model.bin.index.json", "training_args.bin", "consolidated.safetensors"}
+NOT_NEEDED |= {"original/consolidated.00.pth", "original/params.json", "onnx/model.onnx", "fp16/model.safetensors"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    with run_hub() as hub:
+        hub.use(monkeypatch, tmp_path / "hub")
+        yield hub
+
+
+def upload(hub: Hub, directory: Path, *, without: str = "") -> None:
+    files = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != without}
+    hub.repositories[MODEL] = {name: name.encode() for name in NOT_NEEDED} | files
+
+
+def serve(name: str, _: Path) -> None:
+    LLMEngine.from_pretrained(name)
+
+
+def write(name: str, _: Path) -> None:
+    _load_engine(job_spec(name, "corpus.txt", max_steps=1), name)
+
+
+def make_student(name: str, target: Path) -> None:
+    convert_checkpoint(name, target, num_key_value_layers=3)
+
+
+def check(name: str, _: Path) -> None:
+    model_directory(name, access=Access(roots=()))
+
+
+@pytest.mark.parametrize("fetch", [serve, write, make_student, check])
+def test_weights_come_once_and_without_pickles(
+    fetch: Callable[[str, Path], None], hub: Hub, tiny_teacher: Path, tmp_path: Path
+) -> None:
+    upload(hub, tiny_teacher)
+    fetch(MODEL, tmp_path / "student")
+    assert hub.fetched >= {path.name for path in tiny_teacher.iterdir()}
+    assert hub.fetched & NOT_NEEDED == set()
+
+
+def test_an_adapter_comes_without_pickles(hub: Hub, tiny_teacher: Path, tmp_path: Path) -> None:
+    convert(tiny_teacher, num_key_value_layers=3).save_pretrained(tmp_path / "student")
+    export_adapter(tmp_path / "student", tmp_path / "adapter", base=tiny_teacher)
+    upload(hub, tmp_path / "adapter")
+    with whole_model(MODEL, base_model=tiny_teacher) as (directory, adapter):
+        assert adapter is not None
+        assert (Path(directory) / "config.json").is_file()
+    assert hub.fetched & NOT_NEEDED == set()
+
+
+@pytest.mark.parametrize("fetch", [serve, write, make_student, check])
+def test_pickles_alone_are_refused_unfetched(
+    fetch: Callable[[str, Path], None], hub: Hub, tiny_teacher: Path, tmp_path: Path
+) -> None:
+    upload(hub, tiny_teacher, without="model.safetensors")
+    with pytest.raises(ModelError, match="save it as safetensors"):
+        fetch(MODEL, tmp_path / "student")
+    assert hub.fetched & NOT_NEEDED == set()
+
+
+def test_pickles_come_where_their_reader_has_nothing_else(hub: Hub, tiny_teacher: Path) -> None:
+    upload(hub, tiny_teacher, without="model.safetensors")
+    directory = local_directory(MODEL, field="model", pickles=True)
+    assert (directory / "pytorch_model.bin").is_file()
+    assert hub.fetched & NOT_NEEDED == {"pytorch_model.bin", "pytorch_model.bin.index.json"}

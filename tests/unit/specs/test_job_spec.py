@@ -1,0 +1,158 @@
+"""Job specs: bounds of every field, changes by dotted paths, and values left to the model and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.changes import with_changes
+from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
+
+_BOUNDS = {
+    "integer": {"maximum", "exclusiveMaximum", "const", "enum"},
+    "string": {"maxLength", "pattern", "format", "const", "enum"},
+    "array": {"maxItems", "const"},
+}
+_ENUMERATED = {"WebhookSpec.on"}
+"""A tuple of a few words, each of which makes sense once."""
+
+
+def spec(**fields: Any) -> JobSpec:
+    return JobSpec.model_validate({"name": "n", **fields})
+
+
+def unbounded(schema: Any, place: str) -> Iterator[str]:
+    if isinstance(schema, dict):
+        bounds = _BOUNDS.get(str(schema.get("type")))
+        if bounds is not None and not bounds & schema.keys():
+            yield place
+        for key, value in schema.items():
+            yield from unbounded(value, place if key in ("properties", "$defs", "items", "anyOf") else f"{place}.{key}")
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from unbounded(item, place)
+
+
+def test_nothing_in_a_spec_is_unbounded() -> None:
+    """Nothing absurd gets as far as a database or a cluster."""
+    found = {place.removeprefix(".") for place in unbounded(JobSpec.model_json_schema(), "")}
+    assert found - _ENUMERATED == set()
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused", "field", "message"),
+    [
+        (
+            {"publish": {"adapter": True}, "distillation": {"trainable": "tail"}},
+            {"publish": {"adapter": True}, "distillation": {"trainable": "all"}},
+            "publish.adapter",
+            r"publish\.adapter is true, .* as large as the whole model",
+        ),
+        (
+            {"swiftkv": {"initialization": "refitted", "own_output_projection": True}},
+            {"swiftkv": {"initialization": "refitted"}},
+            "swiftkv.initialization",
+            "own_output_projection true",
+        ),
+    ],
+)
+def test_a_field_that_needs_another_is_refused_without_it(
+    accepted: dict[str, Any], refused: dict[str, Any], field: str, message: str
+) -> None:
+    assert spec(**accepted).swiftkv.is_calibrated
+    with pytest.raises(ValidationError, match=message) as caught:
+        spec(**refused)
+    assert caught.value.errors()[0]["ctx"]["field"] == field
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\0b"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        lambda text: {"metadata": {"a": text}},
+        lambda text: {"metadata": {text: "a"}},
+        lambda text: {"tracking": {"wandb": {"tags": ["a", text]}}},
+        lambda text: {"model": {"revision": text}},
+        lambda text: {"evaluation": {"tasks": [text]}},
+    ],
+)
+def test_text_that_a_database_cannot_hold_is_refused(fields: Any, text: str) -> None:
+    with pytest.raises(ValidationError):
+        spec(**fields(text))
+
+
+def test_what_is_named_is_changed_and_the_original_is_not() -> None:
+    before = spec().model_dump(mode="json")
+    changes = {"training.max_steps": 7, "data.sources.0.weight": 2.0, "sweep.key_value_group_size": [1, 2], "name": "m"}
+    changed = with_changes(before, changes)
+    assert changed["training"] == {**before["training"], "max_steps": 7}
+    assert changed["data"]["sources"] == [{**before["data"]["sources"][0], "weight": 2.0}]
+    assert (changed["sweep"], changed["name"]) == ({"key_value_group_size": [1, 2]}, "m")
+    assert before == spec().model_dump(mode="json") == with_changes(before, {})
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("data.sources.1.weight", "the list has 1 items"),
+        ("data.sources.first.weight", "'first' is none of 0 to 0"),
+        ("data.sources.1", "the list has 1 items"),
+        ("name.first", "what would hold 'first' is 'n'"),
+        ("training.", "a key in it is empty"),
+        ("", "a key in it is empty"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(path: str, why: str) -> None:
+    with pytest.raises(InvalidInputError, match=why) as refused:
+        with_changes(spec().model_dump(mode="json"), {path: 1})
+    assert refused.value.field == path
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "trainable", "rate"),
+    [(64, "qkv", 3e-3), (512, "qkv", 1.2e-3), (1024, "qkv", 6e-4), (8192, "qkv", 3e-4), (1024, "all", 2e-4)],
+)
+def test_smaller_models_learn_at_a_higher_rate(hidden_size: int, trainable: str, rate: float) -> None:
+    resolved = resolve_defaults(
+        spec(distillation={"trainable": trainable}), context_length=None, hidden_size=hidden_size
+    )
+    assert resolved.optimizer.learning_rate == pytest.approx(rate)
+
+
+def test_what_is_given_stays() -> None:
+    given = spec(optimizer={"learning_rate": 1e-5}, training={"batch_size": 6}, data={"max_length": 100})
+    assert resolve_batch_size(resolve_defaults(given, context_length=4096, hidden_size=64), num_rows=3) == given
+
+
+@pytest.mark.parametrize(
+    ("context_length", "sequence_parallel_size", "length"),
+    [(512, 1, 512), (8192, 1, 8192), (131072, 1, 8192), (None, 1, 8192), (1026, 4, 1024)],
+)
+def test_rows_fit_the_context_and_divide_among_the_workers_that_share_one(
+    context_length: int | None, sequence_parallel_size: int, length: int
+) -> None:
+    shared = spec(sharding={"sequence_parallel_size": sequence_parallel_size}, resources={"num_workers": 4})
+    assert resolve_defaults(shared, context_length=context_length, hidden_size=64).data.max_length == length
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_rows", "size"),
+    [
+        *[({}, num_rows, size) for num_rows, size in ((6400, 32), (6399, 16), (2000, 8), (400, 2), (7, 2))],
+        *[
+            ({"resources": {"num_workers": 3}, "training": {"micro_batch_size": 2}}, *each)
+            for each in ((10**5, 30), (10, 6))
+        ],
+        ({"training": {"max_steps": 10}}, 5, 32),
+    ],
+)
+def test_few_rows_make_small_batches_that_divide_among_the_workers(
+    fields: dict[str, Any], num_rows: int, size: int
+) -> None:
+    """Two epochs on two workers by default; a given number of steps says how long the run is, whatever the rows."""
+    assert resolve_batch_size(spec(**fields), num_rows).training.batch_size == size

@@ -13,14 +13,13 @@ from swiftkv_platform.configs import PREFIXES
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.families import STUDENTS
 from swiftkv_platform.model.masks import FULL, layer_types
-from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, architecture
+from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, architecture, layer_windows
 from swiftkv_platform.vllm.versions import check_version
-from swiftkv_platform.vllm.windows import layer_windows
 from tests.tiny_models import FAMILY_CONFIGS
 
 FOLLOWER = """
 import time
-from swiftkv_platform.vllm.frontend import follow_frontend
+from swiftkv_platform.vllm.registration import follow_frontend
 follow_frontend()
 print("following", flush=True)
 time.sleep(600)
@@ -28,7 +27,7 @@ time.sleep(600)
 
 FRONTEND = f"""
 import subprocess, sys
-from swiftkv_platform.vllm.frontend import announce_frontend, follow_frontend
+from swiftkv_platform.vllm.registration import announce_frontend, follow_frontend
 announce_frontend()
 follow_frontend()
 child = subprocess.Popen([sys.executable, "-c", {FOLLOWER!r}], stdout=subprocess.PIPE)

@@ -13,7 +13,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.phase_plans import PhasePlan
-from swiftkv_platform.planning.writing import refuse_writers_without_room, teacher_bytes
+from swiftkv_platform.planning.phases import refuse_writers_without_room, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
@@ -219,7 +219,7 @@ def test_too_small_a_disk_is_refused() -> None:
     assert (error.field, error.value) == ("model.name_or_path", "org/teacher")
     assert "to publish needs 35.3 GB of a node's disk (cache 16.9, checkpoints 1.6, the artifact 16.9)" in error.message
     assert f"nodes with {needed.total} bytes" in error.message
-    assert "would do" in error.message
+    assert "; use nodes with" in error.message
 
 
 def test_too_little_memory_is_refused() -> None:
@@ -231,7 +231,7 @@ def test_too_little_memory_is_refused() -> None:
     assert (refused.value.field, refused.value.value) == ("resources.memory_per_worker", needed.host_bytes - 1)
     assert f"{needed.host_bytes}, and what the process takes" in refused.value.message
     alone = {**GPUS, "num_workers": 1, "accelerator_type": "L4"}
-    message = r"with 1 workers? needs .* resources\.num_workers \d+ would do"
+    message = r"with 1 workers? needs .* use resources\.num_workers \d+$"
     with pytest.raises(InvalidInputError, match=message) as refused:
         plan(job(resources=alone))
     assert refused.value.field == "resources.num_workers"

@@ -81,7 +81,7 @@ def test_long_rows_fit_where_workers_share_them() -> None:
 
 
 def test_batches_and_sequences_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"batch_size is 10; a multiple of .* = 4 would do"):
+    with pytest.raises(InvalidInputError, match=r"batch_size is 10; use a multiple of .* = 4$"):
         plan_training(LLAMA_8B, TrainingSetup(num_workers=4, batch_size=10))
     cases: list[tuple[dict[str, int], str]] = [
         ({"num_workers": 6}, "resources.num_workers = 6"),

@@ -13,7 +13,7 @@ import yaml
 from swiftkv_platform.contract.sweeps import expand, point, summarise
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.reports.pages import evaluation_page, sweep_page
-from swiftkv_platform.sources.licences import licence_of
+from swiftkv_platform.sources.cards import licence_of
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs import JobSpec
 

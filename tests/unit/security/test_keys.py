@@ -22,7 +22,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
 from swiftkv_platform.security.webhooks import Secret, verify
-from swiftkv_platform.specs.webhook import WebhookSpec
+from swiftkv_platform.specs.publish import WebhookSpec
 
 READ = frozenset({Scope.JOBS_READ})
 

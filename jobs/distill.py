@@ -24,7 +24,7 @@ from ulid import ULID
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest, refusal
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
-from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.jobs.attempt.tailing import following
 from swiftkv_platform.jobs.driver import (
@@ -68,13 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure_logging(job_id=options.job_id, attempt=options.attempt)
     store, attempt = open_store(options.store), AttemptId(options.job_id, options.attempt)
-    if options.protocol > PROTOCOL:
-        message = refusal(workers=PROTOCOL, control_plane=options.protocol)
-        get_logger().error("attempt_refused", error=message)
-        failure = Failure(ReasonCode.PROTOCOL_MISMATCH, message, value=options.protocol, retryable=False)
-        _report(failure, store, attempt)
+    try:
+        if options.protocol > PROTOCOL:
+            message = refusal(workers=PROTOCOL, control_plane=options.protocol)
+            raise ProtocolError(message, value=options.protocol)
+        request = AttemptStore(store).read_request(attempt)
+    except SwiftKVError as error:
+        _fail(error, store, attempt)
         return 1
-    request = AttemptStore(store).read_request(attempt)
     _set_ray_train_environment()
     ray.init()
     signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets a handler of its own
@@ -96,11 +97,15 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
         _report(failure, store, request.attempt_id)
         sys.exit(_TERMINATED)
     except Exception as error:
-        failure = explain(error)
-        get_logger().error("attempt_failed", code=failure.code, error=failure.message, exc_info=error)
-        _report(failure, store, request.attempt_id)
-        return failure
+        return _fail(error, store, request.attempt_id)
     return None
+
+
+def _fail(error: Exception, store: ObjectStore, attempt: AttemptId) -> Failure:
+    failure = explain(error)
+    get_logger().error("attempt_failed", code=failure.code, error=failure.message, exc_info=error)
+    _report(failure, store, attempt)
+    return failure
 
 
 def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:

@@ -3,7 +3,8 @@
 SwiftKVError
 ├── InvalidInputError          something the caller can put right: names field, value and what is accepted
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
-│   └── ModelError             a checkpoint or configuration that cannot be used
+│   ├── ModelError             a checkpoint or configuration that cannot be used
+│   └── ProtocolError          a request that workers of another version do not understand
 ├── UnauthenticatedError       no key, or an unknown one
 ├── ForbiddenError             a key that does not open this
 │   └── OverQuotaError             more than the tenant is ever granted
@@ -72,6 +73,10 @@ class DataError(InvalidInputError):
 
 class ModelError(InvalidInputError):
     code = "model_error"
+
+
+class ProtocolError(InvalidInputError):
+    code = "protocol_mismatch"
 
 
 class UnauthenticatedError(SwiftKVError):

@@ -24,7 +24,7 @@ import re
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
@@ -55,15 +55,19 @@ class AttemptRequest(FrozenModel):
     """Whether tasks of the evaluation may run the code that a model writes."""
     files: dict[str, StoredFile] = {}
     """Uploaded files that the spec names, by id."""
-    parent: Annotated[Parent | None, Field(exclude_if=lambda value: value is None)] = None
-    """Model or checkpoint that `training.from` names, for as long as the job has no checkpoint of its own. Like the
-    next, it is left out where there is none, since workers of the version before refuse what they do not know."""
-    traceparent: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
+    parent: Parent | None = None
+    """Model or checkpoint that `training.from` names, for as long as the job has no checkpoint of its own."""
+    traceparent: str | None = None
     """W3C context of the trace that the attempt belongs to."""
 
     @property
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.job_id, self.attempt)
+
+    def to_json(self) -> bytes:
+        """The request without what stands at its default: workers of an older version refuse fields that they do not
+        know, and need none of them."""
+        return self.model_dump_json(exclude_defaults=True).encode()
 
 
 ManifestKind = Literal["artifact", "checkpoint", "data"]
@@ -167,7 +171,8 @@ class StopRequest(IntEnum):
 
 
 PROTOCOL = 2
-"""Version of the protocol. It is raised when workers of the version before cannot do what they are asked.
+"""Version of the protocol. It is raised when workers of the version before cannot do what they are asked, or when a
+default of the job spec changes, since requests leave defaults out.
 
 1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
 2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it),
@@ -181,12 +186,19 @@ _UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
 """Text that `argparse` prints in a driver of protocol 1."""
 
 
+_REMEDY = "give the Ray cluster the image of the control plane's version, and submit the job again"
+
+
 def refusal(*, workers: int, control_plane: int) -> str:
     """Return why workers of an older version do not work for a control plane, and what to do."""
-    return (
-        f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}; "
-        "give the Ray cluster the image of the control plane's version, and submit the job again"
-    )
+    return f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}; {_REMEDY}"
+
+
+def misunderstanding(error: ValidationError) -> tuple[str, str]:
+    """Return the field of a request that workers of another version do not understand, and the same answer about it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return field, f"the workers' image does not understand the job: {field}: {first['msg']}; {_REMEDY}"
 
 
 def is_from_protocol_1(output: str) -> bool:

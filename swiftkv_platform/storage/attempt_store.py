@@ -14,9 +14,9 @@ from itertools import islice
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempt_id import AttemptId, attempts_prefix, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, misunderstanding
 from swiftkv_platform.contract.events import AttemptEvent, parse_event
-from swiftkv_platform.errors import ObjectNotFoundError, StorageError
+from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
 from swiftkv_platform.storage.logs import SavedLog, keep, open_log
@@ -83,18 +83,17 @@ class AttemptStore:
     def write_request(self, request: AttemptRequest) -> None:
         """Write what an attempt has to do; doing it again replaces the request."""
         key = request.attempt_id.request_key
-        self._store.put_bytes(key, request.model_dump_json().encode())
+        self._store.put_bytes(key, request.to_json())
 
     def read_request(self, attempt: AttemptId) -> AttemptRequest:
-        """Return what the attempt has to do. Raises `ObjectNotFoundError`."""
-        key = attempt.request_key
-        data = self._store.get_bytes(key)
+        """Return what the attempt has to do. Raises `ObjectNotFoundError`, or `ProtocolError` for a request of another
+        version."""
+        data = self._store.get_bytes(attempt.request_key)
         try:
             return AttemptRequest.model_validate_json(data)
         except ValidationError as error:
-            raise StorageError(
-                f"attempt request {key!r} cannot be understood: {error}", field="key", value=key
-            ) from error
+            field, message = misunderstanding(error)
+            raise ProtocolError(message, field=field) from error
 
     def request_pause(self, attempt: AttemptId) -> None:
         """Ask the attempt to checkpoint and end; asking again changes nothing."""

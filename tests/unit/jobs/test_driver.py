@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -17,14 +18,14 @@ import ray
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL
-from swiftkv_platform.errors import InvalidInputError, ObjectNotFoundError
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import refuse_unshared_store
 from swiftkv_platform.jobs.ray_train import _Trainer
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.storage.addresses import open_store
 from tests.requirements import required_module
-from tests.unit.jobs.attempts import said
+from tests.unit.jobs.attempts import request, said
 
 
 def arguments(store: Path, protocol: int) -> list[str]:
@@ -47,8 +48,24 @@ def test_a_newer_control_plane_is_refused_in_one_sentence(tmp_path: Path) -> Non
 def test_its_own_and_older_control_planes_requests_are_read(tmp_path: Path, protocol: int | None) -> None:
     """The oldest name no protocol."""
     command = arguments(tmp_path, protocol or 1)
-    with pytest.raises(ObjectNotFoundError, match=r"attempt\.json"):
-        main(command if protocol else command[:-2])
+    assert main(command if protocol else command[:-2]) == 1
+    (event,) = said(open_store(str(tmp_path)), "error")
+    assert "attempt.json" in event.message
+    assert (event.data["code"], event.data["retryable"]) == ("object_not_found", True)
+
+
+def test_a_request_of_another_version_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    store, asked = open_store(str(tmp_path)), json.loads(request().to_json())
+    asked["spec"]["training"] = {"momentum": 0.9}
+    store.put_bytes(AttemptId("job", 1).request_key, json.dumps(asked).encode())
+    assert main(arguments(tmp_path, PROTOCOL)) == 1
+    (event,) = said(store, "error")
+    assert event.message == (
+        "the workers' image does not understand the job: spec.training.momentum: Extra inputs are not permitted; "
+        "give the Ray cluster the image of the control plane's version, and submit the job again"
+    )
+    found = [event.data[key] for key in ("code", "field", "retryable")]
+    assert found == ["protocol_mismatch", "spec.training.momentum", False]
 
 
 def test_a_directory_is_no_store_for_several_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

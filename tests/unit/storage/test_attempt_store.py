@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent, MessageEvent
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest, write_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
+from tests.recipes import RECIPES
 
 JOB = "job_1"
 
@@ -50,6 +52,27 @@ def checkpoint(store: ObjectStore, attempt: int, name: str, *, complete: bool = 
     if complete:
         write_manifest(store, key, {}, kind="checkpoint", lineage={"name": name}, metrics={})
     return key
+
+
+def test_a_request_comes_back(attempts: AttemptStore) -> None:
+    request = AttemptRequest(job_id=JOB, attempt=2, spec=JobSpec(name="x"), run_id="r", resume_from="jobs/a")
+    attempts.write_request(request)
+    attempts.write_request(request)
+    assert attempts.read_request(SECOND) == request
+    with pytest.raises(ObjectNotFoundError):
+        attempts.read_request(AttemptId(JOB, 3))
+
+
+def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    """Workers of an older version refuse fields that they do not know."""
+    for recipe in RECIPES:
+        asked = AttemptRequest(job_id=JOB, attempt=1, spec=load_spec(recipe), run_id="r")
+        attempts.write_request(asked)
+        assert attempts.read_request(FIRST) == asked
+    everything = JobSpec.model_validate(JobSpec(name="x").model_dump())
+    attempts.write_request(AttemptRequest(job_id=JOB, attempt=2, spec=everything, run_id="r"))
+    stored = json.loads(store.get_bytes(SECOND.request_key))
+    assert stored == {"job_id": JOB, "attempt": 2, "spec": {"name": "x"}, "run_id": "r"}
 
 
 def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:

@@ -14,9 +14,11 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.jobs import tasks
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.traces import Spans, configured_provider, spans_of_jobs, valid_traceparent
 from tests.components import make_components

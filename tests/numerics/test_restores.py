@@ -215,7 +215,7 @@ def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int,
 
 
 def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path) -> None:
-    """Of what all workers need, one copy comes to a machine."""
+    """One copy of what all workers need comes to a machine."""
     back = _run(go_back, saved.case, SAVED_BY, tmp_path)
     assert back.digests.keys() == saved.digests.keys()
     assert back.digests != saved.digests

@@ -31,7 +31,7 @@ def assert_rounded(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("size", [8, 40, 64, 1000])
 def test_rms_norm(size: int, native_kernels: None) -> None:
-    """Of rows, and of heads that lie apart."""
+    """Rows are normalised, and heads that lie apart."""
     weight, heads = torch.randn(size), numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size]
     for x in (numbers(1, 70, size), heads):
         actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)

@@ -223,7 +223,7 @@ def test_too_small_a_disk_is_refused() -> None:
 
 
 def test_too_little_memory_is_refused() -> None:
-    """Of a host; and of a GPU of 24 GB, on one of which neither a training step nor an evaluation fits."""
+    """Memory of a host, and of a GPU of 24 GB, on one of which neither a training step nor an evaluation fits."""
     needed = max(phases(job()).values(), key=lambda phase: phase.host_bytes if phase.phase != "publish" else 0)
     plan(job(resources={**GPUS, "memory_per_worker": needed.host_bytes}))
     with pytest.raises(InvalidInputError, match="of a worker's host memory") as refused:

@@ -94,7 +94,7 @@ def test_lm_loss_equals_cross_entropy(chunk_size: int | None) -> None:
 
 
 def test_bfloat16_is_summed_in_float32_at_exact_temperatures() -> None:
-    """A bfloat16 sum over 2,000 positions of equal loss would stop growing far below the true one; dividing hidden states
+    """A bfloat16 sum over 2,000 equal losses would stop growing far below the true one; dividing hidden states
     by what is no power of two would round them."""
     head = torch.eye(VOCAB, HIDDEN, dtype=torch.bfloat16)
     student, teacher = torch.zeros(2000, HIDDEN, dtype=torch.bfloat16), torch.ones(2000, HIDDEN, dtype=torch.bfloat16)

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.common import benchmark_parser, conditions, write_report
 from benchmarks.training_runs import TrainedRun, TrainingRuns, one_worker
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.evaluation.needles import Needles
+from swiftkv_platform.evaluation.depths import Needles
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins
 from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers, write

@@ -27,7 +27,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 BEGIN, END = "<!-- tables: python -m benchmarks.recipes --write -->", "<!-- end of tables -->"
 NUM_TOKENS = 160_000_000
 """Tokens of an epoch of the published models' recipes (paper, appendix B.1); one has 10% more (appendix D)."""
-PHASES = ("prepare", "calibrate", "train", "evaluate", "publish")
 
 Found = dict[str, dict[str, Any]]
 
@@ -89,10 +88,10 @@ def tables(found: Found) -> str:
     memory = [memory_row(name, plan, found.get(name)) for name, plan in shown.items()]
     needs = [needs_row(name, plan) for name, plan in published.items()]
     parts = [
-        "GB of a worker, planned, and behind it as a dry run in whole depth has found, where one is stored:",
+        "GB of a worker, planned / found by a dry run:",
         markdown(("Recipe", "workers", "train", "calibrate", "evaluate", "host"), memory),
-        "GB and minutes of the job, planned:",
-        markdown(("Recipe", "nodes", "a node's disk", "store", "downloads", "uploads", *PHASES), needs),
+        "GB (`moved`: downloads and uploads) and minutes of the job, planned:",
+        markdown(("Recipe", "nodes", "a node's disk", "store", "moved", "training", "all phases"), needs),
     ]
     return "\n\n".join(parts)
 
@@ -105,8 +104,8 @@ def with_tables(page: str, found: Found) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *body = [f"| {' | '.join(line)} |" for line in (columns, *rows)]
+    return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
 def memory_row(name: str, plan: Estimate, run: dict[str, Any] | None) -> tuple[str, ...]:
@@ -132,14 +131,14 @@ def needs_row(name: str, plan: Estimate) -> tuple[str, ...]:
         f"{plan.assumptions.num_nodes}",
         _gb(max(phase.node_disk.total for phase in plan.phases)),
         _gb(max(phase.store.total for phase in plan.phases)),
-        _gb(sum(phase.downloaded_bytes for phase in plan.phases)),
-        _gb(sum(phase.uploaded_bytes for phase in plan.phases)),
-        *(_minutes(phases.get(name)) for name in PHASES),
+        _gb(sum(phase.downloaded_bytes + phase.uploaded_bytes for phase in plan.phases)),
+        _minutes([phases["train"]]),
+        _minutes(plan.phases),
     )
 
 
-def _minutes(phase: PhasePlan | None) -> str:
-    return "" if phase is None or phase.seconds is None else f"{phase.seconds / 60:,.0f}"
+def _minutes(phases: Iterable[PhasePlan]) -> str:
+    return f"{sum(phase.seconds or 0.0 for phase in phases) / 60:,.0f}"
 
 
 def _gb(num_bytes: float) -> str:

@@ -192,11 +192,10 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
             value=str(output),
         )
     if spec.training.from_ is not None:
-        raise InvalidInputError(
-            f"training.from is {spec.training.from_!r}, which a control plane knows, and none is asked here; "
-            "`swiftkv jobs submit` would do",
-            field="training.from",
-            value=spec.training.from_,
+        raise InvalidInputError.of(
+            "training.from",
+            spec.training.from_,
+            ", which a control plane knows, and none is asked here; use `swiftkv jobs submit`",
         )
     _set_ray_train_environment()
     with tempfile.TemporaryDirectory(prefix="distill-") as directory:

@@ -14,8 +14,7 @@ from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.attempt.chosen import finished_before
 from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, look
-from swiftkv_platform.jobs.attempt.events import Reporter
-from swiftkv_platform.jobs.attempt.places import say_waiting
+from swiftkv_platform.jobs.attempt.events import Reporter, say_waiting
 from swiftkv_platform.jobs.group import group_size, run_together
 from swiftkv_platform.jobs.tasks import prepare, publish, task_options, write
 from swiftkv_platform.jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
@@ -31,10 +30,7 @@ def train(
     store: ObjectStore, request: AttemptRequest, reporter: Reporter, *, rows_store: ObjectStore | None = None
 ) -> tuple[str, ray.ObjectRef]:
     """Train from the newest checkpoint there is; returns the last checkpoint's key, and the `StoredPreparation`.
-
-    Args:
-        rows_store: keeps the prepared rows, where that is not `store`.
-    """
+    `rows_store`: keeps the prepared rows, where that is not `store`."""
     rows_uri = (rows_store or store).uri
     say_waiting(reporter, request.spec, "prepare")
     plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
@@ -70,11 +66,8 @@ def measure(
     checkpoint: str,
     prepared: ray.ObjectRef,
 ) -> Manifest:
-    """Have the job's workers measure what was trained, together; returns what the first one published.
-
-    Args:
-        task: `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`.
-    """
+    """Have the job's workers measure what was trained, together; returns what the first one published. `task`:
+    `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`."""
     resources = request.spec.resources
     num_workers = group_size(resources)
     say_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
@@ -116,11 +109,8 @@ def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Rep
 
 
 def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
-    """Return a task's result, however long the cluster takes to find a place for it.
-
-    Raises:
-        StoppedError: the attempt is to end first. Another one repeats the task.
-    """
+    """Return a task's result, however long the cluster takes to find a place for it. Raises `StoppedError`: the attempt
+    is to end first. Another one repeats the task."""
     while not ray.wait([task], timeout=LOOK_INTERVAL_S)[0]:
         stop_request = look(store, request)
         if stop_request in STOPPED:
@@ -130,7 +120,6 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
 
 
 def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:
-    """`function` as a Ray task with a worker's resources."""
     return ray.remote(function).options(**task_options(resources), num_returns=num_returns)
 
 
@@ -142,11 +131,8 @@ def needed_resources(spec: JobSpec) -> dict[str, float]:
 
 
 def refuse_unshared_store(store: ObjectStore) -> None:
-    """Workers of one machine cannot see another's directories.
-
-    Raises:
-        InvalidInputError: a directory as the store of a cluster of several nodes.
-    """
+    """Workers of one machine cannot see another's directories. Raises `InvalidInputError`: a directory as the store of
+    a cluster of several nodes."""
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
         return
@@ -165,6 +151,6 @@ def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
         if amount > available.get(name, 0.0):
             reporter.message(
                 f"waiting for the cluster to grow: the workers need {amount:g} {name}s, it has "
-                f"{available.get(name, 0.0):g}; fewer resources.num_workers would do",
+                f"{available.get(name, 0.0):g}; use fewer resources.num_workers",
                 level="warn",
             )

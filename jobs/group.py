@@ -41,10 +41,7 @@ def run_together(
     request: AttemptRequest,
 ) -> Any:
     """Return what `function(*arguments, member)` returns on the first of `num_workers` workers, which all run it.
-
-    Raises:
-        StoppedError: the attempt is to end first.
-    """
+    Raises `StoppedError`: the attempt is to end first."""
     bundle = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     if resources.accelerator_type:
         bundle[f"accelerator_type:{resources.accelerator_type}"] = 0.001

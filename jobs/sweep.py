@@ -59,10 +59,7 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     trials = expand(request.spec)
     outcomes = _run_trials(store, request, trials, reporter)
     report = summarise([_point(trial, outcomes[trial.name]) for trial in trials])
-    files = {
-        "sweep.json": report.model_dump_json(indent=2) + "\n",
-        "sweep.html": sweep_page(request.spec.name, report),
-    }
+    files = {"sweep.json": report.model_dump_json(indent=2) + "\n", "sweep.html": sweep_page(request.spec.name, report)}
     for name, text in files.items():
         store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
@@ -232,7 +229,7 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
     raise QualityGateError(
         f"no trial of the sweep passes the gates; of {best.name}, whose KL is the lowest, {failed['subject']} is "
         f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}"
-        f"{', which its samples cannot decide' if undecided else ''}; {remedy} may do",
+        f"{', which its samples cannot decide' if undecided else ''}; try {remedy}",
         field=failed["field"],
         value=failed["value"],
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
-from swiftkv_platform.jobs.attempt.places import say_placed
+from swiftkv_platform.jobs.attempt.events import say_placed
 from swiftkv_platform.jobs.attempt.preparation import StoredPreparation, find_rows, find_start, publish_rows, start_key
 from swiftkv_platform.jobs.values import Member, Outcome, Plan, WorkerConfig
 from swiftkv_platform.logs import configure_logging
@@ -56,7 +56,6 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
 
 
 def task_options(resources: ResourcesSpec) -> dict[str, Any]:
-    """A worker's resources, for a task."""
     return {
         "num_cpus": resources.cpus_per_worker,
         "num_gpus": resources.gpus_per_worker,
@@ -144,8 +143,7 @@ def _evaluating(
     request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member
 ) -> Iterator[Prepared]:
     """Join the workers of an evaluation, and bring what it measures on to this machine."""
-    from swiftkv_platform.jobs.worker.joining import joined
-    from swiftkv_platform.jobs.worker.memory import shared_workspace
+    from swiftkv_platform.jobs.worker.memory import joined, shared_workspace
     from swiftkv_platform.model.workers import Workers
 
     if member.rank == 0:

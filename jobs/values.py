@@ -67,10 +67,7 @@ class Member:
     """Host and port at which they meet."""
 
 
-STOPPED: dict[StopRequest, StopReason] = {
-    StopRequest.STOP: ReasonCode.PREEMPTED,
-    StopRequest.PAUSE: ReasonCode.PAUSED,
-}
+STOPPED: dict[StopRequest, StopReason] = {StopRequest.STOP: ReasonCode.PREEMPTED, StopRequest.PAUSE: ReasonCode.PAUSED}
 """Reason for which an attempt ends, by the stop request that ends it."""
 
 

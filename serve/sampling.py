@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, FailFast, Field, PlainValidator, model_val
 from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.specs.limits import MAX_LOGIT_BIAS, MAX_PROMPTS
+from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_PROMPTS
 
 
 def encodable(value: Any) -> Any:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.sampling import PromptField, SamplingFields, check_generates
-from swiftkv_platform.specs.limits import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
+from swiftkv_platform.specs.base import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput

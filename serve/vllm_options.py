@@ -14,9 +14,9 @@ from swiftkv_platform.engine import EngineConfig, SamplingParams, StructuredOutp
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.limits import MAX_LOGPROBS
+from swiftkv_platform.specs.base import MAX_LOGPROBS
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
-from swiftkv_platform.vllm.frontend import announce_frontend
+from swiftkv_platform.vllm.registration import announce_frontend
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to vLLM's authors from a replica

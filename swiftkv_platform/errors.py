@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Self
 
 _SHORT_WAIT_S = 1.0
 """Wait that is told where none is known."""
@@ -54,6 +54,11 @@ class SwiftKVError(Exception):
         self.field = field
         """Dotted path of the offending field, e.g. `swiftkv.num_key_value_layers`."""
         self.value = value
+
+    @classmethod
+    def of(cls, field: str, value: Any, why: str) -> Self:
+        """An error that begins with field and value: "`field` is `value`", followed by `why`, its punctuation first."""
+        return cls(f"{field} is {value!r}{why}", field=field, value=value)
 
 
 class InvalidInputError(SwiftKVError):

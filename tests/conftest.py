@@ -49,7 +49,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if SOAK and _grows(item.module):
         item.add_marker("soak")
     for marker in item.iter_markers():
-        if marker.name in ("slow", "integration", "soak"):
+        if marker.name in ("slow", "integration", "soak") and (
+            marker.args or marker.name not in dict(item.user_properties)
+        ):
             item.user_properties.append((marker.name, marker.args[0] if marker.args else ""))
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.fakes.scripted_server import Answer, Request, serve
 
 
 @dataclass(frozen=True)
@@ -28,22 +27,18 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
+    url = ""
+
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Bound", (_Handler,), {"receiver": self}))
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def take(self, body: bytes) -> None:
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+    def answer(self, request: Request) -> Answer:
+        assert request.path == "/v1/traces", request.path
+        for resource in ExportTraceServiceRequest.FromString(request.raw).resource_spans:
             names = {item.key: item.value.string_value for item in resource.resource.attributes}
             for scope in resource.scope_spans:
                 self.spans += [_received(names["service.name"], span) for span in scope.spans]
+        return Answer(headers={"Content-Type": "application/x-protobuf"})
 
     def by_name(self) -> dict[str, ReceivedSpan]:
         assert len({span.name for span in self.spans}) == len(self.spans), self.spans
@@ -64,28 +59,8 @@ def _received(service: str, span: Any) -> ReceivedSpan:
     )
 
 
-class _Handler(BaseHTTPRequestHandler):
-    receiver: OtlpReceiver
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        assert self.path == "/v1/traces", self.path
-        self.receiver.take(body)
-        self.send_response(200)
-        self.send_header("Content-Type", "application/x-protobuf")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
 @contextmanager
 def otlp_receiver() -> Iterator[OtlpReceiver]:
     receiver = OtlpReceiver()
-    try:
+    with serve(receiver) as receiver.url:
         yield receiver
-    finally:
-        receiver.close()

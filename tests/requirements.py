@@ -20,7 +20,7 @@ def missing(what: str) -> NoReturn:
 
 
 def required_module(name: str, *, otherwise: str = "") -> Any:
-    """Import an optional package, or report that it is missing; `otherwise` says what else would do."""
+    """Import an optional package, or report that it is missing; `otherwise` names an alternative."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
-from urllib.parse import urlsplit
+
+from tests.fakes.scripted_server import Answer, Request, json_answer, serve
 
 Outage = Literal["hangs", "refuses", "fails"]
 """`hangs`: takes a request and never answers; `refuses`: ends the connection; `fails`: answers 500."""
@@ -36,33 +35,40 @@ class Run:
 class WandbServer:
     """Runs by id, and whether the server is away."""
 
-    def __init__(self, port: int = 0) -> None:
+    url = ""
+
+    def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
         self.outage: Outage | None = None
         self.hanging = 0
         """Requests that were taken during a hang."""
         self.refused = 0
         """Requests that were answered with 500 or not at all."""
-        self._over = threading.Event()
-        handler = type("_Bound", (_Handler,), {"wandb": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self.over = threading.Event()
 
-    def close(self) -> None:
-        self._over.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def answer(self, request: Request) -> Answer:
+        match self.outage:
+            case "hangs":
+                self.hanging += 1
+                self.over.wait()
+                return Answer(cut=True)
+            case "refuses":
+                self.refused += 1
+                return Answer(cut=True)
+            case "fails":
+                self.refused += 1
+                return json_answer({"error": "down"}, 500)
+        parts = request.path.strip("/").split("/")
+        if parts == ["graphql"]:
+            name = request.body.get("operationName") or request.body["query"].split()[1]
+            return json_answer({"data": self._query(name, request.body.get("variables") or {})})
+        if parts[-1] == "file_stream":
+            self._stream(parts[-2], request.body)
+        elif parts[0] == "upload":
+            self.runs[parts[1]].files.add("/".join(parts[2:]))
+        return json_answer({})
 
-    def hang(self) -> None:
-        """Keep a request until the server ends."""
-        self.hanging += 1
-        self._over.wait()
-
-    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+    def _query(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL request."""
         match operation:
             case "RunResumeStatus" | "LastStep":
@@ -115,7 +121,7 @@ class WandbServer:
         files = [{"name": name, "uploadUrl": f"{self.url}/upload/{run_id}/{name}"} for name in names]
         return {"runID": run_id, "uploadHeaders": [], "files": files}
 
-    def stream(self, run_id: str, body: dict[str, Any]) -> None:
+    def _stream(self, run_id: str, body: dict[str, Any]) -> None:
         """Take a piece of a run's history: lines from `offset` on."""
         run = self.runs.setdefault(run_id, Run())
         piece = (body.get("files") or {}).get("wandb-history.jsonl")
@@ -128,63 +134,11 @@ def _project() -> dict[str, Any]:
     return {"id": "p", "name": "swiftkv", "entity": {"id": "e", "name": "team"}}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wandb: WandbServer
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
-    def handle_one_request(self) -> None:
-        with suppress(ConnectionError):  # a client that ends while a request waits
-            super().handle_one_request()
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        match self.wandb.outage:
-            case "hangs":
-                self.wandb.hang()
-                self.close_connection = True
-                return
-            case "refuses":
-                self.wandb.refused += 1
-                self.close_connection = True
-                return
-            case "fails":
-                self.wandb.refused += 1
-                self._send(500, {"error": "down"})
-                return
-        self._send(200, self._answer(body))
-
-    do_GET = do_PUT = do_POST  # noqa: N815
-
-    def _answer(self, body: bytes) -> dict[str, Any]:
-        parts = urlsplit(self.path).path.strip("/").split("/")
-        if parts == ["graphql"]:
-            request = json.loads(body)
-            name = request.get("operationName") or request["query"].split()[1]
-            return {"data": self.wandb.answer(name, request.get("variables") or {})}
-        if parts[-1] == "file_stream":
-            self.wandb.stream(parts[-2], json.loads(body))
-        elif parts[0] == "upload":
-            self.wandb.runs[parts[1]].files.add("/".join(parts[2:]))
-        return {}
-
-    def _send(self, status: int, answer: dict[str, Any]) -> None:
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
 @contextmanager
 def wandb_server() -> Iterator[WandbServer]:
     server = WandbServer()
-    try:
-        yield server
-    finally:
-        server.close()
+    with serve(server) as server.url:
+        try:
+            yield server
+        finally:
+            server.over.set()

@@ -48,7 +48,6 @@ class ControlWatcher:
 
     @property
     def stop_request(self) -> StopRequest:
-        """The largest stop request seen so far."""
         return self._stop_request
 
     def close(self) -> None:
@@ -74,7 +73,7 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
     def announce(_signal: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, before)
         get_logger().warning("preempted")
-        with suppress(StorageError):  # the checkpoints there are will do
+        with suppress(StorageError):  # the attempt then ends with the checkpoints there are
             AttemptStore(store).announce_preemption(request.attempt_id)
 
     signal.signal(signal.SIGTERM, announce)
@@ -99,5 +98,4 @@ def leave_on_sigterm() -> None:
 
 
 def told_to_leave() -> bool:
-    """Whether this worker has got a SIGTERM."""
     return _told_to_leave.is_set()

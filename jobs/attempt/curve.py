@@ -51,7 +51,6 @@ class Curve:
                 self._thin()
 
     def save(self) -> None:
-        """Store the curve so far; without a store it waits for the next time."""
         with self._lock:
             points = list(self._points)
             if self._last is not None and (not points or points[-1] is not self._last):

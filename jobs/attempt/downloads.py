@@ -73,11 +73,7 @@ class StoreFiles:
 
 
 def fetch_data(uri: str, workspace: Path) -> Path:
-    """The file or directory that an `s3://` address becomes below `workspace`.
-
-    Raises:
-        DataError: nothing is there.
-    """
+    """The file or directory that an `s3://` address becomes below `workspace`. Raises `DataError`: nothing is there."""
     files = StoreFiles(workspace)
     for address in files.list(uri):
         files.fetch(address)

@@ -1,4 +1,6 @@
-"""Events that a process of an attempt sends the control plane, numbered, in the object store. Knows no Ray."""
+"""Events that a process of an attempt sends the control plane, numbered, in the object store. Of Ray it knows
+resources.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ from contextvars import copy_context
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import ray
 from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import (
     ArtifactData,
     ArtifactEvent,
@@ -39,6 +42,7 @@ from swiftkv_platform.contract.events import (
 )
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import EventWriter
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -82,12 +86,11 @@ class Reporter:
         self._write(lambda time: TrackingEvent(time=time, message=message, data=data))
 
     def placement(self, data: PlacementData) -> None:
-        """Tell of a place that is waited for, or found; see `swiftkv_platform.jobs.attempt.places`."""
+        """Tell of a place that is waited for, or found; see `swiftkv_platform.jobs.attempt.events`."""
         message = f"{data['phase']}: {data['state']}"
         self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
 
     def progress(self, phase: str, part: str, *, done: int, total: int, eta_s: float | None) -> None:
-        """Tell how far a part of a phase is."""
         data: ProgressData = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
         left = "" if eta_s is None or done >= total else f", {eta_s:.0f} s left"
         message = f"{phase}: {part} {done} of {total}{left}"
@@ -174,3 +177,33 @@ class MetricsBuffer:
             get_logger().exception("metrics_delayed", num_points=len(points))
             return False
         return True
+
+
+_GIB = 1 << 30
+
+
+def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
+    """Tell that workers of a phase are about to be asked for, before they are."""
+    reporter.placement({"phase": _name(spec, phase), "state": "waiting", "needs": _needs(spec, num_workers)})
+
+
+def say_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
+    """Tell that a worker of the phase, the one that calls this, has found a place."""
+    Reporter(store, request.attempt_id, phase).placement({"phase": _name(request.spec, phase), "state": "placed"})
+
+
+def _name(spec: JobSpec, phase: str) -> str:
+    """A sweep's trials have names of their own."""
+    return f"{phase} of {spec.name}"
+
+
+def _needs(spec: JobSpec, num_workers: int) -> str:
+    resources, there = spec.resources, ray.cluster_resources()
+    each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+    asked = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
+    if resources.memory_per_worker is not None:
+        asked += f" and {resources.memory_per_worker / _GIB:.3g} GiB of memory"
+    kind = f" of type {resources.accelerator_type}" if resources.accelerator_type else ""
+    total = " and ".join(f"{there.get(name, 0.0):g} {name}" for name, amount in each.items() if amount)
+    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+    return f"{workers} with {asked}{kind} each; the whole cluster had {total}"

@@ -17,24 +17,17 @@ if TYPE_CHECKING:
 
 
 def fetch_parent(store: ObjectStore, parent: Parent, directory: Path) -> None:
-    """Download a parent's files, each checked against its manifest.
-
-    Raises:
-        ModelError: it is gone.
-    """
+    """Download a parent's files, each checked against its manifest. Raises `ModelError`: it is gone."""
     with _there(parent):
         fetch_directory(store, parent.key, directory)
 
 
 def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, fetches: bool) -> StoredDirectory:
-    """A parent's files, to read parts of.
+    """A parent's files, to read parts of. Raises `ModelError`: it is gone.
 
     Args:
         directory: gets the index of a checkpoint.
         fetches: whether this worker fetches that for its machine.
-
-    Raises:
-        ModelError: it is gone.
     """
     with _there(parent):
         files = StoredDirectory(store, parent.key)
@@ -50,20 +43,16 @@ def _there(parent: Parent) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
-        raise ModelError(
-            f"training.from is {parent.name!r}, whose files are not in the object store any more; another model or "
-            "checkpoint would do",
-            field="training.from",
-            value=parent.name,
+        raise ModelError.of(
+            "training.from",
+            parent.name,
+            ", whose files are not in the object store any more; use another model or checkpoint",
         ) from error
 
 
 def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | None = None) -> Mapping[str, Tensor]:
-    """The tensors of a parent, by the student's names, each read when it is asked for.
-
-    Args:
-        files: what `open_parent` returned, to read them from; None: they are downloaded.
-    """
+    """The tensors of a parent, by the student's names, each read when it is asked for. `files`: what `open_parent`
+    returned, to read them from; None: they are downloaded."""
     if parent.kind == "checkpoint":
         from swiftkv_platform.distillation.checkpoint import TrainedTensors
 
@@ -79,14 +68,11 @@ def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | No
 
 def check_all_there(parent: Parent, missing: Sequence[str]) -> None:
     """Refuse a model that stores what is trained under other names. A checkpoint lacks what its job did not train.
-
-    Raises:
-        ModelError: a model lacks one of the names.
-    """
+    Raises `ModelError`: a model lacks one of the names."""
     if parent.kind == "model" and missing:
         raise ModelError(
             f"training.from is {parent.name!r}, a model that does not store {missing[0]} as one tensor, as models with "
-            "experts do not; a checkpoint of its job would do",
+            "experts do not; use a checkpoint of its job",
             field="training.from",
             value=parent.name,
         )

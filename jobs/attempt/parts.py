@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import ObjectNotFoundError
 from swiftkv_platform.jobs.attempt.events import Reporter
@@ -14,6 +17,14 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 PROGRESS_INTERVAL_S = 30.0
 """Seconds between events of one part's progress."""
+
+
+def newest_bytes(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptId], str]) -> bytes | None:
+    """Return what an attempt, else the newest one before it, has stored at its `key`; None where none has."""
+    for one in reversed(attempt.so_far()):
+        with suppress(ObjectNotFoundError):
+            return store.get_bytes(key(one))
+    return None
 
 
 class PhaseProgress:
@@ -50,13 +61,10 @@ class StoredParts:
         self._progress = PhaseProgress(Reporter(store, request.attempt_id, "evaluation"), "evaluate")
 
     def get(self, name: str) -> bytes | None:
-        for attempt in reversed(self._attempt.so_far()):
-            try:
-                return self._store.get_bytes(attempt.evaluation_key(self._digest, name))
-            except ObjectNotFoundError:
-                continue
-        self._progress.begin(name)
-        return None
+        kept = newest_bytes(self._store, self._attempt, lambda attempt: attempt.evaluation_key(self._digest, name))
+        if kept is None:
+            self._progress.begin(name)
+        return kept
 
     def put(self, name: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.evaluation_key(self._digest, name), data)

@@ -51,7 +51,6 @@ class StoredPreparation:
         return self.start is not None and not is_complete(open_store(self.store_uri), self.start)
 
     def fetch(self, directory: Path) -> None:
-        """Bring the rows to `directory`."""
         fetch_directory(open_store(self.store_uri), self.rows, directory)
 
     def fetch_start(self, directory: Path) -> None:
@@ -79,7 +78,6 @@ def find_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
 
 
 def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -> str:
-    """Upload the rows in `directory`; returns their key."""
     key = request.attempt_id.data_prefix
     publish_directory(store, directory, key, kind="data", lineage={}, metrics={})
     return key
@@ -93,11 +91,8 @@ def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
 def start_key(request: AttemptRequest) -> str | None:
     """Key at which the workers of this attempt publish the calibrated start, unless an earlier one's is there; None for
     a job that starts from the copies, or continues from a model or checkpoint."""
-    return request.attempt_id.start_prefix(request.spec.name) if _calibrates(request) else None
-
-
-def _calibrates(request: AttemptRequest) -> bool:
-    return request.spec.swiftkv.is_calibrated and request.parent is None
+    calibrates = request.spec.swiftkv.is_calibrated and request.parent is None
+    return request.attempt_id.start_prefix(request.spec.name) if calibrates else None
 
 
 def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:

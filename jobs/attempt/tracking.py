@@ -52,7 +52,6 @@ class TrackedRun:
         self._tracker.log_report({"evaluation": report}, _tables(report), images, step + 1)
 
     def log_artifact(self, manifest: Manifest) -> None:
-        """Log where the model went, and its digest."""
         uri = join_key(self._store.uri, self._request.attempt_id.artifact_prefix)
         self._tracker.log_artifact(self._request.spec.name, uri, manifest_digest(manifest))
 
@@ -99,7 +98,6 @@ def _told(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
 
 
 def _tables(report: Mapping[str, Any]) -> dict[str, Table]:
-    """The report's tables as numbers."""
     stages = [("teacher", report["teacher"]["perplexity"], 0.0, 1.0)]
     stages += [
         (name, report[name]["perplexity"], report[name]["kl"], report[name]["top1_agreement"])

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation import fork, losses
+from swiftkv_platform.distillation import fork
 from swiftkv_platform.model import calibration_heads
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.packed_attention import (
@@ -29,6 +29,7 @@ from swiftkv_platform.model.packed_attention import (
     flash_refusal_of_heads,
 )
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.planning.training_memory import LOGITS_PER_CHUNK
 from swiftkv_platform.specs import JobSpec
 
 T = TypeVar("T")
@@ -171,7 +172,7 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
     try:
         with ExitStack() as patched:
             if spec.resources.gpus_per_worker:
-                patched.enter_context(patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", losses.LOGITS_PER_CHUNK))
+                patched.enter_context(patch.dict(LOGITS_PER_CHUNK, cpu=LOGITS_PER_CHUNK["cuda"]))
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
                 patched.enter_context(patch.object(fork, "choose_operator", _choose_operator))
             patched.enter_context(patch.object(calibration_heads, "assign_heads", _assign_heads))

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig
 
-from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
@@ -18,8 +17,7 @@ from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import Trainer
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run.fakes import Fakes, FakeWeights, FakeWorkers, faked
-from swiftkv_platform.jobs.dry_run.figures import Collective, DryRun, Memory
-from swiftkv_platform.jobs.dry_run.tracker import Gradients, Tracker
+from swiftkv_platform.jobs.dry_run.tracker import Collective, DryRun, Gradients, Memory, Tracker
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.prepare import compute_dtype, student_shape
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
@@ -34,14 +32,8 @@ _HELD_OUT_TOKENS = 8192
 
 
 def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
-    """Run a job's phases without data, weights and machines.
-
-    Args:
-        config: the teacher's `config.json`.
-
-    Raises:
-        InvalidInputError: DDP and DeepSpeed copy by addresses, which fake tensors do not have.
-    """
+    """Run a job's phases without data, weights and machines. `config`: the teacher's `config.json`. Raises
+    `InvalidInputError`: DDP and DeepSpeed copy by addresses, which fake tensors do not have."""
     strategy = spec.sharding.strategy
     if strategy != "fsdp2":
         raise InvalidInputError(
@@ -70,7 +62,8 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
 def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:
     """Memory and collectives of a step, and the numbers of parameters, all and trained."""
     parallel = _spread(spec, config, fakes)
-    trainer = _trainer(spec, parallel, fakes.rows(_batch_size(spec)))
+    nothing = cast("Any", None)  # a single step neither saves nor reports
+    trainer = Trainer(parallel, fakes.rows(_batch_size(spec)), nothing, spec, total_steps=1, listener=nothing)
     counts = (
         sum(parameter.numel() for parameter in parallel.module.parameters()),
         sum(parameter.numel() for parameter in parallel.module.parameters() if parameter.requires_grad),
@@ -113,13 +106,7 @@ def _spread(spec: JobSpec, config: Any, fakes: Fakes) -> Parallel:
     return parallelize(fork, spec, dtype=compute_dtype(spec), device=torch.device("cpu"), weights=weights)
 
 
-def _trainer(spec: JobSpec, parallel: Parallel, rows: PackedRows) -> Trainer:
-    # A single step neither saves nor reports.
-    return Trainer(parallel, rows, cast("Any", None), spec, total_steps=1, listener=cast("Any", None))
-
-
 def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
-    """Memory of one worker that calibrates on one row."""
     source, tracker = FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes), Tracker()
     rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):

@@ -12,7 +12,49 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from swiftkv_platform.jobs.dry_run.figures import Collective
+from swiftkv_platform.frozen import FrozenModel
+
+
+class Memory(FrozenModel):
+    """Bytes on one worker's device at the peak of a phase, by what they hold."""
+
+    peak: int
+    parameters: int
+    """Weights, between passes: this worker's shards, or all of them."""
+    gradients: int = 0
+    """Gradients that the optimizer reads."""
+    optimizer: int = 0
+    """State of the optimizer."""
+    remembered: int = 0
+    """Trained weights as they began, while a worker without a GPU tries learning rates."""
+    passing: int
+    """The rest of the peak: activations, gathered weights, buffers, gradients on their way."""
+
+
+class Collective(FrozenModel):
+    """Calls of one collective by one worker in a step."""
+
+    name: str
+    calls: int
+    num_bytes: int
+    """Bytes of the larger of what goes in and what comes out, of all calls."""
+
+
+class DryRun(FrozenModel):
+    """Collectives and memory of one worker."""
+
+    num_workers: int
+    num_micro_batches: int
+    """Micro batches of the step that was run: of more than two, the others are like the first."""
+    num_parameters: int
+    num_trained_parameters: int
+    train: Memory
+    """A step, when the optimizer has its state."""
+    collectives: tuple[Collective, ...]
+    calibrate: Memory | None
+    """One row through the teacher layer by layer, and the sums of it; None for a copied start."""
+    evaluate: Memory
+    """Rows through teacher and student, sharded over the workers."""
 
 
 class _NoModules:
@@ -57,7 +99,6 @@ class Tracker(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
-        """Forget the peak so far, and the collectives."""
         self._peak_mem.clear()
         self._calls.clear()
         self._bytes.clear()

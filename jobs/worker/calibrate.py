@@ -47,11 +47,7 @@ def calibrate(spec: JobSpec, path: str, rows: PackedRows, directory: Path, *, de
     """
     workers = Workers()
     batches = calibration_batches(
-        rows,
-        spec.swiftkv.calibration_tokens,
-        seed=spec.training.seed,
-        share=workers.rank,
-        num_shares=workers.size,
+        rows, spec.swiftkv.calibration_tokens, seed=spec.training.seed, share=workers.rank, num_shares=workers.size
     )
     source = open_lazy(spec, path, device=device)
     writer = ShardWriter(directory, "calibrated", MAX_SHARD_BYTES)

@@ -40,7 +40,7 @@ from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.licences import licence_of
+from swiftkv_platform.sources.cards import licence_of
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory
@@ -192,7 +192,6 @@ class _Student:
         return StoredTensors(directory) if copies else self.trained
 
     def measure(self, prepared: Prepared, parts: Parts) -> Report:
-        """Measure the student before and after training. Collective."""
         spec = self.spec.evaluation
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
@@ -313,11 +312,7 @@ def _lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
 
 
 def _publish(
-    store: ObjectStore,
-    request: AttemptRequest,
-    directory: Path,
-    lineage: Mapping[str, Any],
-    metrics: Mapping[str, Any],
+    store: ObjectStore, request: AttemptRequest, directory: Path, lineage: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Manifest:
     prefix = request.attempt_id.artifact_prefix
     return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics)

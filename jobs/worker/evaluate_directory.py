@@ -86,7 +86,7 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "
-            "`swiftkv convert` wrote would do",
+            "`swiftkv convert` wrote is accepted",
             field="path",
             value=str(path),
         )
@@ -112,10 +112,8 @@ def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
     teacher = teacher.to(student.device).eval()
     ours, theirs = decoder.embed_tokens.weight, teacher.embed_tokens.weight
     if teacher.config.num_hidden_layers != config.num_hidden_layers or not torch.equal(ours, theirs):
-        raise ModelError(
-            f"teacher is {named.name_or_path!r}, which the student was not made of: layers or embeddings differ",
-            field="teacher",
-            value=named.name_or_path,
+        raise ModelError.of(
+            "teacher", named.name_or_path, ", which the student was not made of: layers or embeddings differ"
         )
     decoder.teacher_lower, decoder.teacher_upper = teacher.lower, teacher.teacher_upper
     config.swiftkv_teacher_weights = True

@@ -13,13 +13,12 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.completions import PromptSource
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.distillation.answers import write_answers
-from swiftkv_platform.errors import ObjectNotFoundError
 from swiftkv_platform.jobs.attempt.downloads import StoreFiles, access_of, teacher_path
 from swiftkv_platform.jobs.attempt.events import Reporter
-from swiftkv_platform.jobs.attempt.parts import PhaseProgress
+from swiftkv_platform.jobs.attempt.parts import PhaseProgress, newest_bytes
 from swiftkv_platform.jobs.worker.memory import free_bytes
 from swiftkv_platform.jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
-from swiftkv_platform.planning.writing import refuse, teacher_bytes
+from swiftkv_platform.planning.phases import refuse, teacher_bytes
 from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -37,24 +36,15 @@ class AttemptAnswers:
         self._attempt = request.attempt_id
 
     def get(self, key: str) -> bytes | None:
-        for attempt in reversed(self._attempt.so_far()):
-            try:
-                return self._store.get_bytes(attempt.answers_key(key))
-            except ObjectNotFoundError:
-                continue
-        return None
+        return newest_bytes(self._store, self._attempt, lambda attempt: attempt.answers_key(key))
 
     def put(self, key: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.answers_key(key), data)
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Write the share of worker `worker`; returns its number of tokens.
-
-    Raises:
-        ModelError: an unreadable teacher or tokenizer.
-        DataError: prompts that cannot be read.
-    """
+    """Write the share of worker `worker`; returns its number of tokens. Raises `ModelError`: an unreadable teacher or
+    tokenizer; `DataError`: prompts that cannot be read."""
     spec = request.spec
     set_up_process(spec)
     store = open_store(store_uri)

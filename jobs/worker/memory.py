@@ -1,4 +1,6 @@
-"""Memory that a worker finds and gives back, and what it shares with other workers of its machine. Knows no model."""
+"""Memory that a worker finds and gives back, and what it shares with other workers: a process group, and a directory of
+its machine. Knows no model.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 import torch
+import torch.distributed as dist
 
+from swiftkv_platform.jobs.values import Member
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.specs import ResourcesSpec
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 _MAPPED_BYTES = 8 << 20
@@ -61,3 +67,26 @@ def shared_workspace(name: str) -> Iterator[Workspace]:
     finally:
         if fetches:
             shutil.rmtree(path, ignore_errors=True)
+
+
+_PATIENCE = timedelta(hours=24)
+"""Longest wait of a worker for what another does alone, e.g. a download; a lost one is noticed at once."""
+
+
+@contextmanager
+def joined(member: Member, resources: ResourcesSpec) -> Iterator[None]:
+    """The default process group of a group's workers; none for one alone."""
+    if member.size == 1:
+        yield
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if resources.gpus_per_worker else "gloo",
+        init_method=f"tcp://{member.address}",
+        rank=member.rank,
+        world_size=member.size,
+        timeout=_PATIENCE,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -38,11 +38,7 @@ from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 
 
 def prepare(
-    spec: JobSpec,
-    rows: Path,
-    *,
-    answers: AnswerStore | None = None,
-    access: Access = OPEN,
+    spec: JobSpec, rows: Path, *, answers: AnswerStore | None = None, access: Access = OPEN
 ) -> tuple[Plan, PreparedData]:
     """Everything that precedes the workers, without reading a weight.
 
@@ -125,11 +121,7 @@ def load_student(spec: JobSpec, path: str) -> Any:
 
 
 def open_lazy(
-    spec: JobSpec,
-    path: str,
-    start: Mapping[str, Tensor] | None = None,
-    *,
-    device: torch.device | str = "cpu",
+    spec: JobSpec, path: str, start: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu"
 ) -> LazyStudent:
     """The student in the spec's dtype, its weights unread.
 
@@ -156,32 +148,26 @@ def student_shape(spec: JobSpec) -> dict[str, Any]:
 
 def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
     """The teacher's tokenizer. Raises `ModelError`."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, revision=spec.model.revision, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read the tokenizer of {spec.model.name_or_path!r}: {str(error).splitlines()[0]}",
-            field="model.name_or_path",
-            value=spec.model.name_or_path,
-        ) from error
+    tokenizer: PreTrainedTokenizerBase = _read(spec, path, AutoTokenizer, "tokenizer")
     return tokenizer
 
 
 def writer(spec: JobSpec, path: str) -> Teacher:
     """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
+    config = _read(spec, path, AutoConfig, "configuration").get_text_config()
+    return Teacher(spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings)
+
+
+def _read(spec: JobSpec, path: str, kind: Any, what: str) -> Any:
+    """A part of the teacher by one of transformers' Auto classes."""
     try:
-        config = AutoConfig.from_pretrained(
-            path, revision=spec.model.revision, trust_remote_code=False
-        ).get_text_config()
+        return kind.from_pretrained(path, revision=spec.model.revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"cannot read the configuration of {spec.model.name_or_path!r}: {str(error).splitlines()[0]}",
+            f"cannot read the {what} of {spec.model.name_or_path!r}: {str(error).splitlines()[0]}",
             field="model.name_or_path",
             value=spec.model.name_or_path,
         ) from error
-    return Teacher(spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings)
 
 
 def compute_dtype(spec: JobSpec) -> torch.dtype:

@@ -14,8 +14,8 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.planning.devices import PEAK_FLOPS
 from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.machines import PEAK_FLOPS
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
 
@@ -46,7 +46,6 @@ class Telemetry:
         return figures
 
     def begin(self, tokens: int) -> None:
-        """Continue a run after `tokens` counted tokens."""
         self._tokens = tokens
 
     def _memory(self) -> int:
@@ -59,10 +58,7 @@ class Telemetry:
 def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
     """Operations that training on `rows` takes, over the positions that the loss counts; each token attends to its own
     sample. What gradient checkpointing repeats is not among them. None for a family that the planner does not know.
-
-    Args:
-        config: the student's configuration.
-    """
+    `config`: the student's configuration."""
     setup = replace(
         training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
     )

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 from uuid import uuid4
 
 import ray
@@ -32,15 +31,14 @@ from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.jobs.attempt.control import ControlWatcher, told_to_leave
 from swiftkv_platform.jobs.attempt.curve import Curve
 from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
+from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, say_placed
 from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
-from swiftkv_platform.jobs.attempt.places import say_placed
 from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun
 from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig
@@ -69,7 +67,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     if rank == 0:
         say_placed(store, request, "train")
     set_up_process(spec)
-    listener: _Listener = _RankZero(store, worker) if rank == 0 else _Silent()
+    listener: _Listener = _RankZero(store, worker) if rank == 0 else _Listener()
     checkpoints = AttemptCheckpoints(
         store, request, keep=spec.checkpoint.keep, on_commit=listener.on_commit, on_failure=listener.on_failure
     )
@@ -182,44 +180,6 @@ def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank
             shutil.rmtree(workspace, ignore_errors=True)
 
 
-class _Listener(TrainerListener, Protocol):
-    """Listener to the trainer and its checkpoints."""
-
-    def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
-
-    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _Silent:
-    """Listener of the workers other than rank 0."""
-
-    def __init__(self) -> None:
-        self._drain = _Drain()
-
-    def stop_request(self) -> StopRequest:
-        return self._drain.stop_request()
-
-    def on_start(self, progress: Progress) -> None:
-        """Do nothing: rank 0 reports for all."""
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        """Do nothing: rank 0 reports for all."""
-
-    def on_course(self, note: CourseNote) -> None:
-        """Do nothing: rank 0 reports for all."""
-
-    def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
-        """Do nothing: only rank 0 completes checkpoints."""
-
-    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
-        """Do nothing: only rank 0 completes checkpoints."""
-
-    def close(self) -> None:
-        """Close nothing: this listener opens nothing."""
-
-
 class _Drain:
     """Says that this worker has been told to end, and once that a machine of the workers is about to go, which Ray
     Train knows. Its question is collective."""
@@ -235,11 +195,34 @@ class _Drain:
         return max(own, StopRequest.SAVE)
 
 
-class _RankZero:
+class _Listener:
+    """Listener to the trainer and its checkpoints on the workers other than rank 0, which reports for all."""
+
+    def __init__(self) -> None:
+        self._drain = _Drain()
+
+    def stop_request(self) -> StopRequest:
+        return self._drain.stop_request()
+
+    def on_start(self, progress: Progress) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None: ...
+
+    def on_course(self, note: CourseNote) -> None: ...
+
+    def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
+
+    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _RankZero(_Listener):
     """Turns steps and checkpoints into events, tracked metrics and log lines. A step waits neither for the store nor
     for the thread on which checkpoints are complete."""
 
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
+        super().__init__()
         request = worker.request
         self._reporter = Reporter(store, request.attempt_id, "rank0")
         self._run = TrackedRun(store, request, self._reporter.tracking)
@@ -249,10 +232,9 @@ class _RankZero:
         self._control = ControlWatcher(store, request)
         self._request = request
         self._training_since: float | None = None
-        self._drain = _Drain()
 
     def stop_request(self) -> StopRequest:
-        return max(self._drain.stop_request(), self._control.stop_request)
+        return max(super().stop_request(), self._control.stop_request)
 
     def on_start(self, progress: Progress) -> None:
         self._telemetry.begin(progress.tokens)

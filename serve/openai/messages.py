@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS
-from swiftkv_platform.specs.limits import MAX_SCHEMA_DEPTH
+from swiftkv_platform.specs.base import MAX_SCHEMA_DEPTH
 
 
 def _joined_text(content: Any) -> Any:

@@ -17,7 +17,7 @@ from swiftkv_platform.serve.openai.fields import Route, Treatment, fields_of, na
 from swiftkv_platform.serve.openai.messages import ChatMessage
 from swiftkv_platform.serve.sampling import PromptField, SamplingFields, check_generates
 from swiftkv_platform.serve.tools.calling import ToolFields
-from swiftkv_platform.specs.limits import MAX_MESSAGES
+from swiftkv_platform.specs.base import MAX_MESSAGES
 
 
 class StreamOptions(FrozenModel, strict=True, extra="allow"):

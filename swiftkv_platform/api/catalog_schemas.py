@@ -19,7 +19,7 @@ from swiftkv_platform.specs.base import Label, LabelValue
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.evaluation import EvaluationSpec
 from swiftkv_platform.specs.job import JobName, ResourcesSpec
-from swiftkv_platform.specs.parents import ParentReference
+from swiftkv_platform.specs.training import ParentReference
 
 
 class CreateModel(FiniteModel):

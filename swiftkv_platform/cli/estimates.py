@@ -13,7 +13,7 @@ from swiftkv_platform.client import Estimate
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
 from swiftkv_platform.orchestration.estimates import machines
 from swiftkv_platform.orchestration.validation import validate
-from swiftkv_platform.planning.devices import DEVICE_MEMORY
+from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.specs import JobSpec
 
 _SMALLER = "does not fit; use fewer workers or a smaller training.micro_batch_size"

@@ -97,7 +97,7 @@ class AdapterConfig(FrozenModel):
                 why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, and it is {str(first['input'])[:64]!r}"
             raise ModelError(
                 f"{ADAPTER} of {source!r} cannot be read ({why}); one that `swiftkv export --adapter` of this version "
-                "has written would do",
+                "has written is accepted",
                 field=ADAPTER,
                 value=source,
             ) from error
@@ -109,7 +109,7 @@ class AdapterConfig(FrozenModel):
             if getattr(found, name) != value:
                 raise ModelError(
                     f"{name} is {getattr(found, name)!r} in config.json of the adapter {source!r}, and {value!r} in "
-                    f"its {ADAPTER}; both files as `swiftkv export --adapter` wrote them would do",
+                    f"its {ADAPTER}; both files as `swiftkv export --adapter` wrote them are accepted",
                     field=name,
                     value=getattr(found, name),
                 )
@@ -121,7 +121,7 @@ class AdapterConfig(FrozenModel):
             if which:
                 raise ModelError(
                     f"the adapter {source!r} {what} {_listed(which)}; its files as `swiftkv export --adapter` wrote "
-                    "them would do",
+                    "them are accepted",
                     field="adapter",
                     value=source,
                 )
@@ -168,11 +168,8 @@ class AdapterConfig(FrozenModel):
     def apply(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_prefix: str, source: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The student's tensors from the adapter's and, under `base_prefix`, the base's, in the order they come.
-
-        Raises:
-            ModelError: at the first tensor of another base; at the end for those that are missing.
-        """
+        """The student's tensors from the adapter's and, under `base_prefix`, the base's, in the order they come. Raises
+        `ModelError`: at the first tensor of another base; at the end for those that are missing."""
         own, base, name_of_base = set(), set(), self.base.name_or_path
         for full_name, tensor in tensors:
             name = full_name.removeprefix(base_prefix)

@@ -46,7 +46,7 @@ class SwiftKVConfigMixin:
         if getattr(config, "kv_lora_rank", None) is not None:
             raise ModelError(
                 f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} caches one latent for all heads "
-                "(MLA): there are no heads to share; swiftkv.sharing: gqa would do",
+                "(MLA): there are no heads to share; use swiftkv.sharing: gqa",
                 field="swiftkv.sharing",
                 value=heads,
             )

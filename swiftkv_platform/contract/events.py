@@ -24,7 +24,6 @@ class ReasonCode(StrEnum):
     NOT_PLACED = "not_placed"
     """The attempt's workers found no place on the cluster."""
     MAX_RUNTIME_EXCEEDED = "max_runtime_exceeded"
-    PROTOCOL_MISMATCH = "protocol_mismatch"
     """Control plane and workers are of versions that do not fit."""
     INTERNAL = "internal"
     """The control plane failed to handle the job."""

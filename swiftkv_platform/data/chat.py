@@ -61,12 +61,8 @@ class ChatRenderer:
         return cls(PLAIN_TEMPLATE, is_plain=True, special_tokens=special_tokens)
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as text.
-
-        Raises:
-            RowError: the template refuses the messages.
-            ModelError: the tokenizer has no default template.
-        """
+        """The conversation as text. Raises `RowError`: the template refuses the messages; `ModelError`: the tokenizer
+        has no default template."""
         return self._render(conversation)[0]
 
     def render_prompt(self, conversation: Conversation) -> str:
@@ -76,12 +72,9 @@ class ChatRenderer:
     def render_with_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """The text, and the [begin, end) characters of each assistant turn, its closing marker included.
 
-        Where the template marks them by `{% generation %}`, its marks count; otherwise the turns are found by
-        rendering the conversation up to each of them.
-
-        Raises:
-            RowError: the template refuses the messages, or a turn cannot be found in what it writes.
-            ModelError: the tokenizer has no default template.
+        Where the template marks them by `{% generation %}`, its marks count; otherwise the turns are found by rendering
+        the conversation up to each of them. Raises `RowError`: the template refuses the messages, or a turn cannot be
+        found in what it writes; `ModelError`: the tokenizer has no default template.
         """
         if self.template is not None and _MARKS_ASSISTANT.search(self.template):
             return self._render(conversation, with_spans=True)
@@ -122,7 +115,7 @@ class ChatRenderer:
         if self.template is None:
             raise ModelError(
                 "the tokenizer has several chat templates, none of them named 'default', and data.sources holds "
-                "conversations; a tokenizer with a default one would do",
+                "conversations; use a tokenizer with a default one",
                 field="model.name_or_path",
             )
         import jinja2
@@ -167,7 +160,7 @@ def _saying_otherwise(conversation: Conversation, turn: int) -> Conversation:
 def _lost(turn: int) -> RowError:
     return RowError(
         f"the chat template does not reproduce assistant message {turn}, so its tokens cannot be told from the others; "
-        "a template with {% generation %} marks, or data.train_on: all, would do"
+        "use a template with {% generation %} marks, or data.train_on: all"
     )
 
 

@@ -15,8 +15,14 @@ from pathlib import Path
 from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access, BuiltinSource, FileSource, PathSource
-from swiftkv_platform.sources.cards import check_laid_out, check_saved
-from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
+from swiftkv_platform.sources.cards import (
+    SUFFIXES,
+    check_laid_out,
+    check_saved,
+    data_files,
+    is_hub_layout,
+    is_saved_dataset,
+)
 from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
 
 _TEXT = "text"
@@ -115,7 +121,7 @@ def _format_of(columns: Collection[str], origin: str, source: DataSourceSpec, wh
         f"{each.name}: {' or '.join(' + '.join(sorted(group)) for group in each.columns)}" for each in wanted
     )
     shown = ", ".join(sorted(columns)) or "none"
-    raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these would do: {accepted}")
+    raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these are accepted: {accepted}")
 
 
 def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:

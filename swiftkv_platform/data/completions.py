@@ -118,11 +118,7 @@ class PromptSource:
             yield Shard(key, prompts, seeds)
 
     def answers(self, store: AnswerStore) -> Iterator[Answer]:
-        """Yield the answers that have been written, prompt by prompt.
-
-        Raises:
-            StorageError: a shard is missing.
-        """
+        """Yield the answers that have been written, prompt by prompt. Raises `StorageError`: a shard is missing."""
         for shard in self.shards():
             data = store.get(shard.key)
             if data is None:
@@ -134,12 +130,7 @@ class PromptSource:
 
     def _prompts(self) -> Iterator[Answer]:
         rows = source_rows(
-            self.source,
-            self.index,
-            seed=self.seed,
-            remote=self.remote,
-            access=self.access,
-            formats=PROMPT_FORMATS,
+            self.source, self.index, seed=self.seed, remote=self.remote, access=self.access, formats=PROMPT_FORMATS
         )
         for row in rows:
             if row.held_out:

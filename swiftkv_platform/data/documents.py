@@ -64,11 +64,7 @@ class DocumentEncoder:
         self._assistant_only = train_on == "assistant"
 
     def draft(self, content: Content) -> Draft:
-        """Render a sample.
-
-        Raises:
-            RowError: the chat template refuses it, or it holds what is no text.
-        """
+        """Render a sample. Raises `RowError`: the chat template refuses it, or it holds what is no text."""
         digest = content_digest(content)
         if isinstance(content, str):
             return Draft(content, digest, assistant=None, is_conversation=False, is_framed=True)
@@ -79,16 +75,13 @@ class DocumentEncoder:
         return Draft(text, digest, assistant=None, is_conversation=True, is_framed=self._renderer.is_plain)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
-        """Tokenize many documents at once.
-
-        Raises:
-            DataError: assistant tokens are asked for and the tokenizer cannot tell where its tokens stand in the text.
-        """
+        """Tokenize many documents at once. Raises `DataError`: assistant tokens are asked for and the tokenizer cannot
+        tell where its tokens stand in the text."""
         with_offsets = any(draft.assistant is not None for draft in drafts)
         if with_offsets and not self._tokenizer.is_fast:
             raise DataError(
                 "data.train_on is 'assistant', which needs a tokenizer with a tokenizer.json; this one "
-                f"({type(self._tokenizer).__name__}) has none; 'all' would do",
+                f"({type(self._tokenizer).__name__}) has none; use 'all'",
                 field="data.train_on",
                 value="assistant",
             )
@@ -123,10 +116,7 @@ class DocumentEncoder:
 
     def encode_prompt(self, content: Content) -> TokenIds:
         """The tokens that the teacher goes on from: of a text itself, of a conversation up to where the answer begins.
-
-        Raises:
-            RowError: the chat template refuses it, or it holds what is no text.
-        """
+        Raises `RowError`: the chat template refuses it, or it holds what is no text."""
         content_digest(content)  # for what it refuses
         if isinstance(content, str):
             text, is_framed = content, True
@@ -208,7 +198,6 @@ class Documents:
 
     @property
     def num_samples(self) -> IntArray:
-        """[num_documents]"""
         return np.diff(self.first_samples)
 
     def __len__(self) -> int:

@@ -1,5 +1,5 @@
-"""Rows of local files, read one after another: JSON Lines, JSON arrays, Parquet, plain text. Knows no format of rows
-and no tokenizer. No file is held in memory whole, however large.
+"""Rows of sources as tables, and those of local files, read one after another: JSON Lines, JSON arrays, Parquet, plain
+text. Knows no format of rows and no tokenizer. No file is held in memory whole, however large.
 """
 
 from __future__ import annotations
@@ -17,6 +17,25 @@ from swiftkv_platform.errors import DataError
 Row = dict[str, Any]
 NumberedRow = tuple[int, Row]
 """A row with its line or its number in the file, from 1."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one origin, read from the beginning each time, in the same order."""
+
+    origin: str
+    """Name of the origin in messages: a hub id, or a file."""
+    columns: tuple[str, ...] | None
+    """Columns of every row; None where each row has its own."""
+    rows: Callable[[Sequence[str] | None], Iterator[NumberedRow]]
+    """The rows with these columns, or all."""
+    count: Callable[[], int]
+    """Number of rows; not asked of a streamed source."""
+    unit: str = "row"
+    """Unit that rows are counted in."""
+    held_out: bool | None = None
+    """The side of the hold-out the source itself puts these rows on; None leaves it to `validation_fraction`."""
+
 
 MAX_DOCUMENT_CHARACTERS = 1 << 24
 """A text file longer than this is several documents, cut at line ends."""
@@ -224,7 +243,7 @@ def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iter
     except UnicodeDecodeError as error:
         raise DataError(
             f"{field}: {file}, row {number} or one of the {_ROWS_PER_BATCH} after it, holds text that is not UTF-8 "
-            f"({error.reason}); UTF-8 text would do",
+            f"({error.reason}); UTF-8 text is accepted",
             field=field,
             value=f"{file}:{number}",
         ) from error
@@ -248,7 +267,7 @@ def _no_parquet(file: Path, error: Exception, field: str) -> DataError:
 def _not_json(file: str, line: int, column: int, why: str, field: str) -> NoReturn:
     raise DataError(
         f"{field}: {file}, line {line}, column {column} is not JSON: {why}; "
-        "one object a line, or one array of objects, would do",
+        "one object a line, or one array of objects, is accepted",
         field=field,
         value=f"{file}:{line}",
     )
@@ -256,7 +275,7 @@ def _not_json(file: str, line: int, column: int, why: str, field: str) -> NoRetu
 
 def _no_object(file: str, place: str, row: Any, field: str) -> DataError:
     return DataError(
-        f"{field}: {file}, {place} is {row!r:.80}, a {type(row).__name__}; an object with columns would do",
+        f"{field}: {file}, {place} is {row!r:.80}, a {type(row).__name__}; an object with columns is accepted",
         field=field,
         value=f"{file}:{place.split()[1]}",
     )
@@ -264,7 +283,7 @@ def _no_object(file: str, place: str, row: Any, field: str) -> DataError:
 
 def _not_utf8(file: str, line: int, byte: int, reason: str, field: str) -> DataError:
     return DataError(
-        f"{field}: {file}, line {line}, byte {byte} is not UTF-8 ({reason}); UTF-8 text would do",
+        f"{field}: {file}, line {line}, byte {byte} is not UTF-8 ({reason}); UTF-8 text is accepted",
         field=field,
         value=f"{file}:{line}",
     )

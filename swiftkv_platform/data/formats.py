@@ -45,7 +45,7 @@ class RowFormat:
 
     name: str
     columns: tuple[tuple[str, ...], ...]
-    """Sets of columns, any one of which will do."""
+    """Sets of columns, any one of which is enough."""
     parse: Callable[[list[Any], Row], Content]
     """Reads a row: the values of the matched set of columns in its order, and the whole row."""
     optional: tuple[str, ...] = ()
@@ -65,11 +65,8 @@ class RowReader:
     """Every column the reader looks at."""
 
     def __call__(self, row: Row) -> Content:
-        """The row's text or conversation; "" where it holds none.
-
-        Raises:
-            RowError: a value of another type than the format has.
-        """
+        """The row's text or conversation; "" where it holds none. Raises `RowError`: a value of another type than the
+        format has."""
         return self.format.parse([row[column] for column in self.required], row)
 
 
@@ -77,11 +74,7 @@ def find_format(
     name: str, columns: Sequence[str], *, origin: str, path: str, formats: Sequence[RowFormat] | None = None
 ) -> RowReader:
     """The reader for rows with `columns`: of the format `name`, or the first of `formats` (all) that fits where it is
-    `auto`.
-
-    Raises:
-        DataError: the columns of no format, or not those of `name`, are there.
-    """
+    `auto`. Raises `DataError`: the columns of no format, or not those of `name`, are there."""
     formats = FORMATS if formats is None else formats
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
     for candidate in candidates:
@@ -91,23 +84,20 @@ def find_format(
             return RowReader(candidate, required, required + optional)
     wanted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in candidates)
     raise DataError(
-        f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these would do: {wanted}",
+        f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these are accepted: {wanted}",
         field=f"{path}.format",
         value=list(columns),
     )
 
 
 def content_digest(content: Content) -> int:
-    """64 bits of what a sample says, whatever file, format or tokenizer it comes through.
-
-    Raises:
-        RowError: half of a surrogate pair, which JSON can write but no text holds.
-    """
+    """64 bits of what a sample says, whatever file, format or tokenizer it comes through. Raises `RowError`: half of a
+    surrogate pair, which JSON can write but no text holds."""
     data = content if isinstance(content, str) else content.as_json()
     try:
         return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")
     except UnicodeEncodeError as error:
-        raise RowError(f"character {error.start} is half of a surrogate pair; whole characters would do") from error
+        raise RowError(f"character {error.start} is half of a surrogate pair; whole characters are accepted") from error
 
 
 def _text(value: Any, what: str) -> str:
@@ -115,7 +105,7 @@ def _text(value: Any, what: str) -> str:
         return ""
     if isinstance(value, str):
         return value
-    raise RowError(f"{what} is {value!r:.80}, a {type(value).__name__}; a string would do")
+    raise RowError(f"{what} is {value!r:.80}, a {type(value).__name__}; a string is accepted")
 
 
 def _message_text(value: Any) -> str:
@@ -125,7 +115,7 @@ def _message_text(value: Any) -> str:
     parts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise RowError(f"a message holds the part {part!r:.80}; only text parts would do")
+            raise RowError(f"a message holds the part {part!r:.80}; only text parts are accepted")
         parts.append(_text(part.get("text"), "a text part"))
     return "".join(parts)
 
@@ -144,14 +134,14 @@ def _messages(turns: Any, what: str, roles: dict[str, str] | None = None) -> lis
     if turns is None:
         return []
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise RowError(f"{what} is {turns!r:.80}; a list of messages would do")
+        raise RowError(f"{what} is {turns!r:.80}; a list of messages is accepted")
     messages = []
     for turn in turns:
         role_key, content_key = ("from", "value") if turn.get("from") is not None else ("role", "content")
         role = turn.get(role_key)
         if not isinstance(role, str) or (roles is not None and role not in roles):
-            accepted = "a string" if roles is None else ", ".join(roles)
-            raise RowError(f"a message has the role {role!r}; {accepted} would do")
+            accepted = "a string is" if roles is None else f"{', '.join(roles)} are"
+            raise RowError(f"a message has the role {role!r}; {accepted} accepted")
         others = _without_nulls({key: value for key, value in turn.items() if key not in {role_key, content_key}})
         content = _message_text(turn.get(content_key))
         wordless = not content and others.get("tool_calls")
@@ -178,7 +168,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     tools = [value] if isinstance(value, dict) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"tools is {value!r:.80}; a list of functions would do")
+        raise RowError(f"tools is {value!r:.80}; a list of functions is accepted")
     return [_without_nulls(tool) for tool in tools]
 
 
@@ -190,12 +180,12 @@ def _parse_text(values: list[Any], _row: Row) -> Content:
     return _text(values[0], "text")
 
 
-def _parse_messages(values: list[Any], row: Row) -> Content:
-    return _conversation(_messages(values[0], "messages"), row)
+def _chats(column: str, roles: dict[str, str] | None = None) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _conversation(_messages(values[0], column, roles), row)
 
 
-def _parse_sharegpt(values: list[Any], row: Row) -> Content:
-    return _conversation(_messages(values[0], "conversations", _SHAREGPT_ROLES), row)
+def _unanswered_chats(column: str, roles: dict[str, str] | None = None) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _conversation(_unanswered(_messages(values[0], column, roles)), row)
 
 
 def _parse_prompt_completion(values: list[Any], row: Row) -> Content:
@@ -217,7 +207,7 @@ def _history(row: Row) -> list[Message]:
     """Earlier pairs of instruction and output."""
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output would do")
+        raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output is accepted")
     return [message for pair in history for message in _exchange(*(_text(part, "history") for part in pair))]
 
 
@@ -234,14 +224,6 @@ def _unanswered(messages: list[Message]) -> list[Message]:
 
 def _question(prompt: str) -> list[Message]:
     return [{"role": "user", "content": prompt}] if prompt else []
-
-
-def _prompt_of_messages(values: list[Any], row: Row) -> Content:
-    return _conversation(_unanswered(_messages(values[0], "messages")), row)
-
-
-def _prompt_of_sharegpt(values: list[Any], row: Row) -> Content:
-    return _conversation(_unanswered(_messages(values[0], "conversations", _SHAREGPT_ROLES)), row)
 
 
 def _prompt_of_prompt(values: list[Any], row: Row) -> Content:
@@ -270,8 +252,8 @@ _BESIDE = ("system", "tools")
 """Columns beside those of any conversation."""
 
 FORMATS = (
-    RowFormat("messages", (("messages",),), _parse_messages, optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _parse_sharegpt, optional=_BESIDE),
+    RowFormat("messages", (("messages",),), _chats("messages"), optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _chats("conversations", _SHAREGPT_ROLES), optional=_BESIDE),
     RowFormat(
         "prompt_completion",
         (
@@ -290,8 +272,8 @@ FORMATS = (
 """Row formats in the order `auto` tries them: what says most about a sample first."""
 
 PROMPT_FORMATS = (
-    RowFormat("messages", (("messages",),), _prompt_of_messages, optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _prompt_of_sharegpt, optional=_BESIDE),
+    RowFormat("messages", (("messages",),), _unanswered_chats("messages"), optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _unanswered_chats("conversations", _SHAREGPT_ROLES), optional=_BESIDE),
     RowFormat("prompt_completion", (("prompt",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE),
     RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=("input", "history", *_BESIDE)),
     RowFormat("text", (("text",),), _parse_text),

@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Protocol
 
 from swiftkv_platform.contract.attempts import SUFFIX, StoredFile
-from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, reader_for
+from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, reader_for
 from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
-from swiftkv_platform.data.tables import Table
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.sources import (
-    OPEN,
-    Access,
-    Boundary,
-    BuiltinSource,
-    FileSource,
-    HubSource,
-    PathSource,
-    S3Source,
-)
+from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, FileSource, HubSource, PathSource, S3Source
+from swiftkv_platform.sources.cards import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.chat_prompts import PROMPT_SPLITS, chat_prompts
 from swiftkv_platform.sources.corpus import standard_library_modules
-from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.sources.recall_prompts import long_recall_prompts, recall_prompts
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
@@ -87,10 +77,8 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
 
 def _needed(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
     if remote is None:
-        raise InvalidInputError(
-            f"{field} is {name!r}, but this process has no object store to fetch it from; a local path would do",
-            field=field,
-            value=name,
+        raise InvalidInputError.of(
+            field, name, ", but this process has no object store to fetch it from; use a local path"
         )
     return remote
 
@@ -110,28 +98,21 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
     return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
-_PROMPTS = {
-    BUILTIN_CHATS: chat_prompts,
-    BUILTIN_RECALL: recall_prompts,
-    BUILTIN_LONG_RECALL: long_recall_prompts,
-}
+_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
     if source.name_or_path in _PROMPTS:
         return [_prompts(source, path)]
     if source.name_or_path != BUILTIN_DATA:
-        raise DataError(
-            f"{path}.name_or_path is {source.name_or_path!r}; the built-in data sets are "
-            f"{', '.join((BUILTIN_DATA, *_PROMPTS))}",
-            field=f"{path}.name_or_path",
-            value=source.name_or_path,
+        raise DataError.of(
+            f"{path}.name_or_path",
+            source.name_or_path,
+            f"; the built-in data sets are {', '.join((BUILTIN_DATA, *_PROMPTS))}",
         )
     if source.split != "train":
-        raise DataError(
-            f"{path}.split is {source.split!r}; {BUILTIN_DATA} offers 'train' and evaluates on its held-out modules",
-            field=f"{path}.split",
-            value=source.split,
+        raise DataError.of(
+            f"{path}.split", source.split, f"; {BUILTIN_DATA} offers 'train' and evaluates on its held-out modules"
         )
     modules = list(standard_library_modules())
     return [
@@ -145,16 +126,12 @@ def _prompts(source: DataSourceSpec, path: str) -> Table:
     if source.complete is None:
         raise DataError(
             f"{path} is {source.name_or_path} without complete: its rows are requests, which the teacher answers; "
-            "complete: {} would do",
+            "add complete: {}",
             field=f"{path}.name_or_path",
             value=source.name_or_path,
         )
     if source.split not in PROMPT_SPLITS:
-        raise DataError(
-            f"{path}.split is {source.split!r}; {source.name_or_path} has {' and '.join(PROMPT_SPLITS)}",
-            field=f"{path}.split",
-            value=source.split,
-        )
+        raise DataError.of(f"{path}.split", source.split, f"; {source.name_or_path} has {' and '.join(PROMPT_SPLITS)}")
     rows = [{"prompt": prompt} for prompt in _PROMPTS[source.name_or_path](held_out=source.is_held_out)]
     return Table(source.name_or_path, ("prompt",), lambda _columns: enumerate(rows, start=1), lambda: len(rows))
 
@@ -169,7 +146,7 @@ def _local(location: Path, name: str, field: str, boundary: Boundary) -> list[Ta
     tables = [_file_table(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
         what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError(f"{field} is {name!r}, {what}; {_SUFFIXES} would do", field=field, value=name)
+        raise DataError(f"{field} is {name!r}, {what}; {_SUFFIXES} are accepted", field=field, value=name)
     return tables
 
 
@@ -188,9 +165,7 @@ def _remote(remote: RemoteFiles, source: DataSourceSpec, field: str) -> list[Tab
     name = source.name_or_path
     uris = [uri for uri in remote.list(name) if Path(uri).suffix in READERS]
     if not uris:
-        raise DataError(
-            f"{field} is {name!r}, which has no readable objects; {_SUFFIXES} would do", field=field, value=name
-        )
+        raise DataError.of(field, name, f", which has no readable objects; {_SUFFIXES} are accepted")
     return [_object_table(remote, uri, field, keep=not source.streaming) for uri in uris]
 
 

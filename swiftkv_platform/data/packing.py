@@ -136,7 +136,6 @@ class PackedRows:
         return self.members[self.row_starts[index] : self.row_starts[index + 1]]
 
     def _blank(self, *shape: int) -> dict[str, npt.NDArray[Any]]:
-        """Arrays that are all padding."""
         return {
             "input_ids": np.full(shape, self.pad_token_id, dtype=np.int64),
             "position_ids": np.zeros(shape, dtype=np.int64),

@@ -78,7 +78,7 @@ def prepare_data(
         raise DataError(
             f"data.sources leaves nothing to train on: of {sum(s.rows for s in sources)} rows {len(documents)} have a "
             f"position that counts under data.train_on {spec.train_on!r}, {(~trained).sum()} of them held out; "
-            "more samples, or data.train_on: all, would do",
+            "use more samples, or data.train_on: all",
             field="data.sources",
         )
     pad_token_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

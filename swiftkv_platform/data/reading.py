@@ -60,11 +60,7 @@ class SourceReading:
     def _statistics(self) -> SourceStatistics:
         if not self._rows:
             name = self.source.name_or_path
-            raise DataError(
-                f"{self._path}.name_or_path is {name!r}, which holds no rows; at least one is needed",
-                field=f"{self._path}.name_or_path",
-                value=name,
-            )
+            raise DataError.of(f"{self._path}.name_or_path", name, ", which holds no rows; at least one is needed")
         lengths = np.array(self._lengths, dtype=np.int64)
         return SourceStatistics(
             name_or_path=self.source.name_or_path,

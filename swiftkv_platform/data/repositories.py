@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.data.files import NumberedRow
-from swiftkv_platform.data.tables import Table
+from swiftkv_platform.data.files import NumberedRow, Table
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
@@ -37,25 +36,15 @@ def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boun
         raise DataError(f"{path} cannot be read: data set {name!r}: {error}", field=path, value=name) from error
     if isinstance(found, datasets.DatasetDict):
         if source.split not in found:
-            raise DataError(
-                f"{path}.split is {source.split!r}; {name} has {', '.join(found)}",
-                field=f"{path}.split",
-                value=source.split,
-            )
+            raise DataError.of(f"{path}.split", source.split, f"; {name} has {', '.join(found)}")
         found = found[source.split]
     return _table(name, found, path)
 
 
 def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Boundary = UNBOUNDED) -> Table:
-    """A split of a hub data set, or of a directory laid out like one.
-
-    Args:
-        boundary: where the files of a directory may lie; what is in the directory itself does.
-
-    Raises:
-        DataError: no such data set, split or subset, or a card or file that leads out of `boundary`.
-        StorageError: the hub does not answer.
-    """
+    """A split of a hub data set, or of a directory laid out like one. `boundary`: where the files of a directory may
+    lie; what is in the directory itself does. Raises `DataError`: no such data set, split or subset, or a card or file
+    that leads out of `boundary`; `StorageError`: the hub does not answer."""
     if boundary.directories is None:
         return _read(name, source, path, None)
     field, directory = f"{path}.name_or_path", Path(name)
@@ -93,10 +82,8 @@ def _check_repository_cards(name: str, field: str) -> str | None:
         except EntryNotFoundError:
             continue
         except (HfHubHTTPError, ConnectionError) as error:
-            raise DataError(
-                f"{field} is {name!r}: no such data set on the hub, or one that it does not open ({error})",
-                field=field,
-                value=name,
+            raise DataError.of(
+                field, name, f": no such data set on the hub, or one that it does not open ({error})"
             ) from error
         revision = file.parent.name
         Boundary.of(file.parents[2]).check(file, field)
@@ -120,10 +107,8 @@ def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: s
     except SwiftKVError:
         raise
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError(
-            f"{path}.name_or_path is {name!r}: no such path here and no such data set on the hub ({error})",
-            field=f"{path}.name_or_path",
-            value=name,
+        raise DataError.of(
+            f"{path}.name_or_path", name, f": no such path here and no such data set on the hub ({error})"
         ) from error
     except ConnectionError as error:
         raise _no_hub(name, f"{path}.name_or_path", error) from error
@@ -145,23 +130,20 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
     if kind not in _BUILDERS:
         raise DataError(
             f"{field} is {name!r}, whose files `datasets` would read as {kind}; where sources have rules "
-            f"{', '.join(sorted(_BUILDERS))} would do",
+            f"{', '.join(sorted(_BUILDERS))} are accepted",
             field=field,
             value=name,
         )
     for file in (file for split in (files or {}).values() for file in split):
         if not is_own(file):
-            raise DataError(
-                f"{field} is {name!r}, which names the file {file!r} of another place", field=field, value=name
-            )
+            raise DataError.of(field, name, f", which names the file {file!r} of another place")
 
 
 def _no_hub(name: str, field: str, error: Exception) -> StorageError:
-    return StorageError(
-        f"{field} is {name!r}: no such path here, and the hub does not answer ({error}); a local copy of the data "
-        "set's directory would do",
-        field=field,
-        value=name,
+    return StorageError.of(
+        field,
+        name,
+        f": no such path here, and the hub does not answer ({error}); use a local copy of the data set's directory",
     )
 
 
@@ -206,7 +188,7 @@ def _rows(dataset: Any, name: str, path: str, columns: Sequence[str] | None) -> 
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: {name}, row {number} or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 "
-            "text would do",
+            "text is accepted",
             field=path,
             value=f"{name}:{number}",
         ) from error

@@ -8,18 +8,10 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from swiftkv_platform.data.files import NumberedRow
-from swiftkv_platform.data.formats import (
-    FORMATS,
-    Content,
-    RowError,
-    RowFormat,
-    RowReader,
-    find_format,
-)
+from swiftkv_platform.data.files import NumberedRow, Table
+from swiftkv_platform.data.formats import FORMATS, Content, RowError, RowFormat, RowReader, find_format
 from swiftkv_platform.data.opening import RemoteFiles, read_source
 from swiftkv_platform.data.packing import IntArray
-from swiftkv_platform.data.tables import Table
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec
@@ -56,12 +48,9 @@ def source_rows(
     formats: Sequence[RowFormat] = FORMATS,
 ) -> Iterator[SourceRow]:
     """Yield the rows of `data.sources[index]`: all, or `sample_count` of them chosen by the seed; of a streamed source,
-    of unknown length, the first. Rows that the source itself holds out are not counted.
-
-    Raises:
-        DataError, InvalidInputError, StorageError: as `prepare_data`; `DataError` with the line for a row that the
-            format cannot read.
-    """
+    of unknown length, the first. Rows that the source itself holds out are not counted. Raises `DataError,
+    InvalidInputError, StorageError`: as `prepare_data`; `DataError` with the line for a row that the format cannot
+    read."""
     path = f"data.sources[{index}]"
     tables = read_source(source, path=path, remote=remote, access=access)
     training = [table for table in tables if not table.held_out]

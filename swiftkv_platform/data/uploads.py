@@ -57,7 +57,7 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
         rows += 1
         if rows > max_rows:
             raise DataError(
-                f"{field}: {name} has more than {max_rows} rows, which is the limit; several files would do",
+                f"{field}: {name} has more than {max_rows} rows, which is the limit; use several files",
                 field=field,
                 value=name,
             )
@@ -78,7 +78,7 @@ def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
             if len(line) > LONGEST_ROW:
                 raise DataError(
                     f"{field}: {name}, line {number} has more than {LONGEST_ROW} bytes, which is the limit of a row; "
-                    "one object a line (JSON Lines) would do",
+                    "one object a line (JSON Lines) is accepted",
                     field=field,
                     value=f"{name}:{number}",
                 )
@@ -91,7 +91,7 @@ def _check_row(row: Row, name: str, number: int, field: str) -> str:
     if len(row) > _MOST_COLUMNS or any(len(column) > _LONGEST_COLUMN for column in row):
         raise DataError(
             f"{place} has {len(row)} columns; at most {_MOST_COLUMNS}, with names of at most {_LONGEST_COLUMN} "
-            "characters, would do",
+            "characters, are accepted",
             field=field,
             value=f"{name}:{number}",
         )

@@ -16,7 +16,7 @@ from swiftkv_platform.database.paging import Store, value_of
 from swiftkv_platform.database.tables import DeliveryRow, EventRow, JobRow, PointRow
 from swiftkv_platform.orchestration.job import Event, Job
 from swiftkv_platform.orchestration.webhooks import Delivery, Recipients
-from swiftkv_platform.specs.webhook import WebhookSpec
+from swiftkv_platform.specs.publish import WebhookSpec
 
 PENDING = "pending"
 DELIVERED = "delivered"

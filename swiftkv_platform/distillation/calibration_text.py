@@ -21,12 +21,8 @@ _MAX_LENGTH = 1024
 
 def read_calibration_text(model: str, text: Sequence[str], num_tokens: int) -> Iterator[dict[str, Tensor]]:
     """Batches of some `num_tokens` tokens of `text`, data sources as in a job's `data.sources`; nothing is read before
-    the first is asked for, and then one row at a time.
-
-    Raises:
-        ModelError: the model has no tokenizer.
-        DataError: text that is missing or empty.
-    """
+    the first is asked for, and then one row at a time. Raises `ModelError`: the model has no tokenizer; `DataError`:
+    text that is missing or empty."""
     try:
         tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,10 +98,7 @@ class Checkpointer:
 
     def restore(self) -> Progress:
         """Load the newest complete checkpoint that is not damaged; a fresh `Progress` where there is none at all.
-
-        Raises:
-            StorageError: there are some, and none can be read.
-        """
+        Raises `StorageError`: there are some, and none can be read."""
         keys = from_rank_0(self._store.candidates)
         if not keys:
             return Progress()
@@ -113,11 +110,8 @@ class Checkpointer:
         return progress
 
     def go_back(self, step: int) -> None:
-        """Load the state that was saved after `step`; waits until it is in the store.
-
-        Raises:
-            StorageError: it is not there, or cannot be read; a later attempt goes on from the newest checkpoint.
-        """
+        """Load the state that was saved after `step`; waits until it is in the store. Raises `StorageError`: it is not
+        there, or cannot be read; a later attempt goes on from the newest checkpoint."""
         self._uploader.wait()
         keys = from_rank_0(lambda: self._store.of_step(step))
         if not keys:
@@ -125,7 +119,6 @@ class Checkpointer:
         self._load(keys)
 
     def _load(self, keys: Sequence[str]) -> Progress:
-        """Load the first of `keys` that can be read."""
         for key in keys[:-1]:
             try:
                 return self._load_one(key)
@@ -214,14 +207,14 @@ class TrainedTensors(LazyTensors):
         self._read_range = read_range or partial(_read_file, directory)
         self._index = FileSystemReader(directory).read_metadata()
         prefix = f"model.{STUDENT}"
-        self._entries = {
+        self.places = {
             name.removeprefix(prefix): (name, entry)
             for name, entry in self._index.state_dict_metadata.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        stored, entry = self._entries[name]
+        stored, entry = self.places[name]
         first, last, _ = (slice(None) if rows is None else rows).indices(entry.size[0])
         tensor = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
         places, wanted = [], []
@@ -237,15 +230,6 @@ class TrainedTensors(LazyTensors):
         for number, values in read_pieces(wanted, self._read_range):
             tensor[places[number]] = values
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 def _read_file(directory: Path, name: str, start: int, stop: int) -> bytes:

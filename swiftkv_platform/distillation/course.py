@@ -167,11 +167,8 @@ class CourseNote:
 
 
 def rate_note(course: Course, tried: list[TriedRate]) -> CourseNote:
-    """Note of the peak rate that a run was given, where no rate was asked for.
-
-    Args:
-        tried: the search; empty where the size of what is trained alone bounds the rate.
-    """
+    """Note of the peak rate that a run was given, where no rate was asked for. `tried`: the search; empty where the
+    size of what is trained alone bounds the rate."""
     found = ", ".join(f"{_shown(one['held_out_kl'])} at {one['learning_rate']:.3g}" for one in tried)
     why = f"of held-out KL {course.start_kl:.4g}, a few steps left {found}" if tried else "larger updates would ruin it"
     return CourseNote(

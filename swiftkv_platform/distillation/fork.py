@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
-from swiftkv_platform.distillation.sequence_parallel import SequenceGroup, use_sequence_parallel_attention
+from swiftkv_platform.distillation.sequence_parallel import ATTENTION, SequenceGroup
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.masks import PACKED, Masks
@@ -66,7 +66,7 @@ class Fork(nn.Module):
         self._dtype = dtype
         self._attention = attention
         if sequence is not None:
-            use_sequence_parallel_attention(student)
+            student.config._attn_implementation = ATTENTION
         elif student.config._attn_implementation == "sdpa":
             student.config._attn_implementation = PACKED
         self._spec = spec
@@ -293,20 +293,16 @@ def load_trained(student: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
-    """`hidden_loss_layer` as a negative index into the hidden states; -1 is the normalised output.
-
-    Raises:
-        InvalidInputError: a layer below the fork, where teacher and student are the same.
-    """
+    """`hidden_loss_layer` as a negative index into the hidden states; -1 is the normalised output. Raises
+    `InvalidInputError`: a layer below the fork, where teacher and student are the same."""
     num_layers, first = config.num_hidden_layers, config.num_key_value_layers
     index = spec.hidden_loss_layer
     index = index if index < 0 else index - (num_layers + 1)
     if not first - num_layers <= index <= -1:
-        raise InvalidInputError(
-            f"distillation.hidden_loss_layer is {spec.hidden_loss_layer}, where teacher and student are the same; "
-            f"{first - num_layers}..-1 are accepted",
-            field="distillation.hidden_loss_layer",
-            value=spec.hidden_loss_layer,
+        raise InvalidInputError.of(
+            "distillation.hidden_loss_layer",
+            spec.hidden_loss_layer,
+            f", where teacher and student are the same; {first - num_layers}..-1 are accepted",
         )
     return index
 

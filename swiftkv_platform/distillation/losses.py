@@ -21,13 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS_PER_CHUNK = 1 << 25
-"""Elements of a [chunk, vocab] buffer: 128 MiB in float32."""
-LOGITS_PER_CHUNK_ON_CPU = 1 << 19
-_LOGITS_PER_PASS_ON_CPU = 1 << 17
-"""512 KiB, of which a core's cache holds the four buffers of a pass."""
-_FEWEST_ROWS = 160
-"""Fewest rows of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
+from swiftkv_platform.planning.training_memory import FEWEST_ROWS, LOGITS_PER_CHUNK, LOGITS_PER_PASS
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(hidden [chunk, hidden], its rows) -> (summed loss, gradient with respect to the logits [chunk, vocab])."""
@@ -52,7 +46,7 @@ def logits_loss(
     narrow, wide = teacher_head.dtype, _wide(teacher_head)
     # Dividing hidden states instead of logits saves two passes; in a narrow dtype only powers of two leave them exact.
     early = narrow == wide or math.frexp(temperature)[0] == 0.5
-    rows_per_pass = _rows_per_pass(teacher_head)
+    rows_per_pass = max(1, LOGITS_PER_PASS[_kind(teacher_head)] // len(teacher_head))
 
     def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
         return F.linear(hidden / temperature if early else hidden, head)
@@ -123,8 +117,8 @@ def _wide(head: Tensor) -> torch.dtype:
     return torch.promote_types(head.dtype, torch.float32)
 
 
-def _rows_per_pass(head: Tensor) -> int:
-    return max(1, (_LOGITS_PER_PASS_ON_CPU if head.device.type == "cpu" else LOGITS_PER_CHUNK) // head.shape[0])
+def _kind(head: Tensor) -> str:
+    return "cpu" if head.device.type == "cpu" else "cuda"
 
 
 def _head_loss(
@@ -132,10 +126,10 @@ def _head_loss(
 ) -> Tensor:
     """Apply `head` in its own dtype, outside autocast: the chunks' products are the same in forward and backward.
 
-    The loss is scale^2 times the sum of the chunks' losses, its gradient scale times theirs: logits are divided by it.
+    Logits are divided by `scale`: so the loss is the sum of the chunks' losses times scale^2, and its gradient the
+    chunks' gradients times scale.
     """
-    elements = LOGITS_PER_CHUNK_ON_CPU if head.device.type == "cpu" else LOGITS_PER_CHUNK
-    chunk_size = chunk_size or max(_FEWEST_ROWS, elements // head.shape[0])
+    chunk_size = chunk_size or max(FEWEST_ROWS, LOGITS_PER_CHUNK[_kind(head)] // len(head))
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = _FusedHeadLoss.apply(hidden.to(head.dtype), head, chunk_loss, chunk_size, scale)  # type: ignore[no-untyped-call]
     return loss

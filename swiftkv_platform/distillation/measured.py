@@ -62,7 +62,6 @@ class MeasuredStudent(nn.Module):
         self._lazy.fill_shards(self)
 
     def start_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the student's own tensors."""
         if self.sharded:
             self._lazy.started_from(tensors)
             self._lazy.fill_shards(self, only=tensors)

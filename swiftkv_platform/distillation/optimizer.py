@@ -25,11 +25,8 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, course: Cour
     """The rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to zero.
 
     The last step of the warm-up has the full rate. The step after the last would have rate 0, so the last one still
-    learns.
-
-    Args:
-        course: its peak rate and warm-up, where it has them, stand for the spec's; after going back, the rate is lower
-            and rises over a warm-up once more.
+    learns. `course`: its peak rate and warm-up, where it has them, stand for the spec's; after going back, the rate is
+    lower and rises over a warm-up once more.
     """
     peak = spec.learning_rate if math.isnan(course.peak_rate) else course.peak_rate
     assert peak is not None, "settled before training, see specs.defaults"
@@ -90,11 +87,7 @@ def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerS
     for name, parameter in named:
         (matrices if parameter.ndim == 2 and "exit_head." not in name else rest).append(parameter)
     muon = Muon(
-        matrices,
-        lr=0.0,
-        weight_decay=spec.weight_decay,
-        momentum=spec.momentum,
-        adjust_lr_fn="match_rms_adamw",
+        matrices, lr=0.0, weight_decay=spec.weight_decay, momentum=spec.momentum, adjust_lr_fn="match_rms_adamw"
     )
     return [muon, build_optimizer(rest, spec)] if rest else [muon]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from safetensors import SafetensorError
@@ -31,10 +31,10 @@ class RangedTensors(LazyTensors):
 
     def __init__(self, sizes: Mapping[str, int], read_range: ReadRange) -> None:
         self._read_range = read_range
-        self._places: dict[str, tuple[str, int, dict[str, Any]]] = {}
+        self.places: dict[str, tuple[str, int, dict[str, Any]]] = {}
         for file in sorted(name for name in sizes if name.endswith(".safetensors") and "/" not in name):
             begin, header = self._header(file, sizes[file])
-            self._places |= {name: (file, begin, entry) for name, entry in header.items() if name != "__metadata__"}
+            self.places |= {name: (file, begin, entry) for name, entry in header.items() if name != "__metadata__"}
 
     def _header(self, file: str, size: int) -> tuple[int, dict[str, Any]]:
         """Where the values of a file begin, and the places of its tensors from there on."""
@@ -51,7 +51,7 @@ class RangedTensors(LazyTensors):
         return begin, header
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        file, begin, entry = self._places[name]
+        file, begin, entry = self.places[name]
         shape, (start, stop) = entry["shape"], entry["data_offsets"]
         if rows is not None:
             first, last, _ = rows.indices(shape[0])
@@ -65,15 +65,6 @@ class RangedTensors(LazyTensors):
             return load(len(written).to_bytes(8, "little") + written + values)[name]
         except SafetensorError as error:
             raise _damaged(file) from error
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 def _damaged(file: str) -> ArtifactCorruptError:

@@ -64,32 +64,17 @@ class SequenceGroup:
             layer_arguments={**context.layer_arguments, _GROUP: self},
         )
 
-    def to_heads(self, tensor: Tensor) -> Tensor:
-        """[batch, num_heads, num_tokens / size, dim] -> [batch, num_heads / size, num_tokens, dim]."""
-        return self._swap(tensor)
-
-    def to_tokens(self, tensor: Tensor) -> Tensor:
-        """[batch, num_tokens, num_heads / size, dim] -> [batch, num_tokens / size, num_heads, dim]."""
-        return self._swap(tensor)
-
-    def _swap(self, tensor: Tensor) -> Tensor:
-        """Exchange parts: every worker keeps its part of axis 1, and gets all parts of axis 2."""
+    def swap(self, tensor: Tensor) -> Tensor:
+        """Exchange parts: every worker keeps its part of axis 1, and gets all parts of axis 2, be axis 1 the heads and
+        axis 2 the tokens or the other way round: [batch, n, m / size, dim] -> [batch, n / size, m, dim]."""
         parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one for each worker
         received = cast("Tensor", _AllToAll.apply(parts, self.group))  # type: ignore[no-untyped-call]
         return torch.cat(received.unbind(0), dim=2)
 
 
-def use_sequence_parallel_attention(model: Any) -> None:
-    """Make every layer of `model` attend by this module."""
-    model.config._attn_implementation = ATTENTION
-
-
 def check_heads(config: Any, size: int) -> None:
-    """Every worker of a group takes equally many query heads, and equally many key-value heads.
-
-    Raises:
-        InvalidInputError: `sharding.sequence_parallel_size` does not divide the heads of teacher or student.
-    """
+    """Every worker of a group takes equally many query heads, and equally many key-value heads. Raises
+    `InvalidInputError`: `sharding.sequence_parallel_size` does not divide the heads of teacher or student."""
     heads = {
         "num_attention_heads": config.num_attention_heads,
         # MLA expands its latent to keys and values of every query head.
@@ -98,11 +83,7 @@ def check_heads(config: Any, size: int) -> None:
     }
     for name, count in heads.items():
         if count is not None and count % size:
-            raise InvalidInputError(
-                f"sharding.sequence_parallel_size is {size}, which must divide {name} = {count}",
-                field="sharding.sequence_parallel_size",
-                value=size,
-            )
+            raise InvalidInputError.of("sharding.sequence_parallel_size", size, f", which must divide {name} = {count}")
 
 
 class _AllToAll(torch.autograd.Function):
@@ -127,19 +108,14 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _attention_mask: Tensor | None,
-    **arguments: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     """Attention of whole samples over this worker's heads; as transformers' functions, of this worker's tokens."""
     group: SequenceGroup = arguments[_GROUP]
     samples: PackedSamples = arguments[SAMPLES]
-    query, key, value = (group.to_heads(tensor) for tensor in (query, key, value))
+    query, key, value = (group.swap(tensor) for tensor in (query, key, value))
     output = samples.attend(query, key, value, scaling=arguments["scaling"], layer=module.layer_idx)  # type: ignore[arg-type]
-    return group.to_tokens(output), None
+    return group.swap(output), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

@@ -26,8 +26,7 @@ from swiftkv_platform.distillation.course import (
     turn_notes,
     went_back,
 )
-from swiftkv_platform.distillation.held_out import HeldOut
-from swiftkv_platform.distillation.micro_batches import MicroBatch, micro_batches
+from swiftkv_platform.distillation.micro_batches import HeldOut, MicroBatch, micro_batches
 from swiftkv_platform.distillation.optimizer import default_warmup_steps, learning_rate
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search
@@ -265,7 +264,6 @@ class Trainer:
         )
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
-        """This worker's share of a step."""
         training = self._spec.training
         assert training.batch_size is not None, "settled before training, see specs.defaults"
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
@@ -275,8 +273,8 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
         raise LossNotFiniteError(
-            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; a smaller optimizer.learning_rate or a longer "
-            f"optimizer.warmup_ratio may do, or model.dtype float32",
+            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; try a smaller optimizer.learning_rate, a longer "
+            "optimizer.warmup_ratio or model.dtype float32",
             field="optimizer.learning_rate",
             value=self._spec.optimizer.learning_rate,
         )

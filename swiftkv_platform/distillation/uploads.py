@@ -99,26 +99,19 @@ class Uploader:
 
     def start(self, directory: Path, name: str, progress: Progress) -> None:
         """Upload and then delete this worker's `directory`. Waits for the checkpoint before, whose failure is past."""
-        self._join()
+        self.wait()
         self._error = None
         self._thread = threading.Thread(target=self._run, args=(directory, name, progress), name="checkpoint")
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait for the last checkpoint, complete or reported as lost."""
-        self._join()
-
     def finish(self) -> None:
-        """Wait for the last checkpoint.
-
-        Raises:
-            StorageError: it is not complete; on every worker alike.
-        """
-        self._join()
+        """Wait for the last checkpoint. Raises `StorageError` where it is not complete, on every worker alike."""
+        self.wait()
         if self._error is not None:
             raise self._error
 
-    def _join(self) -> None:
+    def wait(self) -> None:
+        """Wait for the last checkpoint, complete or reported as lost."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None and not isinstance(self._error, StorageError):

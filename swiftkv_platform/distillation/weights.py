@@ -42,12 +42,7 @@ class LazyStudent:
     """
 
     def __init__(
-        self,
-        model: Any,
-        teacher: StoredWeights,
-        start: Mapping[str, Tensor],
-        *,
-        device: torch.device | str = "cpu",
+        self, model: Any, teacher: StoredWeights, start: Mapping[str, Tensor], *, device: torch.device | str = "cpu"
     ) -> None:
         self.model = model
         self._teacher = teacher
@@ -98,12 +93,10 @@ class LazyStudent:
 
     @property
     def base(self) -> Checkpoint:
-        """The teacher's files."""
         return self._teacher.checkpoint
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the teacher's tensors as they are stored."""
         return sum(info.num_bytes for info in self._teacher.checkpoint.headers.values())
 
     def started_from(self, start: Mapping[str, Tensor]) -> None:
@@ -155,7 +148,6 @@ class LazyStudent:
             part._parameters[leaf] = filled
 
     def release(self, module: nn.Module) -> None:
-        """Put every parameter of `module` back on the meta device."""
         for part, leaf, parameter in _parameters(module):
             part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
             self._filled.pop(self._tied.get(self._names[id(part), leaf], ""), None)
@@ -217,11 +209,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
 
 
 def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
-    """Write a student's weight files as `save_pretrained` would, one file's worth in memory.
-
-    Args:
-        teacher: keep the teacher's projections of layers >= l; without, the configuration says that they are gone.
-    """
+    """Write a student's weight files as `save_pretrained` would, one file's worth in memory. `teacher`: keep the
+    teacher's projections of layers >= l; without, the configuration says that they are gone."""
     write_model_shards(directory, stored_tensors(lazy, teacher=teacher))
 
 

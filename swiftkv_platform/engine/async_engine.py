@@ -39,7 +39,6 @@ class AsyncLLMEngine(EngineFrontend):
 
     @property
     def state(self) -> EngineState:
-        """State after the present step."""
         engine = self.engine
         return EngineState(
             num_running=engine.num_requests_running,

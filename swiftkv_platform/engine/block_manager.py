@@ -30,7 +30,6 @@ class BlockTable:
     """The same blocks as runs of neighbours: first block and the one behind the last."""
 
     def append(self, block: int) -> None:
-        """Add a block behind the others."""
         self.blocks.append(block)
         if self.runs and self.runs[-1][1] == block:
             self.runs[-1] = (self.runs[-1][0], block + 1)
@@ -38,7 +37,6 @@ class BlockTable:
             self.runs.append((block, block + 1))
 
     def pop(self) -> int:
-        """Take the last block off."""
         block = self.blocks.pop()
         first, end = self.runs.pop()
         if first < end - 1:
@@ -46,7 +44,6 @@ class BlockTable:
         return block
 
     def clear(self) -> None:
-        """Forget all blocks."""
         self.blocks.clear()
         self.runs.clear()
         self.num_committed_blocks = 0
@@ -76,7 +73,6 @@ class BlockManager:
         return self._num_empty + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, table: BlockTable, token_ids: list[int], tenant: str) -> list[int]:
@@ -108,11 +104,9 @@ class BlockManager:
         self._extend(table, self.num_blocks_for(num_tokens))
 
     def can_grow(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether the table can hold `num_tokens` tokens."""
         return self.num_blocks_for(num_tokens) - len(table.blocks) <= self.num_free_blocks
 
     def grow(self, table: BlockTable, num_tokens: int) -> None:
-        """Add the blocks that `num_tokens` tokens need beyond those of the table."""
         self._extend(table, self.num_blocks_for(num_tokens))
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:

@@ -80,6 +80,5 @@ class Constraint:
 
 
 def _num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -72,7 +72,6 @@ class IncrementalDetokenizer:
         return self._decoded[: self._released]
 
     def append(self, token_id: int) -> None:
-        """Take the next token."""
         if self.stopped:
             return
         self._num_unsearched -= 1

@@ -39,11 +39,9 @@ class Draft:
 
     @property
     def size(self) -> int:
-        """Tokens it may come to."""
         return len(self.token_ids) + self.num_exit_tokens
 
     def limited(self, size: int) -> Draft:
-        """Return the draft cut to at most `size` tokens."""
         return Draft(self.token_ids[:size], min(self.num_exit_tokens, size))
 
 
@@ -76,12 +74,10 @@ class RunningShare:
         return (self._prior + self._hits) / (1.0 + self._trials)
 
     def observe(self, hits: float, trials: float) -> None:
-        """Count `hits` of `trials`."""
         if trials:
             self._hits, self._trials = self._hits * DECAY + hits, self._trials * DECAY + trials
 
     def drift(self) -> None:
-        """A token went by without a trial."""
         self._hits, self._trials = self._hits * DRIFT, self._trials * DRIFT
 
 
@@ -112,12 +108,10 @@ class Reliability:
         return 1.0 / (1.0 + odds * math.exp(-self.shift))
 
     def observe(self, confidence: float, *, accepted: bool) -> None:
-        """A draft was verified."""
         expected = self.acceptance(confidence)
         self._learn((accepted - expected) / (expected * (1.0 - expected) + 0.25))
 
     def drift(self) -> None:
-        """A token went by without a draft."""
         self._own *= self._drift
         if self.common:
             self.common.drift()
@@ -176,7 +170,6 @@ class DraftHistory:
             self.exit_reliability = Reliability(0.4, 0.99, common)
 
     def observe(self, *, from_text: bool, num_drafts: int, num_accepted: int) -> None:
-        """Drafts up to the first one that was not accepted are trials."""
         num_tried = min(num_accepted + 1, num_drafts)
         if from_text:
             self.lookup_accepted.observe(num_accepted, num_tried)
@@ -213,10 +206,7 @@ def exit_head_pays(history: DraftHistory, costs: DraftCosts, num_sequences: int,
 
 def paying_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
     """Choose drafts to run together in one pass of the layers below l; return the passes that each is expected to save.
-
-    Args:
-        expected: by draft, the probability that it and those before it are accepted.
-    """
+    `expected`: by draft, the probability that it and those before it are accepted."""
     row = costs.row * num_sequences
     chosen = [at for at, probability in enumerate(expected) if probability > row]
     gain = sum(expected[at] - row for at in chosen) - costs.lower * num_sequences

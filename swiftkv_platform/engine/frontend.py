@@ -151,7 +151,6 @@ class EngineFrontend(ABC):
 
     @property
     def num_requests(self) -> int:
-        """Callers being served or waiting."""
         return len(self._streams)
 
     def check_health(self) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.varlen import Pages, VarlenOperator
+from swiftkv_platform.engine.varlen import Pages
+from swiftkv_platform.model.packed_attention import VarlenOperator
 from swiftkv_platform.model.quantization import SCALE_DTYPE, pack, unpack
 
 Run = tuple[int, int]
@@ -46,7 +47,6 @@ class StorageFormat:
         return self.payload is None and self.stored != self.computed
 
     def row_size(self, dim: int) -> int:
-        """Elements that `dim` numbers take."""
         return dim if self.payload is None else dim * self.payload.itemsize + SCALE_DTYPE.itemsize
 
     def row_bytes(self, dim: int) -> int:
@@ -76,7 +76,6 @@ class PagedTensor:
 
     @property
     def payload(self) -> torch.dtype | None:
-        """The type of quantised numbers; None where `rows` hold plain ones."""
         return self._format.payload
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:

@@ -138,17 +138,14 @@ class LLMEngine:
         tenant: str = "",
         constraint: Constraint | None = None,
     ) -> str:
-        """Queue a request and return its id.
+        """Queue a request and return its id. Raises `InvalidInputError`: an empty or too long prompt, a token id
+        outside the vocabulary, an id in use, parameters this model cannot serve, a request that the KV cache can never
+        hold, a constraint that cannot be compiled.
 
         Args:
             priority: lower goes first; among equals, first come, first served.
             tenant: prefixes are reused within a tenant only.
             constraint: what `grammars` made of `params.structured_outputs`; None compiles it now.
-
-        Raises:
-            InvalidInputError: an empty or too long prompt, a token id outside the vocabulary, an id in use, parameters
-                this model cannot serve, a request that the KV cache can never hold, a constraint that cannot be
-                compiled.
         """
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"

@@ -18,6 +18,7 @@ from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.conversion import dense_model
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 
@@ -52,13 +53,8 @@ def load_model(
     path: str | Path, config: EngineConfig, ranks: Ranks | None = None, *, weights: Path | None = None
 ) -> LoadedModel:
     """Read a Hugging Face directory, SwiftKV or not, or fetch it from the hub first; with `ranks` one's own part.
-
-    Args:
-        weights: directory that has the weights of `path`: with `ranks`, an adapter put together with its base.
-
-    Raises:
-        ModelError: the checkpoint cannot be read, or `max_model_len` exceeds its context.
-    """
+    `weights`: directory that has the weights of `path`: with `ranks`, an adapter put together with its base. Raises
+    `ModelError`: the checkpoint cannot be read, or `max_model_len` exceeds its context."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     directory = local_directory(str(path), field="model")
@@ -83,10 +79,7 @@ def load_model(
 
 def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
     """Read what a Hugging Face directory holds beside its weights, as another engine than the native one serves it.
-
-    Raises:
-        ModelError: as `load_model`.
-    """
+    Raises `ModelError`: as `load_model`."""
     model_config = read_served_config(directory, config)
     try:
         generation_config = None
@@ -181,11 +174,7 @@ def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -
             value=None,
         )
     if config.max_model_len is not None and config.max_model_len > length:
-        raise ModelError(
-            f"max_model_len is {config.max_model_len}; model {str(path)!r} accepts 2..{length}",
-            field="max_model_len",
-            value=config.max_model_len,
-        )
+        raise ModelError.of("max_model_len", config.max_model_len, f"; model {str(path)!r} accepts 2..{length}")
     return config.max_model_len or length
 
 
@@ -216,12 +205,10 @@ def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | N
         getattr(model_config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     )
-    eos = next((candidate for candidate in candidates if candidate is not None), ())
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return end_ids(next((candidate for candidate in candidates if candidate is not None), None))
 
 
 def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
-    """Return the model on its device, its weights laid out for inference."""
     device = device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -41,12 +41,9 @@ def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
 
 
 def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
-    """The KV cache of an engine, or of one of its ranks; `num_blocks` is given where rank 0 has decided.
-
-    Raises:
-        InvalidInputError: `kv_cache_bytes` holds not even one block; `kv_cache_dtype` or `block_size` is none that
-            attention on a GPU reads.
-    """
+    """The KV cache of an engine, or of one of its ranks; `num_blocks` is given where rank 0 has decided. Raises
+    `InvalidInputError`: `kv_cache_bytes` holds not even one block; `kv_cache_dtype` or `block_size` is none that
+    attention on a GPU reads."""
     device, format_ = torch.device(loaded.model.device), storage_format(config.kv_cache_dtype, loaded.model.dtype)
     model_config = loaded.model.config
     if device.type == "cuda" and format_.stored != loaded.model.dtype:
@@ -105,11 +102,10 @@ def _num_blocks(
         available: int = psutil.virtual_memory().available
         return max(min(wanted, available // FREE_MEMORY_SHARE // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
-        raise InvalidInputError(
-            f"kv_cache_bytes is {config.kv_cache_bytes}; one block of {block_size} tokens takes {block_bytes} "
-            "bytes of this model's KV: give that or more",
-            field="kv_cache_bytes",
-            value=config.kv_cache_bytes,
+        raise InvalidInputError.of(
+            "kv_cache_bytes",
+            config.kv_cache_bytes,
+            f"; one block of {block_size} tokens takes {block_bytes} bytes of this model's KV: give that or more",
         )
     return config.kv_cache_bytes // block_bytes
 
@@ -142,28 +138,23 @@ class DeviceMemory:
 
 
 def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
-    """Blocks that fit into a GPU's memory beside the worst step, which was run with `cache` in it.
-
-    Raises:
-        InvalidInputError: not even one does.
-    """
+    """Blocks that fit into a GPU's memory beside the worst step, which was run with `cache` in it. Raises
+    `InvalidInputError`: not even one does."""
     shapes = layer_shapes(loaded.model.config, config.tensor_parallel_size)
     block_bytes = bytes_per_block(shapes, cache.block_size, cache.format)
     fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
     if fit < 1:
-        raise InvalidInputError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}; a step of as many takes "
-            f"{memory.peak - memory.allocated} bytes beside the weights, and of {memory.total} bytes of memory nothing "
-            f"is left for a block of KV, which takes {block_bytes}: use a smaller number, a smaller model or "
-            "tensor_parallel_size",
-            field="max_num_batched_tokens",
-            value=config.max_num_batched_tokens,
+        raise InvalidInputError.of(
+            "max_num_batched_tokens",
+            config.max_num_batched_tokens,
+            f"; a step of as many takes {memory.peak - memory.allocated} bytes beside the weights, and of "
+            f"{memory.total} bytes of memory nothing is left for a block of KV, which takes {block_bytes}: use a "
+            "smaller number, a smaller model or tensor_parallel_size",
         )
     return min(fit, wanted_blocks(loaded, config, cache.block_size))
 
 
 def measure(step: Callable[[], object], device: torch.device) -> DeviceMemory:
-    """The memory of a GPU around a step."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

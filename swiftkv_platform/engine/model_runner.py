@@ -208,11 +208,7 @@ class ModelRunner:
             results[index].logprobs = [next(found) for _ in results[index].token_ids]
 
     def _score_prompts(
-        self,
-        scheduled: Sequence[ScheduledSequence],
-        batch: Batch,
-        logits: RowLogits,
-        results: list[StepResult],
+        self, scheduled: Sequence[ScheduledSequence], batch: Batch, logits: RowLogits, results: list[StepResult]
     ) -> None:
         """Log-probabilities of prompt tokens, each from the position before it."""
         for index, rows in batch.prompt_rows.items():

@@ -15,6 +15,7 @@ from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.model.conversion import dense_config
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
 
 _IN_MEMORY = "in memory"
@@ -36,7 +37,7 @@ def engine_of(
     loaded = LoadedModel(
         config=model.config,
         tokenizer=tokenizer,
-        eos_token_ids=end_tokens(student.generation_config),
+        eos_token_ids=end_ids(student.generation_config.eos_token_id),
         context_length=context_length,
         model=model,
         digest=_IN_MEMORY,
@@ -45,12 +46,6 @@ def engine_of(
         yield LLMEngine(loaded, config)
     finally:
         model.set_attn_implementation(own)
-
-
-def end_tokens(generation_config: Any) -> frozenset[int]:
-    """Tokens that end an answer in `generate()`."""
-    ends = generation_config.eos_token_id
-    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def keeps_rotary_factors(config: Any, num_tokens: int) -> bool:

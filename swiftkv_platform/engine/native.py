@@ -108,13 +108,6 @@ class NativeAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
+            self, query, key, value, attention_mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs
         )
         return self.o_proj(output.flatten(-2)), weights

@@ -178,7 +178,6 @@ class Leader:
 
 
 def join(rank: int, port: int, config: EngineConfig) -> Ranks:
-    """Join the ranks, in a process that `Leader.start` started."""
     size = config.tensor_parallel_size
     store = _c10d.TCPStore("127.0.0.1", port, size, is_master=False)
     return Ranks(store, rank, size, rank_device(config, rank))
@@ -220,10 +219,8 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() < config.tensor_parallel_size:
-        raise ModelError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {torch.cuda.device_count()} GPUs",
-            field="tensor_parallel_size",
-            value=config.tensor_parallel_size,
+        raise ModelError.of(
+            "tensor_parallel_size", config.tensor_parallel_size, f", but torch sees {torch.cuda.device_count()} GPUs"
         )
     return torch.device("cuda", rank)
 

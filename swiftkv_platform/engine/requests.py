@@ -18,8 +18,8 @@ from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
+from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.specs.limits import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.sampling import SamplingParams
 
 Prompt = str | abc.Sequence[int]
@@ -85,12 +85,9 @@ class RequestReader:
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
-        """Tokenize. Blocks for as long as the text takes; any thread may do so.
-
-        Raises:
-            InvalidInputError: an empty or too long prompt, a token id outside the vocabulary, parameters that this
-                model cannot serve, more tokens than the KV cache holds.
-        """
+        """Tokenize. Blocks for as long as the text takes; any thread may do so. Raises `InvalidInputError`: an empty or
+        too long prompt, a token id outside the vocabulary, parameters that this model cannot serve, more tokens than
+        the KV cache holds."""
         self.check(prompt, params)
         token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)
@@ -172,10 +169,8 @@ class RequestReader:
             )
 
         if len(self._excluded(params)) >= self._vocab_size:
-            raise InvalidInputError(
-                f"min_tokens is {params.min_tokens}, and stop_token_ids leave no token of the vocabulary; give fewer",
-                field="min_tokens",
-                value=params.min_tokens,
+            raise InvalidInputError.of(
+                "min_tokens", params.min_tokens, ", and stop_token_ids leave no token of the vocabulary; give fewer"
             )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(

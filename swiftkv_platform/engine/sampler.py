@@ -92,7 +92,6 @@ def _drawn_of_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
 
 
 def _drawn_of_some(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from what top-k, top-p and min-p leave."""
     kept, token_ids = truncated(logits, [row.params for row in rows])
     best = (kept + noise_of(_noise_keys(rows, logits.device), token_ids)).argmax(dim=-1, keepdim=True)
     return token_ids.gather(-1, best).squeeze(-1)

@@ -84,7 +84,6 @@ class Scheduler:
         return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in [*self._waiting, *being_read])
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a waiting sequence."""
         assert sequence.status is SequenceStatus.WAITING
         bisect.insort(self._waiting, sequence, key=_rank)
 

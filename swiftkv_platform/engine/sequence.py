@@ -91,7 +91,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens."""
         return len(self.token_ids)
 
     @property
@@ -100,7 +99,6 @@ class Sequence:
 
     @property
     def answer(self) -> list[int]:
-        """Generated tokens."""
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
@@ -141,11 +139,8 @@ class Sequence:
         return self._detokenizer.text if self._detokenizer else ""
 
     def start(self, *, num_cached_tokens: int, waited_s: float | None = None) -> None:
-        """Leave the queue, the KV of the first tokens being there already.
-
-        Args:
-            waited_s: seconds since it arrived, where that is not now.
-        """
+        """Leave the queue, the KV of the first tokens being there already. `waited_s`: seconds since it arrived, where
+        that is not now."""
         self._become(SequenceStatus.RUNNING)
         self.num_computed_tokens = num_cached_tokens
         if self._scheduled is None:
@@ -160,7 +155,6 @@ class Sequence:
             self.num_prefill_layers_skipped_tokens = 0
 
     def take(self, result: StepResult) -> None:
-        """Take what a step found out."""
         if self.num_output_tokens == 0:
             self.num_prefill_layers_skipped_tokens += result.num_skipped_tokens
         self.prompt_logprobs += result.prompt_logprobs
@@ -177,7 +171,6 @@ class Sequence:
             self.finish("error")
 
     def append(self, token_id: int) -> None:
-        """Take the next token, and finish if it is the last one."""
         self._last_token = time.perf_counter()
         self._first_token = self._first_token or self._last_token
         self.token_ids.append(token_id)
@@ -205,7 +198,6 @@ class Sequence:
         self._finished = time.perf_counter()
 
     def output(self) -> RequestOutput:
-        """A snapshot for the caller."""
         params = self.params
         return RequestOutput(
             request_id=self.request_id,

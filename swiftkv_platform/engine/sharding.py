@@ -48,11 +48,10 @@ def check_divides(config: Any, size: int) -> None:
     if wrong:
         which = " and ".join(f"{name} {count}" for name, count in wrong.items())
         fits = [ranks for ranks in range(1, size) if not any(count % ranks for count in counts.values() if count)]
-        raise ModelError(
-            f"tensor_parallel_size is {size}, which does not divide this model's {which}; of fewer, "
-            f"{', '.join(map(str, fits))} would do",
-            field="tensor_parallel_size",
-            value=size,
+        raise ModelError.of(
+            "tensor_parallel_size",
+            size,
+            f", which does not divide this model's {which}; use {' or '.join(map(str, fits))}",
         )
 
 
@@ -92,11 +91,8 @@ def whole_name(name: str) -> str:
 
 
 def shard(model: Any, ranks: Ranks) -> None:
-    """Keep this rank's part of a causal language model of ours, in place; it may be on the meta device.
-
-    Raises:
-        ModelError: heads or columns that cannot be cut into equal parts.
-    """
+    """Keep this rank's part of a causal language model of ours, in place; it may be on the meta device. Raises
+    `ModelError`: heads or columns that cannot be cut into equal parts."""
     check_divides(model.config, ranks.size)
     for parent, name, child in list(_children(model.model.layers)):
         cuts = {leaf: cut for leaf, _ in child.named_parameters(recurse=False) if (cut := cut_of(f"{name}.{leaf}"))}

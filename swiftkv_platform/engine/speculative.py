@@ -115,11 +115,8 @@ def draft_from_exit_head(
     lower: Callable[[Layout], torch.Tensor],
     cache: KVCache,
 ) -> ExitDrafts:
-    """Draft while the exit head is sure enough that one more pass of layers < l is worth what it costs.
-
-    Args:
-        x: hidden states of the step's tokens after layer l - 1, [1, num_tokens, hidden_size].
-    """
+    """Draft while the exit head is sure enough that one more pass of layers < l is worth what it costs. `x`: hidden
+    states of the step's tokens after layer l - 1, [1, num_tokens, hidden_size]."""
     drafts = ExitDrafts()
     active = [index for index, item in enumerate(scheduled) if item.draft.num_exit_tokens]
     if not active:
@@ -175,11 +172,8 @@ def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRo
 
 
 def accept(sequence: EngineSequence, drafted: Sequence[int], tokens: Sequence[int], *, from_text: bool) -> StepResult:
-    """The step's tokens: accepted drafts and the one after them.
-
-    Args:
-        tokens: the whole model's, at the last known token and at each draft; one more than `drafted`.
-    """
+    """The step's tokens: accepted drafts and the one after them. `tokens`: the whole model's, at the last known token
+    and at each draft; one more than `drafted`."""
     pairs = zip(drafted, tokens, strict=False)
     num_accepted = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(drafted))
     if drafted:

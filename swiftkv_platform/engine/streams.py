@@ -55,11 +55,9 @@ class EventPace:
         return min(others * self._event_s / EVENT_SHARE, MAX_INTERVAL_S)
 
     def joined(self, num_sequences: int) -> None:
-        """Count samples whose tokens will come as events."""
         self._num_sequences += num_sequences
 
     def left(self, num_sequences: int) -> None:
-        """Count samples from which nothing more comes."""
         self._num_sequences -= num_sequences
 
     def sent(self) -> None:

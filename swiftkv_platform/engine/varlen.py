@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -17,31 +16,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.model.packed_attention import flash_refusal
+from swiftkv_platform.model.packed_attention import VarlenOperator, flash_refusal
 
 FLASH_PAGE = 256
 """Number that the tokens of a block must be a multiple of for FlashAttention 2, the one that comes with PyTorch."""
-
-
-class VarlenOperator(Protocol):
-    """Signature of `varlen_attn`, as far as the engine uses it."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_seq_q: torch.Tensor,
-        cu_seq_k: torch.Tensor,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-        seqused_k: torch.Tensor,
-        block_table: torch.Tensor | None,
-    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -160,11 +138,8 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def block_size_for(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
-    """Tokens of a block that the operator can read.
-
-    Raises:
-        InvalidInputError: `wanted` is not a multiple of what FlashAttention reads.
-    """
+    """Tokens of a block that the operator can read. Raises `InvalidInputError`: `wanted` is not a multiple of what
+    FlashAttention reads."""
     if operator is not varlen_attn:
         return wanted or default
     if wanted is not None and wanted % FLASH_PAGE:

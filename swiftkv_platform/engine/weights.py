@@ -148,7 +148,6 @@ class _Linear(nn.Module):
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -160,7 +159,6 @@ class _OneDNNLinear(_Linear):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKING_HINT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y
 
@@ -174,7 +172,6 @@ class _RMSNorm(nn.Module):
         self.variance_epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size]; in float32 inside."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)
 
 
@@ -208,5 +205,4 @@ class _Part(nn.Module):
         self.out_features = fused.sizes[at]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
         return self._fused.part(x, self._at)

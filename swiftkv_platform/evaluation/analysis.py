@@ -19,9 +19,8 @@ from transformers.utils import logging as transformers_logging
 from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.evaluation.depths import Depth, measure_depths, shallowest
+from swiftkv_platform.evaluation.depths import Depth, Needles, measure_depths, shallowest
 from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
-from swiftkv_platform.evaluation.needles import Needles
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.packed_attention import to_tensors
@@ -149,17 +148,15 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
     if length is None:
         return None
     if not options.measure:
-        raise InvalidInputError(
-            f"needle_length is {length}, and no depth is measured; with measure the calibrated starts look for needles",
-            field="needle_length",
-            value=length,
+        raise InvalidInputError.of(
+            "needle_length", length, ", and no depth is measured; with measure the calibrated starts look for needles"
         )
     needles = Needles.create(tokenizer, length, options.needle_samples)
     longest = needles.longest
     if context is not None and longest > context:
         raise InvalidInputError(
             f"needle_length is {length}, {longest} tokens with template and answer, and the context is of {context}; "
-            f"{context - longest + length} would do",
+            f"use {context - longest + length}",
             field="needle_length",
             value=length,
         )
@@ -169,11 +166,7 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
 def _check_depths(depths: Sequence[int], num_layers: int) -> None:
     for depth in depths:
         if not 1 <= depth < num_layers:
-            raise InvalidInputError(
-                f"depth is {depth}; a model of {num_layers} layers accepts 1..{num_layers - 1}",
-                field="depth",
-                value=depth,
-            )
+            raise InvalidInputError.of("depth", depth, f"; a model of {num_layers} layers accepts 1..{num_layers - 1}")
 
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:
@@ -183,7 +176,7 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{path!r} cannot be loaded: {str(error).splitlines()[0]}; a Hugging Face model with a tokenizer would do",
+            f"{path!r} cannot be loaded: {str(error).splitlines()[0]}; use a Hugging Face model with a tokenizer",
             field="model",
             value=path,
         ) from error
@@ -208,8 +201,8 @@ def _read_text(
     samples = data.train.samples
     if len(samples) < 2:
         raise DataError(
-            f"text is one sequence of {data.train.num_tokens} tokens, and measuring holds some out; more text or a "
-            "smaller max_length would do",
+            f"text is one sequence of {data.train.num_tokens} tokens, and measuring holds some out; use more text or a "
+            "smaller max_length",
             field="text",
         )
     halves = [

@@ -17,6 +17,7 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.packed_attention import to_tensors
+from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.model.workers import Workers
 
 _LONGEST_PROMPT = 64
@@ -80,32 +81,29 @@ def compare_continuations(
     prompts = _prompts(rows, num_prompts, model.config.max_position_embeddings - num_tokens)
     if prompts is None:
         return None
-    end_tokens = _end_tokens(model)
-    mode, counts = model.model.swiftkv_enabled, torch.zeros(3, dtype=torch.int64)  # matched, identical, written
+    end_tokens = list(end_ids(model.generation_config.eos_token_id))
+    counts = torch.zeros(3, dtype=torch.int64)  # matched, identical, written
     mine = workers.share(range(len(prompts)))
     share = -(-len(prompts) // workers.size)
     examples: list[tuple[int, Example]] = []
     taken = mine + [0] * (share - len(mine) if workers.in_step else 0)
-    try:
-        with evaluation_mode(model):
-            for start in range(0, len(taken), batch_size):
-                batch = prompts[taken[start : start + batch_size]].to(model.device)
-                teacher, student = (
-                    _continue(model.swiftkv(on), batch, num_tokens, in_step=workers.in_step) for on in (False, True)
-                )
-                counted = _until_end(teacher, end_tokens)
-                same = (teacher == student).cumprod(-1).bool() & counted  # [batch, num_tokens]
-                own = slice(0, max(len(mine) - start, 0))
-                alike = (same == counted).all(-1)
-                if decode is not None:
-                    both = (_until_end(student, end_tokens), student), (counted, teacher)
-                    for row, index in enumerate(mine[start : start + batch_size]):
-                        written = [decode(tokens[row][mask[row]].tolist()) for mask, tokens in both]
-                        prompt = decode(batch[row].tolist())
-                        examples.append((index, Example(prompt=prompt, teacher=written[1], student=written[0])))
-                counts += torch.stack([part[own].sum().cpu() for part in (same, alike, counted)])
-    finally:
-        model.swiftkv(mode)
+    with evaluation_mode(model):
+        for start in range(0, len(taken), batch_size):
+            batch = prompts[taken[start : start + batch_size]].to(model.device)
+            teacher, student = (
+                _continue(model.swiftkv(on), batch, num_tokens, in_step=workers.in_step) for on in (False, True)
+            )
+            counted = _until_end(teacher, end_tokens)
+            same = (teacher == student).cumprod(-1).bool() & counted  # [batch, num_tokens]
+            own = slice(0, max(len(mine) - start, 0))
+            alike = (same == counted).all(-1)
+            if decode is not None:
+                both = (_until_end(student, end_tokens), student), (counted, teacher)
+                for row, index in enumerate(mine[start : start + batch_size]):
+                    written = [decode(tokens[row][mask[row]].tolist()) for mask, tokens in both]
+                    prompt = decode(batch[row].tolist())
+                    examples.append((index, Example(prompt=prompt, teacher=written[1], student=written[0])))
+            counts += torch.stack([part[own].sum().cpu() for part in (same, alike, counted)])
     kept = [(index, example) for index, example in examples if index < _EXAMPLES]
     gathered = sorted(chain.from_iterable(workers.gather(kept)), key=itemgetter(0))
     matched, identical, num_written = torch.stack(workers.gather(counts)).sum(0).tolist()
@@ -146,10 +144,7 @@ def _continue(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bo
     else the model ships for `generate()`, penalties or beams, is left out."""
     shipped = model.generation_config
     settings = GenerationConfig(
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=shipped.eos_token_id,
-        pad_token_id=_PADDING,
+        max_new_tokens=num_tokens, do_sample=False, eos_token_id=shipped.eos_token_id, pad_token_id=_PADDING
     )
     mask = torch.ones_like(prompts)
     model.generation_config = settings  # generate() fills what a given configuration leaves open from the model's
@@ -161,11 +156,6 @@ def _continue(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bo
         model.generation_config = shipped
     tokens = tokens[:, prompts.shape[1] :]
     return torch.nn.functional.pad(tokens, (0, num_tokens - tokens.shape[1]), value=_PADDING)
-
-
-def _end_tokens(model: Any) -> list[int]:
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def _until_end(tokens: torch.Tensor, end_tokens: list[int]) -> torch.Tensor:

@@ -1,17 +1,18 @@
-"""Cost of each depth l before any training: the teacher rewired there, measured on held-out text. It knows neither
-training nor where text comes from.
+"""Cost of each depth l before any training: the teacher rewired there, measured on held-out text and on needles. It
+knows neither training nor where text comes from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.evaluation.needles import Needles
+from swiftkv_platform.evaluation.harness.needle import ANSWER_TOKENS, needle_prompt
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate
 from swiftkv_platform.model import convert
 
@@ -37,17 +38,14 @@ def measure_depths(
     max_tokens: int,
     needles: Needles | None = None,
 ) -> Iterator[Depth]:
-    """Rewire `teacher` at each of `depths` and compare it with itself on held-out rows.
+    """Rewire `teacher` at each of `depths` and compare it with itself on held-out rows. Raises `DataError`: nothing is
+    held out; `ModelError`: an unknown family.
 
     Args:
         teacher: a causal language model of a known family; its weights are shared with the students, never changed.
         key_value_group_size: g; where fewer layers are left than that, they form one group.
         calibration: batches with `input_ids` and `position_ids` for the calibrated start.
         max_tokens: held-out tokens to measure.
-
-    Raises:
-        DataError: nothing is held out.
-        ModelError: an unknown family.
     """
     num_layers = teacher.config.num_hidden_layers
     for depth in depths:
@@ -71,3 +69,45 @@ def shallowest(depths: Sequence[Depth], *, max_kl: float, min_found: float = 0.0
             break
         chosen = depth.num_key_value_layers
     return chosen
+
+
+@dataclass(frozen=True)
+class Needles:
+    """Prompts of about one length, each with a number in it that it asks for."""
+
+    length: int
+    """Tokens of a prompt, the chat template's own aside."""
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[str]
+    tokenizer: Any
+
+    @classmethod
+    def create(cls, tokenizer: Any, length: int, num_samples: int) -> Self:
+        """The evaluation's prompts, through the chat template where the tokenizer has one."""
+        texts, answers = zip(
+            *(needle_prompt(tokenizer, length, i, num_samples) for i in range(num_samples)), strict=True
+        )
+        if tokenizer.chat_template:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+        else:
+            prompts = tokenizer(list(texts))["input_ids"]
+        return cls(length, prompts, answers, tokenizer)
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.prompts)) + ANSWER_TOKENS
+
+    @torch.no_grad()
+    def share_found(self, model: Any) -> float:
+        found = 0
+        for prompt, answer in zip(self.prompts, self.answers, strict=True):
+            ids = torch.tensor([prompt], device=model.device)
+            settings = {
+                "max_new_tokens": ANSWER_TOKENS,
+                "do_sample": False,
+                "pad_token_id": self.tokenizer.pad_token_id,
+            }
+            written = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
+            found += answer in self.tokenizer.decode(written)
+        return found / len(self.prompts)

@@ -17,9 +17,7 @@ def main() -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"this command needs {error.name}; pip install 'swiftkv-platform[eval]' would do"
-        ) from error
+        raise InvalidInputError(f"this command needs {error.name}; use pip install 'swiftkv-platform[eval]'") from error
     cli_evaluate()
 
 

@@ -74,12 +74,8 @@ def samples_to_decide(
     interval: Interval, value: float, limit: float, num_samples: int, *, share: float | None = None
 ) -> int | None:
     """About how many samples would decide whether `value` is below `limit`, if it stays what it is; None where no
-    number would, at the limit itself.
-
-    Args:
-        share: the value of a whole, for an interval by `share_interval`: what its two added samples bring to the
-            margin shrinks faster than the rest.
-    """
+    number would, at the limit itself. `share`: the value of a whole, for an interval by `share_interval`: what its two
+    added samples bring to the margin shrinks faster than the rest."""
     distance = abs(limit - value)
     if not distance or not math.isfinite(distance):
         return None

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.evaluation.quality import evaluation_mode
 from swiftkv_platform.model.cache import cache_bytes
 
 
@@ -64,16 +65,12 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int, batch_size: 
     """
     context = model.config.max_position_embeddings
     if not 1 <= prompt_length <= context:
-        raise InvalidInputError(
-            f"prompt_length is {prompt_length}; this model takes 1..{context} tokens",
-            field="prompt_length",
-            value=prompt_length,
-        )
+        raise InvalidInputError.of("prompt_length", prompt_length, f"; this model takes 1..{context} tokens")
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (batch_size, prompt_length), generator=generator).to(model.device)
     counted: dict[bool, tuple[float, float]] = {}
     milliseconds: dict[bool, list[float]] = {False: [], True: []}
-    with _restored_mode(model):
+    with evaluation_mode(model):
         for mode in (False, True):
             counted[mode] = _count(model.swiftkv(mode), prompt)
         for round_ in range(rounds + 1):
@@ -113,13 +110,3 @@ def _plain_attention(model: Any) -> Iterator[None]:
             yield
     finally:
         model.set_attn_implementation(implementation)
-
-
-@contextmanager
-def _restored_mode(model: Any) -> Iterator[None]:
-    mode, was_training = model.model.swiftkv_enabled, model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.swiftkv(mode).train(was_training)

@@ -111,14 +111,11 @@ class Totals:
 
 def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
     """Evenly spaced rows of about `max_tokens` tokens together, but one at least: packing sorts rows by the length of
-    their samples, so the first ones would be no fair share.
-
-    Raises:
-        DataError: there are no rows, or none has a position that counts.
-    """
+    their samples, so the first ones would be no fair share. Raises `DataError`: there are no rows, or none has a
+    position that counts."""
     if not rows.num_counted_tokens:
         raise DataError(
-            "data.validation_fraction leaves no held-out text to evaluate on; a larger share or more samples would do",
+            "data.validation_fraction leaves no held-out text to evaluate on; use a larger share or more samples",
             field="data.validation_fraction",
         )
     num_rows = min(max(int(max_tokens / (rows.num_tokens / len(rows))), 1), len(rows))
@@ -126,17 +123,14 @@ def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
 
 
 def evaluate(model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int, workers: Workers = ALONE) -> Totals:
-    """Compare teacher and student mode of a SwiftKV model over the positions that the rows' `loss_mask` marks.
+    """Compare teacher and student mode of a SwiftKV model over the positions that the rows' `loss_mask` marks. Raises
+    `DataError`: nothing is held out; `ModelError`: the model was exported without its teacher.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; its mode does not matter.
         max_tokens: held-out tokens to measure, see `evaluation_rows`.
         batch_size: rows a forward pass.
         workers: take a share of the rows each; every one returns the whole.
-
-    Raises:
-        DataError: nothing is held out.
-        ModelError: the model was exported without its teacher.
     """
     indices = evaluation_rows(rows, max_tokens=max_tokens)
     share = -(-len(indices) // workers.size)
@@ -258,10 +252,10 @@ def _compare(
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Run without dropout; the model is left as it came."""
-    was_training = model.training
+    """Run a SwiftKV model without dropout; it is left as it came, in its mode."""
+    mode, was_training = model.model.swiftkv_enabled, model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        model.swiftkv(mode).train(was_training)

@@ -102,7 +102,7 @@ class Gate(FrozenModel):
         said += f" (95% interval {self.interval[0]:.4g} to {self.interval[1]:.4g})"
         if self.outcome != "undecided":
             return said
-        needed = "" if self.samples_needed is None else f"; {self.samples_needed:,} samples would do"
+        needed = "" if self.samples_needed is None else f"; {self.samples_needed:,} samples are needed"
         return f"{said}: undecided, too few samples for this limit{needed}"
 
 
@@ -176,20 +176,20 @@ class Report(FrozenModel):
         tasks: TaskResults = NO_TASKS,
         instruct: bool = False,
     ) -> Self:
-        """The report from what was measured on the same rows before and after training.
-
-        Args:
-            instruct: whether the model is instruction-tuned, which decides the limits that the spec leaves open.
-        """
+        """The report from what was measured on the same rows before and after training. `instruct`: whether the model
+        is instruction-tuned, which decides the limits that the spec leaves open."""
         student, teacher = distilled.student, distilled.teacher
         ratio = student.perplexity / teacher.perplexity
+        recovered = None
+        if rewired:
+            recovered = 1.0 - student.kl / rewired.student.kl if rewired.student.kl else 0.0
         return cls(
             teacher=teacher,
             rewired=rewired.student if rewired else None,
             calibrated=calibrated.student if calibrated else None,
             distilled=student,
             perplexity_ratio=ratio,
-            kl_recovered=_recovered(rewired.student.kl, student.kl) if rewired else None,
+            kl_recovered=recovered,
             num_positions=distilled.num_positions,
             prefill_flops_ratio=cost.flops_ratio,
             kv_bytes_ratio=cost.kv_bytes_ratio,
@@ -209,11 +209,7 @@ class Report(FrozenModel):
         )
 
     def check_gates(self) -> None:
-        """Refuse a student that is too far from its teacher.
-
-        Raises:
-            QualityGateError: with the figures that decided.
-        """
+        """Refuse a student too far from its teacher. Raises `QualityGateError` with the figures that decided."""
         refused = [gate for gate in self.gates if not gate.passed]
         if not refused:
             return
@@ -223,7 +219,7 @@ class Report(FrozenModel):
         raise QualityGateError(
             f"{reasons} (perplexity {self.distilled.perplexity:.3f} against the teacher's "
             f"{self.teacher.perplexity:.3f}, KL {self.distilled.kl:.4f} nats, top-1 agreement "
-            f"{self.distilled.top1_agreement:.1%}); {remedy} would do",
+            f"{self.distilled.top1_agreement:.1%}); use {remedy}",
             field=refused[0].field,
             value=refused[0].value,
         )
@@ -231,10 +227,6 @@ class Report(FrozenModel):
 
 def _both(cost: PrefillCost, figure: str) -> BothModes:
     return BothModes(dense=getattr(cost.dense, figure), swiftkv=getattr(cost.swiftkv, figure))
-
-
-def _recovered(before: float, after: float) -> float:
-    return 1.0 - after / before if before else 0.0
 
 
 def quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:
@@ -270,7 +262,6 @@ def exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
 
 
 def _gates(limits: Limits, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
-    """The limits that are set, the worst first."""
     gates = [
         _gate("max_kl", "held-out KL in nats", student.kl, limits.max_kl),
         _gate(
@@ -293,7 +284,7 @@ def _gate(name: str, subject: str, value: float, limit: float | None) -> Gate | 
 
 def _task_gate(score: TaskScore, limits: Limits) -> Gate | None:
     """A test of non-inferiority: passed where the whole interval of the points lost is within the limit, failed where
-    none of it is. A length at which the teacher itself finds few needles judges nothing."""
+    none of it is. There is no gate for a length at which the teacher itself finds few needles."""
     is_needle = score.task.startswith(NEEDLE)
     limit = limits.max_needle_drop if is_needle else limits.max_drop
     if limit is None or (is_needle and score.teacher < TEACHER_FINDS):

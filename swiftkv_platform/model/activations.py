@@ -18,7 +18,6 @@ class KeptTensor:
         self._store, self._tensor, self._path = store, tensor, path
 
     def load(self, device: torch.device | str) -> torch.Tensor:
-        """The tensor on a device."""
         if self._tensor is not None:
             return self._tensor.to(device)
         assert self._path is not None, "what is not in memory is in a file"
@@ -54,7 +53,6 @@ class ActivationStore:
             yield cls(max_bytes, Path(directory))
 
     def keep(self, tensor: torch.Tensor) -> KeptTensor:
-        """Take a tensor."""
         if self.num_bytes + tensor.nbytes <= self._max_bytes:
             self.num_bytes += tensor.nbytes
             return KeptTensor(self, tensor.cpu(), None)

@@ -34,14 +34,7 @@ from swiftkv_platform.configs.adapter import (
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_checkpoint
-from swiftkv_platform.model.directories import (
-    Files,
-    ShardWriter,
-    copy_companions,
-    place,
-    shard_names,
-    write_index,
-)
+from swiftkv_platform.model.directories import Files, ShardWriter, copy_companions, place, shard_names, write_index
 from swiftkv_platform.model.fp8 import FP8_DTYPES
 from swiftkv_platform.model.loading import find_checkpoint
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
@@ -69,7 +62,6 @@ class _Difference:
         self.num_bytes = self.num_written = 0
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """Compare one tensor of the student."""
         self.seen.add(name)
         self.num_bytes += tensor.nbytes
         if name not in self._base.shards:
@@ -151,11 +143,8 @@ def write_adapter(
 
 
 def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: Path, files: Files) -> None:
-    """Put an adapter and its base together in the new directory `target`, the base checked tensor by tensor.
-
-    Raises:
-        ModelError: the base is not the one that the adapter was made of, or the adapter's files are incomplete.
-    """
+    """Put an adapter and its base together in the new directory `target`, the base checked tensor by tensor. Raises
+    `ModelError`: the base is not the one that the adapter was made of, or the adapter's files are incomplete."""
     own = stored_checkpoint(directory)
     adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
     adapter.check_own(own.shards, str(directory))
@@ -164,7 +153,7 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
     whole = {
         shard
         for shard in kept.values()
-        if all(adapter.keeps(name) and name not in adapter.cast for name in base.names_in(shard))
+        if all(adapter.keeps(name) and name not in adapter.cast for name in base.names_in[shard])
     }
     shards = _place(base, {name: shard for name, shard in kept.items() if shard in whole}, target, "base", files)
     shards |= _place(own, own.shards, target, "swiftkv", files)
@@ -184,7 +173,7 @@ def check_can_be_base(base: Checkpoint, field: str) -> None:
     if any(info.dtype in FP8_DTYPES for info in base.headers.values()):
         raise ModelError(
             f"{field} is true, and {base.source!r} is stored in FP8, which its student holds turned back: nothing of "
-            f"the files would be shared; {field} false would do",
+            f"the files would be shared; use {field} false",
             field=field,
             value=True,
         )
@@ -211,11 +200,7 @@ def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
 
 @contextmanager
 def whole_model(
-    source: str | Path,
-    *,
-    base_model: str | Path | None = None,
-    find_base: FindBase | None = None,
-    **arguments: Any,
+    source: str | Path, *, base_model: str | Path | None = None, find_base: FindBase | None = None, **arguments: Any
 ) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
     """The model to read in the place of `source`, and its adapter: of an adapter a directory for as long as the block
     lasts, of anything else `source` itself and None.
@@ -233,11 +218,7 @@ def whole_model(
     adapter = None if directory is None else read_adapter(directory)
     if directory is None or adapter is None:
         if base_model is not None:
-            raise ModelError(
-                f"base_model is {str(base_model)!r}, and {str(source)!r} is no adapter; leave it out",
-                field="base_model",
-                value=str(base_model),
-            )
+            raise ModelError.of("base_model", str(base_model), f", and {str(source)!r} is no adapter; leave it out")
         yield source, None
         return
     found = (find_base or _by_name)(adapter.base) if base_model is None else base_model
@@ -251,13 +232,8 @@ def whole_model(
 @contextmanager
 def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
     """The model and the checkpoint that a `from_pretrained` of `source` reads, adapters applied to their base.
-
-    Args:
-        arguments: those of `from_pretrained`. `base_model` is taken out; of an adapter those about the hub too.
-
-    Raises:
-        ModelError: as `whole_model`.
-    """
+    `arguments`: those of `from_pretrained`. `base_model` is taken out; of an adapter those about the hub too. Raises
+    `ModelError`: as `whole_model`."""
     base_model = arguments.pop("base_model", None)
     if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
         yield source, None

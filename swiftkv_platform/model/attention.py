@@ -118,7 +118,6 @@ class SwiftKVAttentionMixin(nn.Module):
         return self.teacher_modules(self.config)
 
     def drop_teacher(self) -> None:
-        """Delete what only the teacher runs."""
         for name in self.teacher_modules(self.config):
             delattr(self, name)
 

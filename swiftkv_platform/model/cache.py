@@ -62,11 +62,8 @@ def make_cache(
 
 
 def check_cache(cache: Any, config: Any, *, swiftkv: bool) -> None:
-    """Refuse a transformers cache with another number of layers than the mode's; one without layers grows them.
-
-    Raises:
-        ModelError: naming the number of layers and what to do.
-    """
+    """Refuse a transformers cache with another number of layers than the mode's; one without layers grows them. Raises
+    `ModelError`: naming the number of layers and what to do."""
     if not isinstance(cache, Cache) or not cache.layers:
         return
     wanted = config.layer_map.num_kv_cache_layers if swiftkv else config.num_hidden_layers
@@ -109,7 +106,6 @@ class StoredKeyValue:
         return StoredKeyValue(keys, values, self.payload, self.dtype)
 
     def read(self) -> KeyValue:
-        """Dequantised, each [batch, num_heads, num_tokens, dim]."""
         return unpack(self.keys, self.payload, self.dtype), unpack(self.values, self.payload, self.dtype)
 
 
@@ -181,5 +177,4 @@ def take_rows(stored: Stored, kept: TokenSelection) -> Stored:
 
 
 def read(stored: Stored) -> KeyValue:
-    """Keys and values to attend to."""
     return stored.read() if isinstance(stored, StoredKeyValue) else stored

@@ -30,7 +30,6 @@ rows)."""
 
 
 def method_of(layers: Mapping[int, Any]) -> Method:
-    """The method of the kind of attention that `layers` have."""
     attention = next(iter(layers.values())).self_attn
     return LATENTS if isinstance(attention, LatentAttentionMixin) else HEADS
 
@@ -61,7 +60,6 @@ class _Recorder:
 
 @contextmanager
 def recording(layers: Mapping[int, Any], method: Method) -> Iterator[_Recorder]:
-    """Record the teacher's upper attention while the block runs."""
     recorder = _Recorder(layers, method)
     try:
         yield recorder
@@ -95,11 +93,8 @@ def decoder_inputs(batch: TokenBatch, decoder: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
-    """Run the teacher over `batches` and sum what calibration needs.
-
-    Raises:
-        InvalidInputError: no tokens, or a batch that holds none of the model's.
-    """
+    """Run the teacher over `batches` and sum what calibration needs. Raises `InvalidInputError`: no tokens, or a batch
+    that holds none of the model's."""
     decoder, config = model.model, model.config
     layers = {i: decoder.layers[i] for i in range(config.num_key_value_layers, config.num_hidden_layers)}
     method = method_of(layers)
@@ -151,11 +146,8 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
 
 
 def calibrate_exit_head(gram: torch.Tensor, cross: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """The exit head, in float32: the language model's `head` on the final hidden state that x lets one expect.
-
-    Args:
-        gram: see `CalibrationStatistics.exits`, as `cross`.
-    """
+    """The exit head, in float32: the language model's `head` on the final hidden state that x lets one expect. `gram`:
+    see `CalibrationStatistics.exits`, as `cross`."""
     expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected: the final hidden state
     calibrated: torch.Tensor = head.float() @ expected.T.to(head.device, torch.float32)
     return calibrated

@@ -38,11 +38,6 @@ from swiftkv_platform.model.calibration_statistics import (
 from swiftkv_platform.model.initialization import share_heads
 
 
-def _sum_of_squares(queries: torch.Tensor) -> torch.Tensor:
-    """[num_attention_heads, head_dim]."""
-    return queries.square().sum(0)
-
-
 @dataclass
 class _Layer:
     """A layer's attention as it joins its group: by one member, or by several where a shared head stands for several of
@@ -132,7 +127,11 @@ def _fit(
     assign(leader.v_proj_swiftkv, value.T)
 
 
-HEADS = Method(recorded=("k_proj", "v_proj"), query_statistic=_sum_of_squares, fit=_fit)
+HEADS = Method(
+    recorded=("k_proj", "v_proj"),
+    query_statistic=lambda queries: queries.square().sum(0),  # [num_attention_heads, head_dim]
+    fit=_fit,
+)
 
 
 def _members(projection: torch.Tensor, num_heads: int, num_shared: int) -> list[torch.Tensor]:
@@ -203,11 +202,8 @@ def match_heads(
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]], gram: torch.Tensor, num_key_value_heads: int
 ) -> list[list[int]]:
     """By layer of a group, its head that joins each shared head: the first layer's in their order, those of each layer
-    behind it so that `merge_keys` loses least.
-
-    Args:
-        layers: predicted keys and summed squared queries, as `merge_keys` takes them.
-    """
+    behind it so that `merge_keys` loses least. `layers`: predicted keys and summed squared queries, as `merge_keys`
+    takes them."""
     orders = [list(range(num_key_value_heads))]
     joined: list[tuple[torch.Tensor, torch.Tensor]] = []  # weighted keys and gram @ them, in the heads' new order
     for keys, queries in layers:

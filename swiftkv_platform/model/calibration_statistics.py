@@ -38,21 +38,10 @@ class CalibrationStatistics:
         yield from self.exits
 
     def add_(self, other: CalibrationStatistics) -> CalibrationStatistics:
-        """Add another batch's sums, in place."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.add_(theirs.to(mine.device))
         self.num_tokens += other.num_tokens
         return self
-
-    def cpu(self) -> CalibrationStatistics:
-        """The same in host memory, where it can leave the process."""
-        return CalibrationStatistics(
-            gram=self.gram.cpu(),
-            cross={key: sums.cpu() for key, sums in self.cross.items()},
-            queries={layer: sums.cpu() for layer, sums in self.queries.items()},
-            exits=tuple(sums.cpu() for sums in self.exits),
-            num_tokens=self.num_tokens,
-        )
 
 
 def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
@@ -100,7 +89,7 @@ def share_components(
     _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", weighted, images))  # ascending
     principal = vectors[..., -dim:]  # [heads, group * dim, dim]
     by_layer = principal.unflatten(1, (len(parts), dim)).unbind(1)
-    # Any basis of the components would do; this rotation and size leave what takes the maps up closest to what it was.
+    # Any basis of the components has the same error; with this rotation and size, what takes the maps up changes least.
     agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
     left, _, right = torch.linalg.svd(agreement)
     rotation = left @ right
@@ -162,7 +151,6 @@ class OutputSums:
         return cls(a.T @ a, a.T @ missing)
 
     def add_(self, other: OutputSums) -> OutputSums:
-        """Add another row's sums, in place."""
         self.gram.add_(other.gram)
         self.cross.add_(other.cross)
         return self

@@ -56,15 +56,12 @@ def calibrate_streamed(
     max_activation_bytes: int = MAX_ACTIVATION_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the calibrated start by name, one tensor at a time, on the first worker; the others yield nothing. Every
-    worker runs it to its end.
+    worker runs it to its end. Raises `InvalidInputError`: no worker has tokens, or a batch holds none of the model's.
 
     Args:
         batches: this worker's share of the rows.
         refit: fit the output projections of the student's own to its own states, see `refit_output`.
         max_activation_bytes: bytes of activations in memory; more go to disk.
-
-    Raises:
-        InvalidInputError: no worker has tokens, or a batch holds none of the model's.
     """
     with ActivationStore.open(max_activation_bytes) as store:
         yield from _Stream(source, workers, device, store, refit=refit).run(batches)
@@ -163,7 +160,6 @@ class _Stream:
         self._hidden.append(self._store.keep(context.hidden))
 
     def _step(self, i: int, row: int) -> None:
-        """Run a layer over one row."""
         # Masks are made again: those of all rows together may be larger than the rows.
         hidden = self._hidden[row].load(self._device)
         context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])

@@ -159,11 +159,8 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         cls, directory: str | Path, *, config: Any, dtype: torch.dtype | str = "auto"
     ) -> tuple[Any, StoredWeights]:
         """The model that `from_pretrained` would load of a directory that is no adapter, on the meta device, and where
-        its weights are read. Names and shapes of all tensors are checked first.
-
-        Raises:
-            ModelError: as `from_pretrained`.
-        """
+        its weights are read. Names and shapes of all tensors are checked first. Raises `ModelError`: as
+        `from_pretrained`."""
         config = copy.deepcopy(config)
         config.swiftkv = True
         checkpoint = Checkpoint.open(directory)

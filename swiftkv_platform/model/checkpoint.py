@@ -64,13 +64,8 @@ class Checkpoint:
     @classmethod
     def open(cls, source: str | Path, **arguments: Any) -> Checkpoint:
         """Find the tensors of `source`, where transformers would; of a sharded checkpoint only the index is read.
-
-        Args:
-            arguments: those of `from_pretrained` that say where on the hub; others are ignored.
-
-        Raises:
-            ModelError: no weights, pickles alone, or an unreadable file.
-        """
+        `arguments`: those of `from_pretrained` that say where on the hub; others are ignored. Raises `ModelError`: no
+        weights, pickles alone, or an unreadable file."""
         hub = hub_arguments(arguments)
         if weights := _find(source, SAFE_WEIGHTS_NAME, hub):
             with _opened(weights, source) as file:
@@ -94,12 +89,9 @@ class Checkpoint:
             raise _unusable(self.source, f"its index names {shard}, which is not there")
         return path
 
-    def names_in(self, shard: str) -> list[str]:
-        """Return the tensors of a file."""
-        return self._names_by_shard[shard]
-
     @cached_property
-    def _names_by_shard(self) -> dict[str, list[str]]:
+    def names_in(self) -> dict[str, list[str]]:
+        """Tensors by file."""
         by_shard: dict[str, list[str]] = {}
         for name, shard in self.shards.items():
             by_shard.setdefault(shard, []).append(name)
@@ -124,11 +116,8 @@ class Checkpoint:
         return {name: found[name][1] for name in self.shards}
 
     def tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
-        """Some tensors, read into memory of their own: nothing of the files stays mapped.
-
-        Args:
-            part: reads no more than this of each.
-        """
+        """Some tensors, read into memory of their own: nothing of the files stays mapped. `part`: reads no more than
+        this of each."""
         by_shard: dict[str, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.shards[name], []).append(name)
@@ -142,6 +131,9 @@ class Checkpoint:
 class LazyTensors(Mapping[str, torch.Tensor], ABC):
     """Tensors that are read when they are asked for."""
 
+    places: Mapping[str, Any]
+    """Where each tensor is, by its name."""
+
     @abstractmethod
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """A tensor, or no more than some rows of it, along the first dimension."""
@@ -149,9 +141,14 @@ class LazyTensors(Mapping[str, torch.Tensor], ABC):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.read(name)
 
-    @abstractmethod
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor `name`; reads none, as a mapping's own way would."""
+        return name in self.places  # a mapping's own way reads the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None) -> torch.Tensor:
@@ -165,23 +162,11 @@ class StoredTensors(LazyTensors):
     """Tensors of the safetensors files in a directory, each read when it is asked for."""
 
     def __init__(self, directory: Path) -> None:
-        self._files: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with _opened(path, directory) as file:
-                self._files |= dict.fromkeys(file.keys(), path)
+        self._checkpoint = stored_checkpoint(directory)
+        self.places = self._checkpoint.shards
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        with _opened(self._files[name], self._files[name].parent) as file:
-            return _read(file, name, rows)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+        return self._checkpoint.tensors([name], rows)[name]
 
 
 def ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
@@ -210,12 +195,7 @@ def _find(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
         path = directory / hub.get("subfolder", "") / filename
         return str(path) if path.is_file() else None
     try:
-        found: str | None = cached_file(
-            str(source),
-            filename,
-            _raise_exceptions_for_missing_entries=False,
-            **hub,
-        )
+        found: str | None = cached_file(str(source), filename, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
         raise _unusable(source, str(error).splitlines()[0]) from error
     return found

@@ -177,9 +177,7 @@ def make_student_config(
     heads = None
     if sharing != "gqa":
         heads = shared_key_value_heads(
-            sharing,
-            num_attention_heads=teacher.num_attention_heads,
-            num_key_value_heads=teacher.num_key_value_heads,
+            sharing, num_attention_heads=teacher.num_attention_heads, num_key_value_heads=teacher.num_key_value_heads
         )
     return classes.config_from(
         teacher,

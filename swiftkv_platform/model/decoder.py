@@ -209,7 +209,6 @@ class SwiftKVDecoderMixin(nn.Module):
         return self.normalise(hidden)
 
     def normalise(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm."""
         normalised: torch.Tensor = self.norm(hidden)
         return normalised
 

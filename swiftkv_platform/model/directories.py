@@ -35,10 +35,8 @@ _OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
 def check_new(target: Path) -> None:
     """Raises `ConflictError` unless `target` is new or an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConflictError(
-            f"output is {str(target)!r}, which exists and is not empty; name a new or an empty directory",
-            field="output",
-            value=str(target),
+        raise ConflictError.of(
+            "output", str(target), ", which exists and is not empty; name a new or an empty directory"
         )
 
 
@@ -108,7 +106,6 @@ class ShardWriter:
         self._num_files = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor."""
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self.flush()
         tensor = tensor.detach().cpu().contiguous()
@@ -117,7 +114,6 @@ class ShardWriter:
         self._pending_bytes += tensor.nbytes
 
     def flush(self) -> None:
-        """Write what is pending."""
         if not self._pending:
             return
         self._num_files += 1

@@ -46,21 +46,18 @@ def export(
     """Write `student` to the directory `target`, whole or not at all.
 
     Without its teacher a student loads, generates and serves as before; `swiftkv(False)` is an error from then on. What
-    lies beside the weights of a directory, such as its tokenizer, comes along.
+    lies beside the weights of a directory, such as its tokenizer, comes along. Raises `ModelError`: not a SwiftKV
+    model, `teacher` of one that was exported without, or an adapter whose base is not there or another model;
+    `ConflictError`: `target` exists and is not empty.
 
     Args:
-        student: a SwiftKV model in memory, which stays as it is, or the directory or hub id of one, which is written
-            file by file: files that lose nothing are linked or copied, see `files`, the others rewritten one at a time.
-            An adapter is applied to its base, and the target is a whole model.
+        student: a SwiftKV model in memory, which stays as it is, or the directory or hub id of one, which is
+            written file by file: files that lose nothing are linked or copied, see `files`, the others rewritten
+            one at a time. An adapter is applied to its base, and the target is a whole model.
         target: a new or empty directory.
         teacher: keep the teacher's projections of layers >= l.
         base_model: directory or hub id of an adapter's base; None: as the adapter names it.
         progress: told how many files of how many are written; for a directory.
-
-    Raises:
-        ModelError: not a SwiftKV model, `teacher` of one that was exported without, or an adapter whose base is not
-            there or another model.
-        ConflictError: `target` exists and is not empty.
     """
     target = Path(target)
     check_new(target)

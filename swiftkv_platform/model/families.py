@@ -35,7 +35,6 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """Prefix of transformers' class names."""
         return configs.PREFIXES[self.model_type]
 
     def teacher_class(self, suffix: str) -> type[Any]:
@@ -115,11 +114,7 @@ STUDENTS = {model_type: _build(family) for model_type, family in FAMILIES.items(
 
 
 def student_classes(model_type: str) -> StudentClasses:
-    """The classes that serve teachers of `model_type`.
-
-    Raises:
-        ModelError: naming the families there are.
-    """
+    """The classes that serve teachers of `model_type`. Raises `ModelError`: naming the families there are."""
     if model_type not in STUDENTS:
         raise ModelError(
             f"no SwiftKV family for model_type {model_type!r}; there are {', '.join(sorted(STUDENTS))}",

@@ -22,11 +22,7 @@ _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scal
 
 
 def is_fp8(config: Any) -> bool:
-    """Whether a configuration announces FP8 weights.
-
-    Raises:
-        ModelError: another quantisation.
-    """
+    """Whether a configuration announces FP8 weights. Raises `ModelError`: another quantisation."""
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return False
@@ -35,8 +31,8 @@ def is_fp8(config: Any) -> bool:
     if method in ("fbgemm_fp8", "fp8") or (method == "compressed-tensors" and _is_float8(fields)):
         return True
     raise ModelError(
-        f"quantization_config.quant_method {method!r} (format {fields.get('format')!r}) is not supported; unquantised "
-        "safetensors would do, or FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights",
+        f"quantization_config.quant_method {method!r} (format {fields.get('format')!r}) is not supported; use "
+        "unquantised safetensors, or FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights",
         field="model.name_or_path",
         value=method,
     )
@@ -57,14 +53,8 @@ def is_scale(name: str, checkpoint: Checkpoint) -> bool:
 def read_tensors(
     checkpoint: Checkpoint, names: list[str] | tuple[str, ...], part: Part | None = None
 ) -> dict[str, torch.Tensor]:
-    """Some tensors by name; float8 ones times their scales, in float32.
-
-    Args:
-        part: reads no more than this of each; scales are read whole.
-
-    Raises:
-        ModelError: float8 without scales, or scales that do not fit.
-    """
+    """Some tensors by name; float8 ones times their scales, in float32. `part`: reads no more than this of each; scales
+    are read whole. Raises `ModelError`: float8 without scales, or scales that do not fit."""
     scales = {name: found for name in names if (found := _scale_of(name, checkpoint)) is not None}
     read = checkpoint.tensors(names, part)
     grids = checkpoint.tensors(scales.values())

@@ -63,7 +63,6 @@ class SwiftKVGenerationMixin(nn.Module):
         self._check_early_exit(generation_mode, generation_config)
 
     def _check_early_exit(self, generation_mode: Any, generation_config: Any) -> None:
-        """Refuse what early exit cannot do here."""
         mode = generation_config.early_exit.mode
         if mode == "off":
             return
@@ -118,10 +117,7 @@ class SwiftKVGenerationMixin(nn.Module):
                 "'int8' for less memory",
             )
         cache = make_cache(
-            self.config,
-            swiftkv=self.model.swiftkv_enabled,
-            kv_cache_dtype=kv_cache_dtype,
-            max_cache_len=max_cache_len,
+            self.config, swiftkv=self.model.swiftkv_enabled, kv_cache_dtype=kv_cache_dtype, max_cache_len=max_cache_len
         )
         if generation_config.is_assistant:
             cache.activate_past_recording()  # what it drafts may have to be rolled back

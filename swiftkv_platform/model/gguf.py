@@ -65,11 +65,13 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) ->
             output_loading_info=True,
         )
     except ImportError as error:
-        raise _unusable(file, field, "GGUF files are read with the package gguf: pip install gguf") from error
+        raise ModelError.of(
+            field, str(file), ": GGUF files are read with the package gguf: pip install gguf"
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise _unusable(file, field, f"transformers cannot read it ({error})") from error
+        raise ModelError.of(field, str(file), f": transformers cannot read it ({error})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers goes on with random weights
-        raise _unusable(file, field, f"its tensors are not those of its header's model: {wrong}")
+        raise ModelError.of(field, str(file), f": its tensors are not those of its header's model: {wrong}")
     _plain(model, tokenizer).save_pretrained(target)
     tokenizer.save_pretrained(target)
 
@@ -84,7 +86,3 @@ def _plain(loaded: Any, tokenizer: Any) -> Any:
     model.tie_weights()
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
-
-
-def _unusable(file: Path, field: str, why: str) -> ModelError:
-    return ModelError(f"{field} is {str(file)!r}: {why}", field=field, value=str(file))

@@ -78,11 +78,8 @@ def load_checked(
 def open_checked(
     model_class: Any, config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype | str | None = None
 ) -> tuple[Any, StoredWeights]:
-    """The model that `load_checked` would load, without its weights, and where they are read.
-
-    Raises:
-        ModelError: as `load_checked`, and as `build_empty`.
-    """
+    """The model that `load_checked` would load, without its weights, and where they are read. Raises `ModelError`: as
+    `load_checked`, and as `build_empty`."""
     fp8 = is_fp8(config)
     dtype = _compute_dtype(dtype, config, torch.bfloat16 if fp8 else first_dtype(checkpoint))
     weights = StoredWeights(checkpoint, config, dtype)

@@ -91,7 +91,6 @@ class PackedSamples:
         dtype: torch.dtype,
         operator: VarlenOperator | None = None,
     ) -> Self:
-        """Samples of these lengths, for a model of `config` on `device`."""
         borders = None
         if operator is not None:
             ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -99,7 +98,6 @@ class PackedSamples:
         return cls(tuple(lengths), layer_windows(config), dtype, operator, borders)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
-        """The same samples, asked by the selected tokens."""
         assert isinstance(selection.tokens, Tensor), "training keeps the tokens that count"
         return replace(self, kept=selection.tokens)
 
@@ -240,11 +238,8 @@ AttentionImplementation = Literal["auto", "varlen_attn", "sdpa"]
 def choose_operator(
     implementation: AttentionImplementation, config: Any, device: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
-    """`varlen_attn`, or None: SDPA, one sample after the other.
-
-    Raises:
-        InvalidInputError: `varlen_attn` is asked for, and the device cannot run it.
-    """
+    """`varlen_attn`, or None: SDPA, one sample after the other. Raises `InvalidInputError`: `varlen_attn` is asked for,
+    and the device cannot run it."""
     return _choose(implementation, attention_head_dim(config), device, dtype)
 
 

@@ -25,18 +25,13 @@ _FP8_SHIFT = 2.0**120
 
 
 def payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
-    """Return the data type that a cache stores for `kv_cache_dtype`; None for `auto`, the model's own type.
-
-    Raises:
-        InvalidInputError: naming the values there are.
-    """
+    """Return the data type that a cache stores for `kv_cache_dtype`; None for `auto`, the model's own type. Raises
+    `InvalidInputError`: naming the values there are."""
     if kv_cache_dtype in (None, "auto"):
         return None
     if kv_cache_dtype not in PAYLOAD_DTYPES:
-        raise InvalidInputError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}; it must be auto, {' or '.join(PAYLOAD_DTYPES)}",
-            field="kv_cache_dtype",
-            value=kv_cache_dtype,
+        raise InvalidInputError.of(
+            "kv_cache_dtype", kv_cache_dtype, f"; it must be auto, {' or '.join(PAYLOAD_DTYPES)}"
         )
     return PAYLOAD_DTYPES[kv_cache_dtype]
 

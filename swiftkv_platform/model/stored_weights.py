@@ -89,11 +89,8 @@ class StoredWeights:
         return name in self._stored
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """A tensor by its name in memory.
-
-        Args:
-            part: reads no more than this. Of what has to be converted as a whole, the rest is read and let go of.
-        """
+        """A tensor by its name in memory. `part`: reads no more than this. Of what has to be converted as a whole, the
+        rest is read and let go of."""
         if name == _HEAD and name not in self._stored:
             name = _EMBEDDING  # a tied head is stored once
         stored = self._stored[name]

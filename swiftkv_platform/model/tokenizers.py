@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,8 @@ _SLOW = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 def check_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Check the tokenizer of a model directory, where it has one.
-
-    Raises:
-        ModelError: it cannot be read, or makes ids that the model has no embedding for.
-    """
+    """Check the tokenizer of a model directory, where it has one. Raises `ModelError`: it cannot be read, or makes ids
+    that the model has no embedding for."""
     try:
         highest = _highest_id(directory)
     except Exception as error:  # a broken file: the tokenizers library raises no narrower type
@@ -76,6 +74,11 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
         return frozenset(tokenizer.all_special_ids)
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    """The ids in an `eos_token_id`: none, one or several."""
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
 
 
 _SHRINKS = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from swiftkv_platform.contract.attempts import PROTOCOL, Manifest, is_from_protocol_1, refusal
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.errors import ArtifactCorruptError, StorageError
+from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
 from swiftkv_platform.orchestration.costs import measured_speed
 from swiftkv_platform.orchestration.job import Failure, Job, JobStatus, Model, Reason, new_id, requeue
 from swiftkv_platform.orchestration.ports import AttemptStore, Submission, SubmissionStatus
@@ -137,7 +137,7 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
     name, said_nothing = job.attempt.submission_id, not job.attempt.cursor
     if said_nothing and is_from_protocol_1(submission.message):
         message = refusal(workers=1, control_plane=PROTOCOL)
-        return Failure(Reason(ReasonCode.PROTOCOL_MISMATCH, message), retryable=False)
+        return Failure(Reason(ProtocolError.code, message), retryable=False)
     match submission.status:
         case SubmissionStatus.SUCCEEDED:
             message = f"{name} ended well, but its artifact has no manifest, so it is not complete"

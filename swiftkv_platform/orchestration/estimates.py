@@ -21,10 +21,14 @@ from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.parameters import Parameters
 from swiftkv_platform.planning.phase_plans import Assumptions, JobPlan, PhasePlan
-from swiftkv_platform.planning.phases import PhaseMemory, plan_phases, refuse_what_cannot_fit
+from swiftkv_platform.planning.phases import (
+    PhaseMemory,
+    plan_phases,
+    refuse_what_cannot_fit,
+    refuse_writers_without_room,
+)
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.planning.volumes import Inputs, Origin
-from swiftkv_platform.planning.writing import refuse_writers_without_room
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import HubSource, S3Source, parse_source
 from swiftkv_platform.specs import JobSpec

@@ -16,9 +16,8 @@ from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.orchestration.job import Job, Model
 from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.parents import ParentName
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
-from swiftkv_platform.specs.training import TrainingSpec
+from swiftkv_platform.specs.training import ParentName, TrainingSpec
 
 FROM = "training.from"
 _LONGEST_STEM = 80

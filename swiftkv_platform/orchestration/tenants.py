@@ -15,7 +15,7 @@ from pydantic import Field
 
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.security.operator_files import OperatorFile
-from swiftkv_platform.specs.webhook import WebhookSpec
+from swiftkv_platform.specs.publish import WebhookSpec
 
 
 class TenantPolicy(FiniteModel):

@@ -23,7 +23,7 @@ from swiftkv_platform.orchestration.job import Event, Job
 from swiftkv_platform.orchestration.ports import Clock
 from swiftkv_platform.orchestration.tenants import Policies
 from swiftkv_platform.security.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, Secret
-from swiftkv_platform.specs.webhook import WebhookSpec
+from swiftkv_platform.specs.publish import WebhookSpec
 
 Recipients = Callable[[Job], Sequence[WebhookSpec]]
 Send = Callable[[str, Mapping[str, str], bytes], int]

@@ -16,11 +16,7 @@ ConfigSource = str | Path | Mapping[str, Any]
 
 
 def read_config(source: ConfigSource) -> dict[str, Any]:
-    """The content of a Hugging Face `config.json`.
-
-    Raises:
-        ModelError: there is none, or it holds no JSON object.
-    """
+    """The content of a Hugging Face `config.json`. Raises `ModelError`: there is none, or it holds no JSON object."""
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source).expanduser()
@@ -29,7 +25,7 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(
-            f"{path} cannot be read ({error.strerror}); a config.json or a Hugging Face model directory would do",
+            f"{path} cannot be read ({error.strerror}); a config.json or a Hugging Face model directory is accepted",
             field=FIELD,
             value=str(source),
         ) from error
@@ -52,7 +48,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise self._unusable(names[0], None, "a positive integer would do")
+            raise self._unusable(names[0], None, "a positive integer is accepted")
         return value
 
     def optional_count(self, *names: str) -> int | None:
@@ -62,7 +58,7 @@ class Fields:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise self._unusable(name, value, "a positive integer would do")
+                raise self._unusable(name, value, "a positive integer is accepted")
             return value
         return None
 
@@ -71,7 +67,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._unusable(name, value, "true or false would do")
+            raise self._unusable(name, value, "true and false are accepted")
         return value
 
     def text(self, *names: str, default: str | None = None) -> str:
@@ -79,7 +75,7 @@ class Fields:
             value = self._config.get(name, default)
             if isinstance(value, str):
                 return value
-        raise self._unusable(names[0], self._config.get(names[0]), "a string would do")
+        raise self._unusable(names[0], self._config.get(names[0]), "a string is accepted")
 
     def given(self, name: str) -> bool:
         """Whether the key is there; it may be null."""
@@ -88,7 +84,7 @@ class Fields:
     def sequence(self, name: str) -> Sequence[Any] | None:
         value = self._config.get(name)
         if value is not None and not isinstance(value, list | tuple):
-            raise self._unusable(name, value, "a list would do")
+            raise self._unusable(name, value, "a list is accepted")
         return value
 
     @staticmethod

@@ -27,7 +27,7 @@ def _grouped_query(
         kv_heads = num_key_value_heads or fields.count("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise ModelError(
-                f"{heads} query heads cannot share {kv_heads} KV heads; a divisor would do",
+                f"{heads} query heads cannot share {kv_heads} KV heads; a divisor is accepted",
                 field="num_key_value_heads" if num_key_value_heads is None else "num_key_value_heads_swiftkv",
                 value=kv_heads,
             )
@@ -81,7 +81,6 @@ def _latent(fields: Fields, num_key_value_heads: int | None) -> Attention:
 def _gated(
     hidden: int, intermediate: int, *, bias: bool = False, copies: int = 1, active: int = 1
 ) -> tuple[Linear, ...]:
-    """gate, up and down."""
     into = Linear(hidden, intermediate, bias, copies, active)
     return into, into, Linear(intermediate, hidden, bias, copies, active)
 
@@ -129,7 +128,7 @@ def _everywhere(default: int | None) -> Callable[[Fields, int], Windows]:
     def windows(fields: Fields, num_layers: int) -> Windows:
         window = fields.optional_count("sliding_window") if fields.given("sliding_window") else default
         if window == 1:
-            raise ModelError("config.json has sliding_window 1; 2 or more would do", field="sliding_window", value=1)
+            raise ModelError("config.json has sliding_window 1; 2 or more is accepted", field="sliding_window", value=1)
         return (window,) * num_layers
 
     return windows
@@ -201,13 +200,8 @@ FAMILIES = {
 
 def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int | None = None) -> Architecture:
     """The decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
-
-    Args:
-        num_key_value_heads_swiftkv: KV heads of the student's groups (appendix C), in place of the configuration's.
-
-    Raises:
-        ModelError: no such file, a family without a row here, or a key that is missing or makes no sense.
-    """
+    `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), in place of the configuration's.
+    Raises `ModelError`: no such file, a family without a row here, or a key that is missing or makes no sense."""
     fields = Fields(read_config(source))
     model_type = fields.text("model_type", default="").removesuffix(_STUDENT_SUFFIX)
     if model_type not in FAMILIES:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from swiftkv_platform.planning.architecture import Architecture, Attention, Linear
+from swiftkv_platform.planning.architecture import Architecture, Linear
 from swiftkv_platform.planning.kv_cache import cache_layers
 from swiftkv_platform.planning.layers import LayerMap
 
@@ -52,7 +52,6 @@ class Flops:
 
     @property
     def linear(self) -> float:
-        """All but attention."""
         return self.total - self.attention
 
 
@@ -88,11 +87,13 @@ def forward_flops(
         else:
             pairs = attention_pairs(num_queries, past + num_tokens - num_queries, layer.window)
         computes_kv = not upper or i in leaders
+        num_attended = past + num_tokens if num_queries else 0
         total += Flops(
-            query=num_queries * _flops(attention.query),
-            key_value=computes_kv * _key_value(attention, num_tokens, past + num_tokens if num_queries else 0),
-            output=num_queries * _flops(attention.output),
-            mlp=num_queries * _flops(layer.mlp),
+            query=num_queries * maps_flops(attention.query),
+            key_value=computes_kv
+            * (num_tokens * maps_flops(attention.key_value) + num_attended * maps_flops(attention.expansion)),
+            output=num_queries * maps_flops(attention.output),
+            mlp=num_queries * maps_flops(layer.mlp),
             attention=pairs * attention.flops_per_pair,
         )
     return total
@@ -121,9 +122,5 @@ def attention_pairs(num_queries: int, past: int, window: int | None) -> int:
     return growing * past + growing * (growing + 1) // 2 + (num_queries - growing) * window
 
 
-def _flops(maps: tuple[Linear, ...]) -> int:
+def maps_flops(maps: tuple[Linear, ...]) -> int:
     return sum(linear.flops for linear in maps)
-
-
-def _key_value(attention: Attention, num_tokens: int, num_attended: int) -> int:
-    return num_tokens * _flops(attention.key_value) + num_attended * _flops(attention.expansion)

@@ -11,10 +11,9 @@ from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.architecture import Architecture, Linear
-from swiftkv_platform.planning.devices import DEVICE_MEMORY
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.layers import LayerMap
-from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.planning.machines import DEVICE_MEMORY, Machines
 from swiftkv_platform.planning.parameters import Parameters
 from swiftkv_platform.planning.phase_plans import Assumptions, DiskUse, JobPlan, PhaseName, PhasePlan, PhaseSeconds
 from swiftkv_platform.planning.phases import (
@@ -52,11 +51,7 @@ def plan_job(
     inputs: Inputs,
     machines: Machines,
 ) -> JobPlan:
-    """Plan a job whose defaults are resolved.
-
-    Raises:
-        InvalidInputError: a node's disk that is too small for a phase.
-    """
+    """Plan a job whose defaults are resolved. Raises `InvalidInputError` for a node's disk too small for a phase."""
     setup = training_setup(spec)
     memory = plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens(spec))
     job = _Job(
@@ -114,7 +109,6 @@ class _Job:
 
     @cached_property
     def on_node(self) -> int:
-        """Workers of the fullest node."""
         return self.machines.workers_per_node(self.spec.resources)
 
     @property
@@ -213,9 +207,7 @@ class _Job:
             device=memory.device,
             host=memory.in_host_memory,
             disk=max(
-                DiskUse.of(cache=self._on_node),
-                DiskUse.of(cache=kept, checkpoints=on_disk),
-                key=lambda use: use.total,
+                DiskUse.of(cache=self._on_node), DiskUse.of(cache=kept, checkpoints=on_disk), key=lambda use: use.total
             ),
             store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self._num_kept + 1) * own.checkpoint),
             fetched=fetched,
@@ -350,7 +342,6 @@ class _Job:
 
     @property
     def _stored(self) -> DiskUse:
-        """Bytes in the store after training."""
         own = self.volumes
         return DiskUse.of(cache=own.rows + own.start, checkpoints=self._num_kept * own.checkpoint)
 
@@ -374,7 +365,6 @@ class _Job:
 
     @cached_property
     def _flops_per_step(self) -> float:
-        """FLOPs of one worker in a step."""
         tokens = self.setup.batch_size * self.setup.sequence_length
         return tokens * training_flops(self.model, self.layer_map, self.setup).total / self.num_workers
 
@@ -393,16 +383,12 @@ class _Job:
         return trial_steps * self._flops_per_step + (schedule.num_measurements + trials) * measuring
 
     def _seconds(self, flops: float) -> float | None:
-        """Seconds of one worker's arithmetic."""
         return None if self.flops_per_second is None else flops / self.flops_per_second
 
 
 def _refuse_small_disks(plan: JobPlan, spec: JobSpec) -> None:
-    """Compare the disk of the fullest node in each phase with what the operator says that a node has.
-
-    Raises:
-        InvalidInputError: a phase that needs more.
-    """
+    """Compare the disk of the fullest node in each phase with what the operator says that a node has. Raises
+    `InvalidInputError`: a phase that needs more."""
     given = plan.assumptions.node_disk_bytes
     needed = max(plan.phases, key=lambda phase: phase.node_disk.total)
     if given is None or needed.node_disk.total <= given:
@@ -412,8 +398,8 @@ def _refuse_small_disks(plan: JobPlan, spec: JobSpec) -> None:
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
     raise InvalidInputError(
         f"to {needed.phase} needs {use.total / 1e9:.1f} GB of a node's disk ({listed}), and a node has "
-        f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); nodes with {use.total} bytes, a smaller teacher, or one in a "
-        "directory that every node mounts, would do",
+        f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); use nodes with {use.total} bytes, a smaller teacher, or one "
+        "in a directory that every node mounts",
         field="model.name_or_path",
         value=spec.model.name_or_path,
     )

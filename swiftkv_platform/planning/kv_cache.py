@@ -30,17 +30,9 @@ class KVBytes:
 
 
 def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
-    """Refuse a dtype that there is not.
-
-    Raises:
-        InvalidInputError: naming those there are.
-    """
+    """Refuse a dtype that there is not. Raises `InvalidInputError`: naming those there are."""
     if name not in DTYPE_BYTES:
-        raise InvalidInputError(
-            f"{field} is {name!r}; {', '.join(get_args(KVCacheDtype))} are accepted",
-            field=field,
-            value=name,
-        )
+        raise InvalidInputError.of(field, name, f"; {', '.join(get_args(KVCacheDtype))} are accepted")
 
 
 def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> KVBytes:
@@ -52,9 +44,9 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
     payload = scales = 0
     for attention, window in cache_layers(model, layer_map):
         num_tokens = sequence_length if window is None else min(sequence_length, window - 1)
-        values, heads = entry_sizes(attention)
-        payload += num_tokens * values * DTYPE_BYTES[kv_cache_dtype]
-        scales += num_tokens * heads * SCALE_BYTES * (kv_cache_dtype in QUANTIZED)
+        for entry in attention.entries:
+            payload += num_tokens * entry.heads * entry.size * DTYPE_BYTES[kv_cache_dtype]
+            scales += num_tokens * entry.heads * SCALE_BYTES * (kv_cache_dtype in QUANTIZED)
     return KVBytes(payload, scales)
 
 
@@ -67,8 +59,3 @@ def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[Attenti
         longest = None if None in windows else max(window for window in windows if window is not None)
         layers.append((model.shared_attention, longest))
     return layers
-
-
-def entry_sizes(attention: Attention) -> tuple[int, int]:
-    """Numbers and heads that one token adds to a cache layer."""
-    return sum(e.heads * e.size for e in attention.entries), sum(e.heads for e in attention.entries)

@@ -39,11 +39,10 @@ class LayerMap:
             )
         skipped = max(self.num_hidden_layers - self.num_key_value_layers, 1)
         if not 1 <= self.key_value_group_size <= skipped:
-            raise InvalidInputError(
-                f"swiftkv.key_value_group_size is {self.key_value_group_size}; with {skipped} layers that compute no "
-                f"KV of their own 1..{skipped} are accepted",
-                field="swiftkv.key_value_group_size",
-                value=self.key_value_group_size,
+            raise InvalidInputError.of(
+                "swiftkv.key_value_group_size",
+                self.key_value_group_size,
+                f"; with {skipped} layers that compute no KV of their own 1..{skipped} are accepted",
             )
 
     @property
@@ -53,7 +52,6 @@ class LayerMap:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """First layer of each group, ascending."""
         return tuple(range(self.num_key_value_layers, self.num_hidden_layers, self.key_value_group_size))
 
     def leader(self, layer: int) -> int:
@@ -62,7 +60,6 @@ class LayerMap:
         return layer - offset % self.key_value_group_size
 
     def group(self, leader: int) -> range:
-        """The layers of a leader's group."""
         return range(leader, min(leader + self.key_value_group_size, self.num_hidden_layers))
 
     def cache_layer(self, layer: int) -> int:
@@ -82,11 +79,8 @@ def _check_integer(name: str, value: object) -> None:
 def resolve_num_key_value_layers(
     num_hidden_layers: int, num_key_value_layers: int | None, prefill_reduction: float | None
 ) -> int:
-    """l from whichever of its two spellings is given; half of the layers where neither is.
-
-    Raises:
-        InvalidInputError: both are given, or a share outside 0..1.
-    """
+    """l from whichever of its two spellings is given; half of the layers where neither is. Raises `InvalidInputError`:
+    both are given, or a share outside 0..1."""
     if num_key_value_layers is not None and prefill_reduction is not None:
         raise InvalidInputError(
             f"swiftkv.num_key_value_layers is {num_key_value_layers} and swiftkv.prefill_reduction is "
@@ -98,10 +92,8 @@ def resolve_num_key_value_layers(
         return num_key_value_layers
     share = 0.5 if prefill_reduction is None else prefill_reduction
     if not 0 < share < 1:
-        raise InvalidInputError(
-            f"swiftkv.prefill_reduction is {share}; the share of layers that prefill skips is between 0 and 1",
-            field="swiftkv.prefill_reduction",
-            value=share,
+        raise InvalidInputError.of(
+            "swiftkv.prefill_reduction", share, "; the share of layers that prefill skips is between 0 and 1"
         )
     skipped = min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
     return num_hidden_layers - skipped
@@ -114,19 +106,15 @@ def student_layer_map(
     prefill_reduction: float | None,
     key_value_group_size: int,
 ) -> LayerMap:
-    """The layer map of a student, which skips one layer at least.
-
-    Raises:
-        InvalidInputError: l, its share or g out of range, naming what is accepted.
-    """
+    """The layer map of a student, which skips one layer at least. Raises `InvalidInputError`: l, its share or g out of
+    range, naming what is accepted."""
     wanted = resolve_num_key_value_layers(num_hidden_layers, num_key_value_layers, prefill_reduction)
     _check_integer("num_key_value_layers", wanted)
     if not 1 <= wanted < num_hidden_layers:
-        raise InvalidInputError(
-            f"swiftkv.num_key_value_layers is {wanted}; the teacher has {num_hidden_layers} layers, so "
-            f"1..{num_hidden_layers - 1} are accepted",
-            field="swiftkv.num_key_value_layers",
-            value=wanted,
+        raise InvalidInputError.of(
+            "swiftkv.num_key_value_layers",
+            wanted,
+            f"; the teacher has {num_hidden_layers} layers, so 1..{num_hidden_layers - 1} are accepted",
         )
     return LayerMap(num_hidden_layers, wanted, key_value_group_size)
 
@@ -135,9 +123,7 @@ def shared_key_value_heads(sharing: Sharing, *, num_attention_heads: int, num_ke
     """Key-value heads of each KV-cache layer >= l. Raises `InvalidInputError` for an unknown `sharing`."""
     heads = {"gqa": num_key_value_heads, "mqa": 1, "mha": num_attention_heads}
     if sharing not in heads:
-        raise InvalidInputError(
-            f"swiftkv.sharing is {sharing!r}; {', '.join(heads)} are accepted", field="swiftkv.sharing", value=sharing
-        )
+        raise InvalidInputError.of("swiftkv.sharing", sharing, f"; {', '.join(heads)} are accepted")
     return heads[sharing]
 
 

@@ -1,10 +1,16 @@
-"""Nodes and rates that a job's plan assumes: an operator's figures, else the defaults here."""
+"""GPUs, nodes and rates that a job's plan assumes: an operator's figures, else the defaults here."""
 
 from __future__ import annotations
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.devices import PEAK_FLOPS
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
+
+DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4": 24e9, "T4": 16e9}
+"""Bytes; an A100 is sold with two sizes."""
+
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bfloat16 operations a second, as their maker states them."""
+
 
 ASSUMED_UTILISATION = 0.4
 """Share of a GPU's peak that a step is taken to reach, while no job has been measured and no speed is configured."""
@@ -33,7 +39,6 @@ class Machines(FrozenModel):
     """Origin of `flops_per_second`."""
 
     def workers_per_node(self, resources: ResourcesSpec) -> int:
-        """Most workers on a node."""
         room: float = resources.max_workers
         if resources.gpus_per_worker:
             room = self.node_gpus // resources.gpus_per_worker

@@ -36,7 +36,6 @@ class Parameters:
 
 
 def dense_parameters(model: Architecture) -> int:
-    """Count the teacher's parameters."""
     layers = sum(_layer(model, layer) for layer in model.layers)
     return layers + _embeddings(model) + model.hidden_size
 
@@ -90,7 +89,6 @@ def student_parameters(
 
 
 def largest_teacher_layer(model: Architecture) -> int:
-    """Count the parameters of the teacher's largest layer."""
     return max(_layer(model, layer) for layer in model.layers)
 
 

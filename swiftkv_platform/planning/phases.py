@@ -10,11 +10,16 @@ from typing import Literal
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture
-from swiftkv_platform.planning.devices import DEVICE_MEMORY
+from swiftkv_platform.planning.config import ConfigSource
+from swiftkv_platform.planning.families import read_architecture
 from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.planning.parameters import Parameters, largest_teacher_layer
+from swiftkv_platform.planning.prefill import dense_layer_map
+from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
 from swiftkv_platform.planning.training_memory import WIDE, gathered_weights, layer_buffers, worker_memory
 from swiftkv_platform.planning.training_setup import TrainingSetup
+from swiftkv_platform.specs import JobSpec
 
 Phase = Literal["train", "calibrate", "evaluate"]
 
@@ -49,10 +54,7 @@ def plan_phases(
     model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup, *, calibration_tokens: int
 ) -> tuple[PhaseMemory, ...]:
     """Memory of training, of calibration layer by layer, and of evaluation with the weights divided as in training.
-
-    Args:
-        calibration_tokens: tokens of the calibrated start; 0 for a copied one.
-    """
+    `calibration_tokens`: tokens of the calibrated start; 0 for a copied one."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     on_gpu = setup.device != "cpu"
     read = narrow * max(parameters.largest_layer, parameters.root)
@@ -81,7 +83,6 @@ def plan_phases(
 
 
 def calibration_rows(setup: TrainingSetup, calibration_tokens: int) -> int:
-    """Most rows that one worker calibrates on."""
     return -(-calibration_tokens // (setup.sequence_length * setup.num_workers))
 
 
@@ -156,11 +157,7 @@ def refuse_what_cannot_fit(
     memory_per_worker: int | None,
 ) -> None:
     """Compare what each phase needs with the memory of the GPU that is named, where it is known, and with the host
-    memory that is asked for.
-
-    Raises:
-        InvalidInputError: a phase that cannot fit, with what would do.
-    """
+    memory that is asked for. Raises `InvalidInputError` for a phase that cannot fit, with what is accepted."""
 
     def planned(setup: TrainingSetup) -> tuple[PhaseMemory, ...]:
         return plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens)
@@ -175,8 +172,8 @@ def refuse_what_cannot_fit(
     if memory_per_worker is not None and needed.in_host_memory > memory_per_worker:
         raise InvalidInputError(
             f"to {needed.phase} needs {needed.in_host_memory / 1e9:.1f} GB of a worker's host memory, and "
-            f"resources.memory_per_worker is {memory_per_worker / 1e9:.1f} GB; {needed.in_host_memory}, and what the "
-            "process takes beside the model, would do",
+            f"resources.memory_per_worker is {memory_per_worker / 1e9:.1f} GB; use {needed.in_host_memory}, and what "
+            "the process takes beside the model",
             field="resources.memory_per_worker",
             value=memory_per_worker,
         )
@@ -206,8 +203,46 @@ def _unfit(
     elif memory.phase == "calibrate":
         ways = "a GPU with more memory or swiftkv.initialization copied"
     else:
-        ways = "sharding.strategy fsdp2, or a GPU with more memory,"
-    message = f"to {memory.phase} with {num_workers} workers needs {needed}; {ways} would do"
+        ways = "sharding.strategy fsdp2 or a GPU with more memory"
+    message = f"to {memory.phase} with {num_workers} workers needs {needed}; use {ways}"
     if memory.phase == "calibrate":  # a worker runs a layer whole, however many there are
         return InvalidInputError(message, field="resources.accelerator_type", value=accelerator_type)
     return InvalidInputError(message, field="resources.num_workers", value=num_workers)
+
+
+def teacher_bytes(config: ConfigSource, dtype: str) -> int:
+    model = read_architecture(config)
+    return weights_bytes(model, dense_layer_map(model), dtype)
+
+
+def refuse_writers_without_room(spec: JobSpec, config: ConfigSource) -> None:
+    """Compare the teacher that writes a job's data, which a worker's engine holds all of, with the memory of the GPU
+    that is named, where workers have one, and with `memory_per_worker`. Raises `InvalidInputError` where a source has
+    its rows written and the teacher does not fit."""
+    on_gpu, given = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
+    if on_gpu and given is not None:
+        setup = ServingSetup(
+            memory_bytes=int(given),
+            sequence_length=spec.data.max_length or 1,
+            weights_dtype=spec.model.dtype,
+            kv_cache_dtype=spec.model.dtype,
+        )
+        if plan_serving(config, setup).dense.num_sequences < 1:
+            refuse(spec, teacher_bytes(config, spec.model.dtype), given * (1 - setup.reserved), "of its device")
+    memory = spec.resources.memory_per_worker
+    needed = teacher_bytes(config, spec.model.dtype)
+    if memory is not None and memory < needed:
+        refuse(spec, needed, memory, "of host memory (resources.memory_per_worker)")
+
+
+def refuse(spec: JobSpec, needed: float, given: float, where: str) -> None:
+    """Raise `InvalidInputError` for the first source that the teacher is to write, if there is one."""
+    for index, source in enumerate(spec.data.sources):
+        if source.complete is not None:
+            raise InvalidInputError(
+                f"data.sources[{index}].complete has every worker load the whole teacher, {needed / 1e9:.1f} GB in "
+                f"{spec.model.dtype} and its cache, and a worker has {given / 1e9:.1f} GB {where}: use more memory, a "
+                "smaller teacher, or text that was written elsewhere",
+                field=f"data.sources.{index}.complete",
+                value=source.name_or_path,
+            )

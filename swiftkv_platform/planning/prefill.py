@@ -82,7 +82,8 @@ def plan(
     kv_cache_dtype: str = "bfloat16",
     num_key_value_heads_swiftkv: int | None = None,
 ) -> Plan:
-    """FLOPs and KV bytes of a student from its teacher's `config.json` alone.
+    """FLOPs and KV bytes of a student from its teacher's `config.json` alone. Raises `InvalidInputError`: l, g, a
+    length or a dtype out of range; `ModelError`: a configuration that cannot be read, or a family without a row.
 
     Args:
         config: path of a `config.json`, the directory it lies in, or its content; a teacher's or a student's.
@@ -91,18 +92,12 @@ def plan(
         sequence_length: tokens of the prompt; default: the model's context.
         kv_cache_dtype: float32, bfloat16, float16, fp8 or int8.
         num_key_value_heads_swiftkv: KV heads of the student's groups (appendix C); default: the configuration's.
-
-    Raises:
-        InvalidInputError: l, g, a length or a dtype out of range.
-        ModelError: a configuration that cannot be read, or a family without a row.
     """
     model = read_architecture(config, num_key_value_heads_swiftkv=num_key_value_heads_swiftkv)
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
     sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
     if sequence_length < 1:
-        raise InvalidInputError(
-            f"sequence_length is {sequence_length}; 1 or more would do", field="sequence_length", value=sequence_length
-        )
+        raise InvalidInputError.of("sequence_length", sequence_length, "; 1 or more is accepted")
     check_kv_cache_dtype(kv_cache_dtype)
     dense_map = dense_layer_map(model)
     prefill: dict[Convention, PrefillComparison] = {}

@@ -64,12 +64,9 @@ def plan_serving(
     num_key_value_layers: int | None = None,
     key_value_group_size: int | None = None,
 ) -> ServingPlan:
-    """Compute what fits, from a `config.json`; the teacher with its cache in the dtype of the student's.
-
-    Raises:
-        InvalidInputError: a dtype or size that there is not, l or g out of range.
-        ModelError: a configuration that cannot be read, or a family without a row.
-    """
+    """Compute what fits, from a `config.json`; the teacher with its cache in the dtype of the student's. Raises
+    `InvalidInputError`: a dtype or size that there is not, l or g out of range; `ModelError`: a configuration that
+    cannot be read, or a family without a row."""
     _check(setup)
     model = read_architecture(config)
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
@@ -87,11 +84,9 @@ def _check(setup: ServingSetup) -> None:
     for name in ("memory_bytes", "sequence_length", "block_size", "tensor_parallel_size"):
         value = getattr(setup, name)
         if value < 1:
-            raise InvalidInputError(f"{name} is {value}; 1 or more would do", field=name, value=value)
+            raise InvalidInputError(f"{name} is {value}; 1 or more is accepted", field=name, value=value)
     if not 0 <= setup.reserved < 1:
-        raise InvalidInputError(
-            f"reserved is {setup.reserved}; a share from 0 up to 1 would do", field="reserved", value=setup.reserved
-        )
+        raise InvalidInputError.of("reserved", setup.reserved, "; a share from 0 up to 1 is accepted")
 
 
 def _capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:

@@ -72,7 +72,6 @@ class RunSchedule:
         return cls(total_steps, checkpoint.every_steps, interval, best_every)
 
     def is_measured(self, step: int) -> bool:
-        """Whether held-out KL is measured after `step`."""
         return self.measured_every is not None and (step % self.measured_every == 0 or step == self.total_steps)
 
     def is_due(self, step: int) -> bool:

@@ -11,7 +11,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.families import read_architecture
-from swiftkv_platform.planning.flops import attention_pairs
+from swiftkv_platform.planning.flops import attention_pairs, maps_flops
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.prefill import resolve_layer_map
 from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memory
@@ -72,11 +72,10 @@ def plan_training(
     model = read_architecture(config)
     _check_sequence_parallelism(model, setup)
     if setup.batch_size % setup.rows_per_pass:
-        raise InvalidInputError(
-            f"training.batch_size is {setup.batch_size}; a multiple of num_workers / sequence_parallel_size x "
-            f"micro_batch_size = {setup.rows_per_pass} would do",
-            field="training.batch_size",
-            value=setup.batch_size,
+        raise InvalidInputError.of(
+            "training.batch_size",
+            setup.batch_size,
+            f"; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = {setup.rows_per_pass}",
         )
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
     parameters = setup.student_parameters(model, layer_map)
@@ -107,11 +106,7 @@ def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> No
     }
     for name, count in counts.items():
         if count % size:
-            raise InvalidInputError(
-                f"sharding.sequence_parallel_size is {size}, which must divide {name} = {count}",
-                field="sharding.sequence_parallel_size",
-                value=size,
-            )
+            raise InvalidInputError.of("sharding.sequence_parallel_size", size, f", which must divide {name} = {count}")
 
 
 def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:
@@ -130,9 +125,9 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         teacher += setup.needs_teacher * lower
         backward, recomputed = 2 * lower, lower
     for i, layer in enumerate(model.layers[first:], start=first):
-        query, attention = share * _maps(own.query), _attention(layer, setup)
-        key_value = (i in layer_map.leaders) * _maps((*own.key_value, *own.expansion))
-        rest = share * _maps((*own.output, *layer.mlp))
+        query, attention = share * maps_flops(own.query), _attention(layer, setup)
+        key_value = (i in layer_map.leaders) * maps_flops((*own.key_value, *own.expansion))
+        rest = share * maps_flops((*own.output, *layer.mlp))
         student += query + key_value + attention + rest
         # x needs no gradient, nor does the first layer's normalised input unless that norm is trained.
         into_x = share * own.query[0].flops if i == first and not tail else 0
@@ -140,9 +135,8 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         recomputed += query + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
-    heads = (
-        setup.counted_share * (logits + 4 * setup.early_exit) * head
-    )  # the exit head is trained, and asks for the teacher's logits again
+    # The exit head is trained, and asks for the teacher's logits again.
+    heads = setup.counted_share * (logits + 4 * setup.early_exit) * head
     recomputation = setup.gradient_checkpointing * recomputed
     return TrainingFlops(
         lower=lower,
@@ -164,18 +158,12 @@ def measuring_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSet
 
 
 def _layer(layer: Layer, setup: TrainingSetup) -> float:
-    """A teacher's layer, forward."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
-    return _maps(maps) + _attention(layer, setup)
+    return maps_flops(maps) + _attention(layer, setup)
 
 
 def _attention(layer: Layer, setup: TrainingSetup) -> float:
-    """Attention of a layer, per token."""
     samples = setup.samples or ((setup.sequence_length, 1),)
     pairs = sum(number * attention_pairs(length, 0, layer.window) for length, number in samples)
     return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)
-
-
-def _maps(maps: tuple[Linear, ...]) -> int:
-    return sum(linear.flops for linear in maps)

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 WIDE = 4
 """Bytes of float32: masters, gradients, optimizer state, norms."""
 LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
-"""Elements of one [chunk, vocab] buffer of the losses."""
+"""Elements of one [chunk, vocab] buffer of the losses: 128 MiB in float32 on a GPU."""
 LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
-"""Elements that the losses' passes over a chunk's logits take at a time."""
+"""Elements that the losses' passes over a chunk's logits take at a time; on a CPU 512 KiB, of which a core's cache
+holds the four buffers of a pass.
+"""
 FEWEST_ROWS = 160
-"""Fewest rows of a chunk of the losses."""
+"""Fewest rows of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
 
 _STATES = 5
 """Hidden states around a layer in a forward pass: its input and output, x, the teacher's result, the residual."""
@@ -55,7 +57,6 @@ class WorkerMemory(FrozenModel):
 def worker_memory(
     model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup
 ) -> WorkerMemory:
-    """An estimate for one worker."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     shards = setup.num_workers
     trained, frozen = parameters.trained, narrow * parameters.frozen

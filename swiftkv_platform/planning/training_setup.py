@@ -55,21 +55,17 @@ class TrainingSetup:
 
     @property
     def rows_per_pass(self) -> int:
-        """Rows of a pass of all workers together."""
         return self.num_workers // self.sequence_parallel_size * self.micro_batch_size
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro batches of one worker and step."""
         return self.batch_size // self.rows_per_pass
 
     @property
     def tokens_per_pass(self) -> int:
-        """Tokens of a pass of one worker."""
         return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
 
     def student_parameters(self, model: Architecture, layer_map: LayerMap) -> Parameters:
-        """Count the parameters of the student that is trained."""
         return student_parameters(
             model,
             layer_map,

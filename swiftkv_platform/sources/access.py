@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swiftkv_platform.contract.attempts import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
-from swiftkv_platform.sources.layout import SUFFIXES
+from swiftkv_platform.sources.cards import SUFFIXES
 from swiftkv_platform.sources.names import (
     FileSource,
     HubSource,
@@ -69,10 +69,8 @@ class Access:
         """The model called `name`. Raises `InvalidInputError` for a name that is none, or is closed."""
         parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
         if isinstance(parsed, FileSource):
-            raise InvalidInputError(
-                f"{field} is {name!r}, an uploaded file of rows; a hub id, a directory or a built-in teacher would do",
-                field=field,
-                value=name,
+            raise InvalidInputError.of(
+                field, name, ", an uploaded file of rows; use a hub id, a directory or a built-in teacher"
             )
         self._check(parsed, field)
         return parsed
@@ -106,7 +104,7 @@ class Access:
         if self.is_restricted and names_file and not task.name.startswith("builtin:"):
             raise InvalidInputError(
                 f"{field} is {task.name!r}; a task's file may name functions to run, so where sources have rules only "
-                "the name of a task that the harness knows, or of a `builtin:` one, would do",
+                "the name of a task that the harness knows, or of a `builtin:` one, is accepted",
                 field=field,
                 value=task.name,
             )
@@ -117,11 +115,10 @@ class Access:
         """Raises `InvalidInputError` if `source` is closed."""
         if isinstance(source, FileSource):
             if source.name not in (self.files or {}):
-                raise InvalidInputError(
-                    f"{field} is {source.name!r}, and there is no such file here; `swiftkv files list` lists those of "
-                    "a control plane",
-                    field=field,
-                    value=source.name,
+                raise InvalidInputError.of(
+                    field,
+                    source.name,
+                    ", and there is no such file here; `swiftkv files list` lists those of a control plane",
                 )
         elif isinstance(source, HubSource):
             organizations = self.hub_organizations
@@ -138,11 +135,7 @@ class Access:
 
     def _closed(self, source: Source, field: str, opened: str) -> InvalidInputError:
         reader = "this tenant" if self.tenant is None else f"tenant {self.tenant!r}"
-        return InvalidInputError(
-            f"{field} is {source.name!r}, which {reader} may not read; open to it are {opened}",
-            field=field,
-            value=source.name,
-        )
+        return InvalidInputError.of(field, source.name, f", which {reader} may not read; open to it are {opened}")
 
 
 OPEN = Access()
@@ -159,10 +152,7 @@ class SourceRules:
     """Whether tasks may run the code that a model writes."""
 
     def access(
-        self,
-        tenant: str,
-        hub_organizations: Sequence[str] | None = None,
-        files: Mapping[str, StoredFile] | None = None,
+        self, tenant: str, hub_organizations: Sequence[str] | None = None, files: Mapping[str, StoredFile] | None = None
     ) -> Access:
         """Return what the rules come to for one tenant.
 
@@ -197,7 +187,7 @@ def _check_revision(revision: str) -> None:
     """A revision names files of the hub's cache, so it may not lead out of it."""
     if len(revision) > _LONGEST_REVISION or _REVISION.fullmatch(revision) is None:
         raise InvalidInputError(
-            f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub would do",
+            f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub is accepted",
             field="model.revision",
             value=ascii(revision[:64]),
         )

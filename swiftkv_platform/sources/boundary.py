@@ -32,17 +32,13 @@ class Boundary:
         return any(real.is_relative_to(directory) for directory in self.directories)
 
     def check(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Path:
-        """The path to open in the place of `path`: without links, where there is a bound.
-
-        Raises:
-            `error`: it leads out, or to what is neither file nor directory (a pipe would block its reader for ever).
-        """
+        """The path to open in the place of `path`: without links, where there is a bound. Raises ``error``: it leads
+        out, or to what is neither file nor directory (a pipe would block its reader for ever)."""
         if self.directories is None:
             return path
         if not self.contains(path):
             raise error(
-                f"{field}: {path.name!r} leads to a place that the job may not read; a file of the source itself "
-                "would do",
+                f"{field}: {path.name!r} leads to a place that the job may not read; use a file of the source itself",
                 field=field,
                 value=path.name,
             )

@@ -1,5 +1,5 @@
-"""Checks of what the files beside a data set's rows name: cards of hub repositories, and the state of saved data sets.
-Reads those files, no rows.
+"""Files beside rows and weights: what kind of directory they tell of, what cards and states of data sets name, and the
+licence that a model's own files name. Reads those files, no rows.
 
 `datasets` resolves patterns of a card, and file names of a saved data set, wherever they lead: to any path of the
 machine, and through fsspec to any URL. Where sources have rules they may name files of their own directory alone.
@@ -8,6 +8,7 @@ machine, and through fsspec to any URL. Where sources have rules they may name f
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,48 @@ import yaml
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.names import leads_out
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".py")
+"""Endings of the names of files that are read."""
+_SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
+_DESCRIPTIONS = frozenset({"dataset_infos.json", "dataset_info.json"})
+"""Files that `datasets` writes beside the rows."""
+_HUB_SHARD = re.compile(r".+-\d{5}-of-\d{5}(-\w+)?\.parquet")
+"""Names that the hub gives the Parquet files of a split."""
+_CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
+
+
+def data_files(path: Path) -> list[Path]:
+    """The regular file `path` itself, or the readable ones below the directory, sorted. Links are followed; names that
+    begin with a dot are left out, as are links that lead nowhere and directories, however they are named."""
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    found: list[Path] = []
+    seen: set[str] = set()
+    for directory, subdirectories, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(directory)
+        if real in seen:  # a link to a directory above, or to one that is here already
+            subdirectories.clear()
+            continue
+        seen.add(real)
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+        found += [Path(directory, name) for name in files if not name.startswith(".") and name not in _DESCRIPTIONS]
+    return sorted(file for file in found if file.suffix in SUFFIXES and file.is_file())
+
+
+def is_saved_dataset(directory: Path) -> bool:
+    """Whether `datasets.Dataset.save_to_disk` wrote it."""
+    return any((directory / name).is_file() for name in _SAVED_BY_DATASETS)
+
+
+def is_hub_layout(directory: Path) -> bool:
+    """Whether it is laid out as on the hub: its card lists data, or all of its files are shards of splits."""
+    card = directory / "README.md"
+    if card.is_file() and _CARD_LISTS_DATA.search(card.read_text(encoding="utf-8", errors="replace")):
+        return True
+    files = data_files(directory)
+    return bool(files) and all(_HUB_SHARD.fullmatch(file.name) for file in files)
+
 
 CARDS = ("README.md", ".huggingface.yaml")
 """Files whose `configs` name data files; the second replaces what the first says."""
@@ -34,21 +77,15 @@ def check_laid_out(directory: Path, field: str) -> None:
     """
     script = directory / f"{directory.name}.py"
     if script.exists():
-        raise _unusable(script, field, "is a script that builds the data set; its rows in files would do")
+        raise _unusable(script, field, "is a script that builds the data set; use its rows in files")
     for card in (directory / name for name in CARDS):
         if card.is_file():
             check_card(card, field)
 
 
 def check_card(path: Path, field: str) -> None:
-    """Refuse a card whose configurations name what lies elsewhere.
-
-    Args:
-        path: one of `CARDS`.
-
-    Raises:
-        DataError: an absolute path, one with `..`, or a URL; or a card that cannot be read.
-    """
+    """Refuse a card whose configurations name what lies elsewhere. `path`: one of `CARDS`. Raises `DataError`: an
+    absolute path, one with `..`, or a URL; or a card that cannot be read."""
     if path.stat().st_size > _LONGEST_CARD:
         raise _unusable(path, field, f"is longer than {_LONGEST_CARD} bytes")
     try:
@@ -61,7 +98,7 @@ def check_card(path: Path, field: str) -> None:
         if pattern.endswith(_PICKLES):
             raise _unusable(path, field, f"names the pickle {pattern[:200]!r}, which may run code when read")
         if leads_out(pattern):
-            raise _unusable(path, field, f"names {pattern[:200]!r}; files of the data set's own directory would do")
+            raise _unusable(path, field, f"names {pattern[:200]!r}; files of the data set's own directory are accepted")
 
 
 def check_saved(directory: Path, field: str) -> None:
@@ -113,9 +150,48 @@ def _plain_names(names: Any, path: Path, field: str) -> list[str]:
     found = names if isinstance(names, list) else []
     for name in found:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "::" in name:
-            raise _unusable(path, field, f"names {str(name)[:200]!r}; files beside it would do")
+            raise _unusable(path, field, f"names {str(name)[:200]!r}; files beside it are accepted")
     return found
 
 
 def _unusable(path: Path, field: str, why: str) -> DataError:
     return DataError(f"{field}: {path.name} {why}", field=field, value=path.name)
+
+
+_LONGEST_READ = 1 << 20
+_LONGEST_NAME = 100
+
+
+def licence_of(directory: Path) -> str | None:
+    """The licence that the card or the configuration in `directory` names, None where neither does."""
+    for document in (_front_matter(directory / "README.md"), _object(directory / "config.json")):
+        for key in ("license_name", "license"):
+            named = document.get(key)
+            if isinstance(named, str) and named.strip() and named != "other":
+                return " ".join(named.split())[:_LONGEST_NAME]
+    return None
+
+
+def _front_matter(path: Path) -> dict[str, Any]:
+    match = _FRONT_MATTER.match(_text(path))
+    if match is None:
+        return {}
+    try:
+        document = yaml.safe_load(match[1])
+    except yaml.YAMLError:  # what is no card names no licence
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _text(path: Path) -> str:
+    if not path.is_file() or path.stat().st_size > _LONGEST_READ:
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")

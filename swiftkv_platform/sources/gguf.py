@@ -59,14 +59,14 @@ def read_gguf_config(
     try:
         file = boundary.check(path, field, error=ModelError)
         if not file.is_file():
-            raise _unusable(name, "no such file", field)
+            raise ModelError.of(field, name, ": no such file")
         with file.open("rb") as stream:
             values, tensors = _Header(stream).read()
         return _config(values, tensors)
     except OSError as error:
-        raise _unusable(name, f"cannot be read ({error.strerror})", field) from error
+        raise ModelError.of(field, name, f": cannot be read ({error.strerror})") from error
     except _NotReadableError as error:
-        raise _unusable(name, str(error), field) from error
+        raise ModelError.of(field, name, f": {error}") from error
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
     architecture = str(values.get("general.architecture"))
     if architecture not in _CLASSES:
         raise _NotReadableError(
-            f"its architecture is {architecture}; {', '.join(_CLASSES)} are read from GGUF, of others a Hugging Face "
-            "model directory would do"
+            f"its architecture is {architecture}; {', '.join(_CLASSES)} are read from GGUF, of others use a "
+            "Hugging Face model directory"
         )
     if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
         # transformers reads neither from GGUF: the model would be another one at every position.
-        raise _NotReadableError("its rotary embeddings are scaled; a Hugging Face model directory would do")
+        raise _NotReadableError("its rotary embeddings are scaled; use a Hugging Face model directory")
     shape = {ours: _number(values, f"{architecture}.{theirs}") for theirs, ours in _KEYS.items()}
     vocabulary = values.get(_TOKENS)
     if isinstance(vocabulary, _List):
@@ -178,7 +178,3 @@ def _number(values: Mapping[str, Any], key: str) -> Any:
     if not isinstance(value, int | float):  # a list where layers differ
         raise _NotReadableError(f"its header has no single number as {key}")
     return value
-
-
-def _unusable(name: str, why: str, field: str) -> ModelError:
-    return ModelError(f"{field} is {name!r}: {why}", field=field, value=name)

@@ -26,14 +26,11 @@ _HARMLESS = frozenset({"special_tokens_map_file"})
 
 
 def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
-    """Refuse a model that leads out of `boundary` or asks for code.
-
-    Raises:
-        ModelError: naming the file and what it names.
-    """
+    """Refuse a model that leads out of `boundary` or asks for code. Raises `ModelError`: naming the file and what it
+    names."""
     boundary.check_tree(directory, field, error=ModelError)
     if (directory / _ADAPTER).exists():
-        raise _unusable(_ADAPTER, field, "names another model; weights that are merged would do")
+        raise _unusable(_ADAPTER, field, "names another model; use weights that are merged")
     _check_index(directory / _INDEX, field)
     _check_config(directory / "config.json", field)
     _check_tokenizer(directory / "tokenizer_config.json", field)
@@ -43,7 +40,7 @@ def _check_index(path: Path, field: str) -> None:
     shards = _json(path, field).get("weight_map")
     for shard in set(map(str, shards.values())) if isinstance(shards, Mapping) else ():
         if PurePosixPath(shard).name != shard:
-            raise _unusable(path.name, field, f"names the shard {shard[:200]!r}; a file beside it would do")
+            raise _unusable(path.name, field, f"names the shard {shard[:200]!r}; a file beside it is accepted")
 
 
 def _check_config(path: Path, field: str) -> None:

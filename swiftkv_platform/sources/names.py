@@ -118,7 +118,7 @@ def check_name(name: str, field: str) -> None:
     if any(ord(character) < 0x20 for character in name):
         raise _refused(name, field, "holds a control character")
     if len(encoded) > _LONGEST_NAME:
-        raise _refused(name, field, f"has {len(encoded)} bytes, and {_LONGEST_NAME} would do")
+        raise _refused(name, field, f"has {len(encoded)} bytes, and at most {_LONGEST_NAME} are accepted")
     if any(len(segment) > _LONGEST_SEGMENT for segment in encoded.split(b"/")):
         raise _refused(name, field, f"has more than {_LONGEST_SEGMENT} bytes between two slashes")
 
@@ -128,8 +128,8 @@ def refuse_shadowed(name: str, field: str) -> None:
     `datasets` would take for the path."""
     if os.path.exists(name):  # noqa: PTH110
         raise InvalidInputError(
-            f"{field} is {name!r}, a hub id, but the worker's working directory has something of that name; an "
-            "absolute path that the operator has opened, or another working directory, would do",
+            f"{field} is {name!r}, a hub id, but the worker's working directory has something of that name; use an "
+            "absolute path that the operator has opened, or another working directory",
             field=field,
             value=name,
         )
@@ -147,7 +147,7 @@ def _expanded(name: str, field: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:  # a home directory of a user that this machine does not have
         raise _refused(
-            name, field, "begins with a user that this machine does not know; an absolute path would do"
+            name, field, "begins with a user that this machine does not know; use an absolute path"
         ) from error
 
 

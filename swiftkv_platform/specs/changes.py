@@ -10,14 +10,9 @@ from swiftkv_platform.errors import InvalidInputError
 
 
 def with_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `document` in which the paths that `changes` names have its values.
-
-    Args:
-        changes: values by dotted path; a number is a place in a list. What is missing on the way is made an object.
-
-    Raises:
-        InvalidInputError: a path leads through what is neither an object nor a list, or to no place of a list.
-    """
+    """Return a copy of `document` in which the paths that `changes` names have its values. `changes`: values by dotted
+    path; a number is a place in a list. What is missing on the way is made an object. Raises `InvalidInputError`: a
+    path leads through what is neither an object nor a list, or to no place of a list."""
     changed: dict[str, Any] = copy.deepcopy(dict(document))
     for path, value in changes.items():
         *way, last = path.split(".")
@@ -52,6 +47,6 @@ def _check(container: Any, key: str, path: str) -> None:
         case _:
             why = f"what would hold {key!r} is {container!r:.40}"
     raise InvalidInputError(
-        f"{path!r} is no path of the spec: {why}; one such as training.max_steps or data.sources.0.weight would do",
+        f"{path!r} is no path of the spec: {why}; use one such as training.max_steps or data.sources.0.weight",
         field=path,
     )

@@ -20,11 +20,8 @@ SHARE_FOR_ALL_LAYERS = 1 / 3
 def resolve_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
     """The spec with what the model decides: rows are no longer than its context, and the learning rate, where none is
     given, is in inverse proportion to its hidden size, and lower where all layers are trained; the rate search, if
-    there is one, begins there.
-
-    Args:
-        context_length: the model's `max_position_embeddings`; None where its configuration has none.
-    """
+    there is one, begins there. `context_length`: the model's `max_position_embeddings`; None where its configuration
+    has none."""
     length = min(spec.data.max_length, context_length or spec.data.max_length)
     length -= length % spec.sharding.sequence_parallel_size
     rate, searches = spec.optimizer.learning_rate, spec.optimizer.rate_search

@@ -43,11 +43,8 @@ class EarlyExit:
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | Self | None) -> Self:
-        """A mode's name, the fields by name, or the options themselves; None is off.
-
-        Raises:
-            InvalidInputError: naming the field and what it accepts.
-        """
+        """A mode's name, the fields by name, or the options themselves; None is off. Raises `InvalidInputError`: naming
+        the field and what it accepts."""
         if isinstance(value, cls):
             return value
         if value is None:
@@ -56,10 +53,8 @@ class EarlyExit:
             return cls(mode=value)  # type: ignore[arg-type]  # checked above
         known = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping) or not set(value) <= set(known):
-            raise InvalidInputError(
-                f"early_exit is {value!r}; it must be off, threshold, lossless, or some of {', '.join(known)} by name",
-                field="early_exit",
-                value=value,
+            raise InvalidInputError.of(
+                "early_exit", value, f"; it must be off, threshold, lossless, or some of {', '.join(known)} by name"
             )
         return cls(**value)
 

@@ -7,11 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.specs.limits import (
-    MAX_GRAMMAR_BYTES,
-    MAX_SEED,
-    MAX_STREAM_INTERVAL_S,
-)
+from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES, MAX_SEED, MAX_STREAM_INTERVAL_S
 
 Backend = Literal["native", "vllm"]
 """Engines that a replica can run."""

@@ -154,7 +154,7 @@ class SweepSpec(Spec):
                 raise ValueError(f"{name} names a value twice")
         count = self.num_trials
         if not 2 <= count <= _MOST_TRIALS:
-            raise ValueError(f"its lists make {count} trials; 2..{_MOST_TRIALS} would do")
+            raise ValueError(f"its lists make {count} trials; 2..{_MOST_TRIALS} are accepted")
         return self
 
     @property

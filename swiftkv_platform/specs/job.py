@@ -24,9 +24,8 @@ from swiftkv_platform.specs.base import (
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
-from swiftkv_platform.specs.publish import PublishSpec
+from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
-from swiftkv_platform.specs.webhook import WebhookSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
 """The teacher that ships with the package, in `swiftkv_platform/sources/teacher`."""
@@ -84,7 +83,7 @@ class SwiftKVSpec(Spec):
             raise PydanticCustomError(
                 "initialization",
                 "swiftkv.initialization is 'refitted', which fits output projections of the student's own; "
-                "swiftkv.own_output_projection true, or swiftkv.initialization calibrated, would do",
+                "use swiftkv.own_output_projection true, or swiftkv.initialization calibrated",
                 {"field": "swiftkv.initialization", "value": self.initialization},
             )
         return self
@@ -256,14 +255,12 @@ class JobSpec(Spec):
         elif training.from_ is None and training.max_steps == 0:
             field, value = "training.max_steps", 0
             problem = (
-                "it needs training.from, the checkpoint that is evaluated and published; 1 or more would do as well"
+                "it needs training.from, the checkpoint that is evaluated and published; 1 or more is accepted as well"
             )
         else:
             return self
         raise PydanticCustomError(
-            "parent",
-            "{field} is {value}: {problem}",
-            {"field": field, "value": value, "problem": problem},
+            "parent", "{field} is {value}: {problem}", {"field": field, "value": value, "problem": problem}
         )
 
     @model_validator(mode="after")
@@ -309,7 +306,7 @@ class JobSpec(Spec):
             return self
         raise PydanticCustomError(
             "validation_fraction",
-            "data.validation_fraction is 0, and every job measures its student on held-out text; 0.01 would do",
+            "data.validation_fraction is 0, and every job measures its student on held-out text; use 0.01",
             {"field": "data.validation_fraction", "value": 0.0},
         )
 
@@ -319,7 +316,7 @@ class JobSpec(Spec):
             raise PydanticCustomError(
                 "optimizer",
                 "optimizer.name 'muon' needs whole matrices, and sharding.strategy 'deepspeed' keeps flat shards; "
-                "sharding.strategy ddp or fsdp2, or optimizer.name adamw, would do",
+                "use sharding.strategy ddp or fsdp2, or optimizer.name adamw",
                 {"field": "optimizer.name", "value": self.optimizer.name},
             )
         return self
@@ -330,8 +327,8 @@ class JobSpec(Spec):
             raise PydanticCustomError(
                 "adapter",
                 "publish.adapter is true, and distillation.trainable 'all' changes every tensor: an adapter of "
-                "everything is as large as the whole model; publish.adapter false, or distillation.trainable qkv or "
-                "tail, would do",
+                "everything is as large as the whole model; use publish.adapter false, or distillation.trainable qkv "
+                "or tail",
                 {"field": "publish.adapter", "value": True},
             )
         return self
@@ -343,7 +340,7 @@ class JobSpec(Spec):
             raise PydanticCustomError(
                 "attn_implementation",
                 "training.attn_implementation 'varlen_attn' needs GPUs and bfloat16, and resources.gpus_per_worker is "
-                "{gpus}, model.dtype {dtype}; auto or sdpa would do",
+                "{gpus}, model.dtype {dtype}; use auto or sdpa",
                 {
                     "field": "training.attn_implementation",
                     "value": self.training.attn_implementation,

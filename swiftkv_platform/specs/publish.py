@@ -1,13 +1,49 @@
-"""Places to publish a model to, beside the platform's own store. Looks nothing up."""
+"""Places to publish a model to, beside the platform's own store, and receivers of a job's news. Looks nothing up."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.base import Spec
+
+_HOST = re.compile(r"[A-Za-z0-9.:-]+")
+Status = Literal[
+    "queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"
+]
+
+
+class WebhookSpec(FrozenModel):
+    """Receiver of a job's changes of status."""
+
+    url: Annotated[str, Field(max_length=500)]
+    """Address on a host that the operator allows. It carries no credentials and no query: what is sent is signed."""
+    secret_ref: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    """Name of the tenant's secret that signs; the secret itself stays with the operator."""
+    on: tuple[Status, ...] = ()
+    """Statuses that are told; none named: all."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_plain(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("https", "http") or not _HOST.fullmatch(parts.hostname or ""):
+            raise ValueError("an https:// address is needed")
+        if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+            raise ValueError("credentials, queries and fragments are refused: the signature says who sends")
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError("its port is no number in 0..65535") from error
+        return url
+
+    def wants(self, status: str) -> bool:
+        return not self.on or status in self.on
+
 
 _HUB = re.compile(r"hf://(?P<repository>[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})")
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=+@,-]+)+")
@@ -23,7 +59,7 @@ def kind_of(target: str) -> Literal["hub", "store"]:
         return "store"
     raise ValueError(
         f"{target[:120]!r} is no place to publish to; hf://organization/name, s3://bucket/prefix or an absolute "
-        "directory would do"
+        "directory is accepted"
     )
 
 

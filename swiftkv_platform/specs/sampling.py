@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.early_exit import EarlyExit
-from swiftkv_platform.specs.limits import (
+from swiftkv_platform.specs.base import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_LOOKUP_TOKENS,
@@ -21,6 +20,7 @@ from swiftkv_platform.specs.limits import (
     MAX_TOP_K,
     MIN_TEMPERATURE,
 )
+from swiftkv_platform.specs.early_exit import EarlyExit
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
+from swiftkv_platform.specs.base import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between two tokens of JSON: enough for indented text, too little to go on for ever."""
@@ -21,7 +21,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 @dataclass(frozen=True)
 class StructuredOutputs:
     """One constraint. Raises `InvalidInputError` unless exactly one is given, for text that is no Unicode, for a schema
-    that is no JSON object, and for what is too long or too deep to be compiled (`engine/limits.py`)."""
+    that is no JSON object, and for what is too long or too deep to be compiled (limits: `specs/base.py`)."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema that the answer validates against: its text, or the object."""
@@ -55,11 +55,8 @@ class StructuredOutputs:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any] | Self | None) -> Self | None:
-        """The fields by name, or the constraint itself; None is none.
-
-        Raises:
-            InvalidInputError: naming the field and what it accepts.
-        """
+        """The fields by name, or the constraint itself; None is none. Raises `InvalidInputError`: naming the field and
+        what it accepts."""
         if value is None or isinstance(value, cls):
             return value
         known = [one.name for one in fields(cls) if one.name != "source"]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.sequence import IntermediateTensors
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-from swiftkv_platform.vllm.adapters import BASE_PREFIX, adapter_of, base_weights
+from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, VLLMFamily, architecture
 from swiftkv_platform.vllm.model import SwiftKVDecoder
 from swiftkv_platform.vllm.names import StudentNames
@@ -65,11 +69,8 @@ class SwiftKVForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint in the common format, ours or the reference's; an adapter with its base's after its own.
-
-        Raises:
-            ModelError: SwiftKV tensors that are missing or that the configuration has no place for; another base than
-                the adapter's.
-        """
+        Raises `ModelError`: SwiftKV tensors that are missing or that the configuration has no place for; another base
+        than the adapter's."""
         if self.adapter is not None:
             weights = self.adapter.apply(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
         groups = self.model.groups if self.model.layer_map.leaders else None
@@ -89,3 +90,39 @@ for _family in FAMILIES.values():
 for _model_type in UNSERVED:
     # The registry inspects a class before `checks.py` can refuse the model; none of these is ever made.
     _define(architecture(_model_type))
+
+
+BASE_PREFIX = "base_model/"
+"""Prefix by which the base's tensors are told from the adapter's; no tensor's name has a slash."""
+_UNREAD = ("s3://", "builtin:")
+
+
+def adapter_of(model: ModelConfig) -> AdapterConfig | None:
+    """The adapter that vLLM is to serve; None for a whole model. Raises `ModelError`: a damaged adapter, or one whose
+    base vLLM cannot find."""
+    document = get_hf_file_to_dict(ADAPTER, model.model, model.revision)
+    if document is None:
+        return None
+    adapter = AdapterConfig.parse(document, model.model)
+    adapter.check_shape(model.hf_config, model.model)
+    check_readable(adapter.base.name_or_path, model.model)
+    return adapter
+
+
+def check_readable(name: str, source: str) -> None:
+    """Raises `ModelError` for a base that is neither a directory nor a hub id."""
+    is_missing = Path(name).is_absolute() and not Path(name).is_dir()
+    if name.startswith(_UNREAD) or name.endswith(".gguf") or is_missing:
+        raise ModelError(
+            f"base.name_or_path is {name!r}, and vLLM reads a directory of this machine or a hub id; `swiftkv export "
+            f"{source} WHOLE` makes a whole model, which is accepted (with --base DIRECTORY where the base has moved)",
+            field="base.name_or_path",
+            value=name,
+        )
+
+
+def base_weights(adapter: AdapterConfig) -> DefaultModelLoader.Source:
+    """The base's weight files, as vLLM is told of them."""
+    return DefaultModelLoader.Source(
+        model_or_path=adapter.base.name_or_path, revision=adapter.base.revision, prefix=BASE_PREFIX
+    )

@@ -24,11 +24,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Refuse what concerns the model alone.
-
-        Raises:
-            ModelError: naming the option, its value and what would do.
-        """
+        """Refuse what concerns the model alone. Raises `ModelError`, naming option, value and what is accepted."""
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
         family = config.model_type.removesuffix("_swiftkv")
@@ -36,9 +32,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             raise _refusal(f"{config.model_type} is not served by vLLM: {UNSERVED[family]}", "model_type", family)
         if model_config.runner_type != "generate":
             raise _refusal(
-                "hidden states of skipped tokens do not exist; only runner=generate would do",
-                "runner",
-                model_config.runner_type,
+                "hidden states of skipped tokens do not exist; use runner=generate", "runner", model_config.runner_type
             )
         heads = config.num_key_value_heads_swiftkv
         if config.swiftkv and heads not in (None, config.num_key_value_heads):
@@ -57,11 +51,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuse what cannot be with skipped tokens or a shared KV cache, and switch vLLM's fast prefill on.
-
-        Raises:
-            ModelError: naming the option, its value and what would do.
-        """
+        """Refuse what cannot be with skipped tokens or a shared KV cache, and switch vLLM's fast prefill on. Raises
+        `ModelError`: naming the option, its value and what is accepted."""
         _check_parallelism(vllm_config)
         _check_features(vllm_config)
         config: Any = vllm_config.model_config.hf_config
@@ -84,11 +75,7 @@ def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
-    for option in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (value := getattr(parallel, option)) != 1:
             raise _refusal(f"{option} is {value}; SwiftKV models take 1, and any tensor_parallel_size", option, value)
     if parallel.enable_dbo:
@@ -114,7 +101,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
     if speculative is not None and speculative.method != "ngram":
         raise _refusal(
             f"the {speculative.method} method drafts from hidden states or weights that a student has not; "
-            f"ngram would do, or lossless early exit in {_NATIVE}",
+            f"use ngram, or lossless early exit in {_NATIVE}",
             "speculative_config.method",
             speculative.method,
         )
@@ -122,7 +109,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
     if quantization is not None:
         raise _refusal(
             f"weights quantised with {quantization} are not served: the scales of fused SwiftKV projections are not "
-            "mapped; a checkpoint in bfloat16 would do, and kv_cache_dtype=fp8 works",
+            "mapped; use a checkpoint in bfloat16, and kv_cache_dtype=fp8 works",
             "quantization",
             quantization,
         )

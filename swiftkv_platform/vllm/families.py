@@ -68,6 +68,15 @@ FAMILIES = {
 
 UNSERVED = {
     "deepseek_v2": "vLLM's multi-head latent attention cannot share a KV cache between layers; "
-    "this project's own engine serves DeepSeek-V2 students",
+    "this project's own engine serves DeepSeek-V2 students"
 }
 """Families without a row above: the reason, and what serves them."""
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """List each layer's window in tokens, None for full attention."""
+    window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * count
+    return [window if kind == "sliding_attention" else None for kind in types]

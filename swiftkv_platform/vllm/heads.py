@@ -78,7 +78,7 @@ def _stored_dim(head_dim: int) -> int:
     larger = [size for size in sizes if size >= head_dim]
     if not larger:
         raise ModelError(
-            f"heads of {head_dim} dimensions are more than vLLM's CPU attention takes; up to {max(sizes)} would do",
+            f"heads of {head_dim} dimensions are more than vLLM's CPU attention takes; up to {max(sizes)} are accepted",
             field="head_dim",
             value=head_dim,
         )

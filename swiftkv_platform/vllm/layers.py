@@ -27,9 +27,8 @@ from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.vllm.families import VLLMFamily
+from swiftkv_platform.vllm.families import VLLMFamily, layer_windows
 from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
-from swiftkv_platform.vllm.windows import layer_windows
 
 
 class OwnAttention(nn.Module):

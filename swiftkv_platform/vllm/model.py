@@ -26,15 +26,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
 from swiftkv_platform.planning import LayerMap
-from swiftkv_platform.vllm.families import VLLMFamily
-from swiftkv_platform.vllm.layers import (
-    DecoderLayer,
-    GroupKeyValue,
-    GroupProjections,
-    OwnAttention,
-    SharedAttention,
-)
-from swiftkv_platform.vllm.windows import layer_windows
+from swiftkv_platform.vllm.families import VLLMFamily, layer_windows
+from swiftkv_platform.vllm.layers import DecoderLayer, GroupKeyValue, GroupProjections, OwnAttention, SharedAttention
 
 
 def student_map(config: Any) -> LayerMap:
@@ -75,12 +68,7 @@ class LowerHalf(nn.Module):
     """Layers < l, and K and V of all groups above."""
 
     def __init__(
-        self,
-        *,
-        embed_tokens: nn.Module,
-        layers: nn.ModuleList,
-        norm: nn.Module,
-        groups: GroupProjections,
+        self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module, groups: GroupProjections
     ) -> None:
         super().__init__()
         self.embed_tokens, self.layers, self.norm, self.groups = embed_tokens, layers, norm, groups
@@ -163,10 +151,7 @@ class SwiftKVDecoder(nn.Module):
         first = layer_map.num_key_value_layers
         with set_model_tag("lower"):
             self.lower = LowerHalf(
-                embed_tokens=self.embed_tokens,
-                layers=self.layers[:first],
-                norm=self.norm_swiftkv,
-                groups=self.groups,
+                embed_tokens=self.embed_tokens, layers=self.layers[:first], norm=self.norm_swiftkv, groups=self.groups
             )
         with set_model_tag("upper"):
             self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)

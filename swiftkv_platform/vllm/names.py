@@ -52,11 +52,8 @@ class StudentNames:
     def check(
         self, weights: Iterable[tuple[str, torch.Tensor]], spread: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand the tensors on; those of groups spread over the ranks by `spread`.
-
-        Raises:
-            ModelError: when they end, naming SwiftKV tensors that were missing or not expected.
-        """
+        """Hand the tensors on; those of groups spread over the ranks by `spread`. Raises `ModelError`: when they end,
+        naming SwiftKV tensors that were missing or not expected."""
         seen = set()
         for name, tensor in weights:
             if "_swiftkv." in name:

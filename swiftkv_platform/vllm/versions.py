@@ -11,11 +11,8 @@ KNOWN_VERSIONS = ("0.29", "0.30")
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM of another minor version than `KNOWN_VERSIONS`.
-
-    Raises:
-        ModelError: naming the version that is installed and those that would do.
-    """
+    """Refuse a vLLM of another minor version than `KNOWN_VERSIONS`. Raises `ModelError`: naming the version that is
+    installed and those that are accepted."""
     found = re.match(r"\d+\.\d+", version)
     if found is None or found[0] not in KNOWN_VERSIONS:
         known = " or ".join(f"{known}.*" for known in KNOWN_VERSIONS)

@@ -26,6 +26,7 @@ from tests.unit.api.conftest import SPEC, Server, served_control_plane
 expect = playwright.expect
 Page = playwright.Page
 
+PASSED = {"passed": True, "outcome": "passed"}
 REPORT: dict[str, Any] = {
     "teacher": {"perplexity": 13.46},
     "rewired": {"perplexity": 35.16, "kl": 0.974, "top1_agreement": 0.49},
@@ -36,23 +37,11 @@ REPORT: dict[str, Any] = {
     "ttft_ms": {"dense": 376.0, "swiftkv": 196.0},
     "tokens_trained": 817334,
     "gates": [
-        {
-            "field": "evaluation.max_kl",
-            "subject": "KL to the teacher",
-            "limit": 0.2,
-            "value": 0.173,
-            "passed": True,
-            "outcome": "passed",
-            "interval": [0.16, 0.186],
-        },
-        {
-            "field": "evaluation.min_top1_agreement",
-            "subject": "top-1 agreement",
-            "limit": 0.7,
-            "value": 0.777,
-            "passed": True,
-            "outcome": "passed",
-        },
+        {"field": f"evaluation.{field}", "subject": subject, "limit": limit, "value": value, **more, **PASSED}
+        for field, subject, limit, value, more in (
+            ("max_kl", "KL to the teacher", 0.2, 0.173, {"interval": [0.16, 0.186]}),
+            ("min_top1_agreement", "top-1 agreement", 0.7, 0.777, {}),
+        )
     ],
 }
 TRIALS: list[dict[str, Any]] = [
@@ -148,6 +137,10 @@ def busy_replica() -> Script:
 
 def answer_events() -> list[tuple[None, Any]]:
     """An answer of which two tokens exited early and two were drafted."""
+
+    def counts(exited: int, drafted: int) -> dict[str, int]:
+        return {"num_exited_tokens": exited, "num_accepted_tokens": drafted}
+
     pieces = [
         ("Prompts", 0, 0, 1),
         (" stop", 1, 0, 1),
@@ -156,17 +149,7 @@ def answer_events() -> list[tuple[None, Any]]:
         (" go on.", 1, 0, 1),
     ]
     events = [
-        {
-            "choices": [
-                {
-                    "index": 0,
-                    "text": text,
-                    "token_ids": [1] * tokens,
-                    "num_exited_tokens": exited,
-                    "num_accepted_tokens": drafted,
-                }
-            ]
-        }
+        {"choices": [{"index": 0, "text": text, "token_ids": [1] * tokens, **counts(exited, drafted)}]}
         for text, exited, drafted, tokens in pieces
     ]
     usage = {"prompt_tokens": 12, "completion_tokens": 7, "prefill_layers_skipped_tokens": 11, "early_exit_tokens": 2}
@@ -201,8 +184,7 @@ def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str,
     worker.say("status", status="evaluating", time=begun + 180)
     server.tick()
     forward(server, 60)
-    server.cluster.finish(f"{job_id}-1", SubmissionStatus.SUCCEEDED)
-    server.tick()
+    server.end(job_id)
     job: dict[str, Any] = server.get(f"/jobs/{job_id}")
     assert job["status"] == "succeeded"
     return job
@@ -213,8 +195,7 @@ def evaluated(server: Server) -> str:
     (job,) = server.get("/jobs", status="queued")["data"]
     server.tick()
     write_artifact(server, job["id"])
-    server.cluster.finish(f"{job['id']}-1", SubmissionStatus.SUCCEEDED)
-    server.tick()
+    server.end(job["id"])
     model: str = server.get(f"/jobs/{job['id']}")["distilled_model"]
     return model
 
@@ -231,13 +212,10 @@ def write_artifact(server: Server, job_id: str) -> None:
 def failed(server: Server) -> str:
     """A job that has run out of memory; returns its id."""
     job_id: str = server.submit(name="too-large")["id"]
-    server.tick()
-    worker = server.worker(job_id)
-    worker.say("status", status="running")
+    worker = server.run(job_id)
     worker.say("error", OUT_OF_MEMORY, code="out_of_memory", retryable=False)
     server.tick()
-    server.cluster.finish(f"{job_id}-1", SubmissionStatus.FAILED)
-    server.tick()
+    server.end(job_id, SubmissionStatus.FAILED)
     assert server.get(f"/jobs/{job_id}")["status"] == "failed"
     return job_id
 

@@ -6,6 +6,7 @@ With `SWIFTKV_SCREENSHOTS` the pages of the documentation are written to that di
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,27 +26,23 @@ TOO_WIDE = """() => document.documentElement.scrollWidth <= innerWidth ? []
   : [...document.querySelectorAll("main *, header *")]
     .filter((element) => element.getBoundingClientRect().right > innerWidth)
     .map((element) => `${element.tagName}.${element.className}`)"""
-SHOWN = {
-    "overview": 1280,
-    "job": 1280,
-    "new job": 1280,
-    "playground": 1280,
-    "sweep": 1280,
-    "audit": 1280,
-    "checkpoints": 1280,
-}
+SHOWN = {"overview", "job", "new job", "playground", "sweep", "audit", "checkpoints"}
 """Pages and parts of them whose pictures the documentation has; the overview also as on a phone in the dark."""
 WIDTHS = {1280: 900, 390: 844}
 FOLDER = os.environ.get("SWIFTKV_SCREENSHOTS")
 
 
-@pytest.mark.slow  # two dozen pages under axe-core
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: str) -> None:
+@pytest.mark.slow("a dozen pages under axe-core")
+@pytest.mark.parametrize(
+    ("scheme", "widths"),
+    [("light", (1280,)), *(pytest.param(each, WIDTHS, marks=pytest.mark.soak("twice")) for each in ("light", "dark"))],
+    ids=["light and wide", "light", "dark"],
+)
+def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: str, widths: Iterable[int]) -> None:
     pages = team(server)
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    for width, height in WIDTHS.items():
-        page.set_viewport_size({"width": width, "height": height})
+    for width in widths:
+        page.set_viewport_size({"width": width, "height": WIDTHS[width]})
         for name, path in pages.items():
             page.goto(f"{address(server)}/#/{path}")
             page.locator("main h1").first.wait_for()
@@ -68,15 +65,12 @@ def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: 
             picture(page, name, width, scheme)
             if name == "job":
                 picture(page.get_by_role("region", name="Checkpoints"), "checkpoints", width, scheme)
-    page.goto("about:blank")
 
 
 def picture(shown: Page | playwright.Locator, name: str, width: int, scheme: str) -> None:
     """Write a picture of the page or a part of it, where the documentation shows it."""
-    wanted = (name in SHOWN and width == SHOWN[name] and scheme == "light") or (
-        name == "overview" and width == min(WIDTHS) and scheme == "dark"
-    )
-    if not FOLDER or not wanted:
+    on_a_phone = (name, width, scheme) == ("overview", min(WIDTHS), "dark")
+    if not FOLDER or not (on_a_phone or (name in SHOWN and width == max(WIDTHS) and scheme == "light")):
         return
     suffix = "" if scheme == "light" else "-phone-dark"
     file = Path(FOLDER) / f"dashboard-{name.replace(' ', '-')}{suffix}.png"

@@ -54,9 +54,9 @@ def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, pa
     select("From", "2001-01-01T00:00", 3)
     select("Until", "2001-01-01T00:00", 0)
     assert page.locator("datalist option[value='/jobs/{job_id}/cancel']").count() == 1
-    page.goto("about:blank")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_long_trail_is_read_page_by_page(server: Server, page: Page) -> None:
     trail, now = SqlAudit(server.parts.database), time.time()  # retention removes what is a year old
     for number in range(120):
@@ -78,6 +78,7 @@ def test_a_long_trail_is_read_page_by_page(server: Server, page: Page) -> None:
 @pytest.mark.parametrize(
     ("name", "operator", "scope"), [("root", True, Scope.ADMIN), ("reader", False, Scope.JOBS_READ)]
 )
+@pytest.mark.soak("a long scene")
 def test_the_way_to_the_trail_is_shown_to_who_may_read_it(
     page: Page, tmp_path: Path, empty_database: Path, name: str, operator: bool, scope: Scope
 ) -> None:

@@ -1,18 +1,32 @@
-"""The dashboard in a real Chromium: a job from its spec to its report, and the door that keys close."""
+"""The dashboard in a real Chromium: a job from spec to report, the landing page, the theme, and the door of keys."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from sqlalchemy import text
 
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
-from tests.browser.scenes import Page, address, expect, paste, sweep, write_artifact
+from tests.browser.scenes import (
+    OUT_OF_MEMORY,
+    Page,
+    address,
+    deploy,
+    expect,
+    failed,
+    paste,
+    sweep,
+    trained,
+    write_artifact,
+)
+from tests.browsers import playwright
 from tests.unit.api.conftest import SPEC, Server, make_parts, served_control_plane
 
 
+@pytest.mark.soak("a long scene")
 def test_a_job_that_cannot_be_read_is_named(server: Server, page: Page) -> None:
     ids = [server.client.post("/jobs", json=SPEC).json()["id"] for _ in range(2)]
     with server.parts.database.writing() as session:
@@ -22,6 +36,7 @@ def test_a_job_that_cannot_be_read_is_named(server: Server, page: Page) -> None:
     expect(page.get_by_text(f"cannot read them: {ids[0]}")).to_be_visible()
 
 
+@pytest.mark.soak("a long scene")
 def test_a_job_from_its_spec_to_its_report(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/jobs")
     expect(page.get_by_text("No jobs.")).to_be_visible()
@@ -131,6 +146,7 @@ def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: 
         page.goto("about:blank")
 
 
+@pytest.mark.soak("a long scene")
 def test_the_api_reference_needs_no_other_host(server: Server, page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -141,14 +157,112 @@ def test_the_api_reference_needs_no_other_host(server: Server, page: Page) -> No
     assert [entry for entry in asked if not entry.startswith((address(server), "data:"))] == []
 
 
-def test_a_stranger_page_can_neither_frame_nor_script(server: Server) -> None:
-    for path in ("/", "/dashboard/app.js"):
-        headers = server.client.get(path).headers
-        assert "frame-ancestors 'none'" in headers["content-security-policy"]
-        assert headers["x-content-type-options"] == "nosniff"
-    outside = (
-        Path("swiftkv_platform/api/dashboard").rglob("*.js"),
-        Path("swiftkv_platform/api/dashboard").glob("*.html"),
-    )
-    for file in (file for files in outside for file in files if "vendor" not in file.parts):
-        assert "https://" not in file.read_text(), file
+@pytest.mark.soak("a long scene")
+def test_an_empty_control_plane_leads_to_a_first_job(server: Server, page: Page) -> None:
+    page.goto(address(server))
+    expect(page.get_by_text("No job runs or waits")).to_be_visible()
+    expect(page.get_by_text("Nothing is served")).to_be_visible()
+    expect(page.get_by_text("Nothing failed")).to_be_visible()
+    page.get_by_role("link", name="Start one from a recipe").click()
+    expect(page.get_by_role("heading", name="New job")).to_be_visible()
+
+
+def test_the_overview_shows_work_service_and_failures(server: Server, page: Page) -> None:
+    failed(server)
+    deploy(server, route_prefix="/chat")
+    job = server.submit(name="first", resources={"num_workers": 2, "cpus_per_worker": 3})["id"]
+    server.submit(name="second")
+    server.tick()
+    worker = server.worker(job)
+    worker.say("status", status="running")
+    for step, time in ((1, 2000), (3, 2040)):
+        worker.step(step, time=time)
+    server.tick()
+    page.goto(address(server))
+
+    def panel(title: str) -> playwright.Locator:
+        return page.locator("section.panel", has=page.get_by_role("heading", name=title))
+
+    work = panel("Running and waiting")
+    expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text("2 min left")  # 7 steps of 20 s
+    expect(work.get_by_role("listitem").filter(has_text="second")).to_contain_text("waits")
+    held = server.get("/quota")["held_by_jobs"]["cpus"]
+    assert held >= 6, "two workers of three cores"
+    expect(panel("Cluster in use")).to_contain_text(f"{held:g} by jobs")
+    expect(panel("Cluster in use")).to_contain_text("tenant default")
+    served = panel("Deployments")
+    expect(served).to_contain_text("/chat")
+    expect(served).to_contain_text("TTFT 200 ms")  # once there are two measurements
+    expect(panel("Failed lately")).to_contain_text(f"out_of_memory {OUT_OF_MEMORY}")
+
+
+@pytest.mark.soak("a long scene")
+def test_a_figure_that_nothing_tells_is_unknown(server: Server, page: Page) -> None:
+    deploy(server)
+    server.client.delete(f"/deployments/{server.get('/deployments')['data'][0]['id']}")
+    page.goto(address(server))
+    unknown = page.get_by_title("the deployment is deleting").first
+    expect(unknown).to_contain_text("unknown")
+
+
+LIGHT, DARK = "rgb(246, 247, 249)", "rgb(17, 20, 26)"
+
+
+def theme(page: Page, name: str) -> playwright.Locator:
+    return page.get_by_role("group", name="Theme").get_by_role("radio", name=name)
+
+
+def expect_paper(page: Page, color: str) -> None:
+    expect(page.locator("body")).to_have_css("background-color", color)
+
+
+@pytest.mark.soak("a long scene")
+def test_a_theme_is_chosen_by_keyboard_and_kept(server: Server, page: Page) -> None:
+    page.emulate_media(color_scheme="light")
+    page.goto(address(server))
+    expect(theme(page, "As the system")).to_be_checked()
+    expect_paper(page, LIGHT)
+    theme(page, "As the system").focus()
+    page.keyboard.press("ArrowRight")
+    expect(theme(page, "Light")).to_be_checked()
+    page.keyboard.press("ArrowRight")
+    expect(theme(page, "Dark")).to_be_checked()
+    expect_paper(page, DARK)
+    page.reload()
+    expect(theme(page, "Dark")).to_be_checked()
+    expect_paper(page, DARK)
+    theme(page, "As the system").focus()
+    page.keyboard.press("Space")
+    expect_paper(page, LIGHT)
+    page.emulate_media(color_scheme="dark")
+    expect_paper(page, DARK)
+
+
+def test_the_theme_is_there_before_the_first_paint(server: Server, page: Page) -> None:
+    page.emulate_media(color_scheme="light")
+    page.goto(address(server))
+    theme(page, "Dark").check(force=True)
+    expect_paper(page, DARK)
+    page.route("**/dashboard/app.js", lambda route: route.fulfill(body="", content_type="text/javascript"))
+    page.reload()
+    expect_paper(page, DARK)
+    blocking = page.evaluate("""() => performance.getEntriesByType("resource")
+      .filter((entry) => entry.renderBlockingStatus === "blocking").map((entry) => new URL(entry.name).pathname)""")
+    assert {"/dashboard/theme-at-start.js", "/dashboard/style.css"} <= set(blocking)
+
+
+@pytest.mark.soak("a long scene")
+def test_other_tabs_and_charts_follow(server: Server, page: Page) -> None:
+    job = trained(server)
+    page.emulate_media(color_scheme="light")
+    page.goto(f"{address(server)}/#/jobs/{job['id']}")
+    chart = page.get_by_role("img", name="Loss by step").locator("canvas")
+    chart.wait_for()
+    other = page.context.new_page()
+    other.goto(address(server))
+    drawn = chart.evaluate("canvas => canvas.toDataURL()")
+    theme(other, "Dark").check(force=True)
+    expect(theme(page, "Dark")).to_be_checked()
+    expect_paper(page, DARK)
+    page.wait_for_function("([canvas, drawn]) => canvas.toDataURL() !== drawn", arg=[chart.element_handle(), drawn])
+    other.close()

@@ -1,10 +1,13 @@
-"""A job's page: phases on a line of time, a log that is searched, checkpoints, and the worst measure first."""
+"""A new job, whose form and editor are in step, and the page of one: phases, log, checkpoints, worst measure."""
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import yaml
 
-from tests.browser.scenes import PUBLISH_TARGET, Page, address, evaluated, expect, trained
+from tests.browser.scenes import PUBLISH_TARGET, Page, address, editor, evaluated, expect, paste, trained
 from tests.browsers import playwright
 from tests.unit.api.conftest import Server
 
@@ -23,6 +26,7 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
     expect(checkpoints.get_by_role("row").filter(has_text="ckpt_00000030")).to_contain_text("lowest")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_chart_tells_its_last_values_until_the_pointer_asks_for_others(server: Server, page: Page) -> None:
     job = trained(server)
     page.goto(f"{address(server)}/#/jobs/{job['id']}")
@@ -34,6 +38,7 @@ def test_a_chart_tells_its_last_values_until_the_pointer_asks_for_others(server:
     expect(legend).to_have_text(["30", "0.462"])
 
 
+@pytest.mark.soak("a long scene")
 def test_the_log_and_the_events_are_searched(server: Server, page: Page) -> None:
     job = trained(server)
     page.goto(f"{address(server)}/#/jobs/{job['id']}")
@@ -51,6 +56,7 @@ def test_the_log_and_the_events_are_searched(server: Server, page: Page) -> None
     expect(page.get_by_role("region", name="Events, newest first").get_by_role("row")).to_have_count(2)
 
 
+@pytest.mark.soak("a long scene")
 def test_runs_are_laid_over_each_other(server: Server, page: Page) -> None:
     trained(server, "first")
     trained(server, "second")
@@ -61,6 +67,7 @@ def test_runs_are_laid_over_each_other(server: Server, page: Page) -> None:
     expect(page.get_by_role("img", name="Loss by step; last: first 0.4615, second 0.4615")).to_be_visible()
 
 
+@pytest.mark.soak("a long scene")
 def test_jobs_are_searched_and_sorted(server: Server, page: Page) -> None:
     for name in ("beta", "alpha", "gamma"):
         server.submit(name=name)
@@ -83,6 +90,7 @@ def checkpoint(server: Server, page: Page, job_id: str, step: int) -> playwright
     return page.get_by_role("region", name="Checkpoints").get_by_role("row").filter(has_text=f"ckpt_{step:08d}")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_checkpoint_is_evaluated_and_deployed(server: Server, page: Page) -> None:
     job = trained(server)
     row = checkpoint(server, page, job["id"], 15)
@@ -102,9 +110,9 @@ def test_a_checkpoint_is_evaluated_and_deployed(server: Server, page: Page) -> N
         expect(row).to_contain_text(answer)
     (deployment,) = server.get("/deployments")["data"]
     assert (deployment["model"], deployment["route_prefix"]) == (model, "/step-15")
-    page.goto("about:blank")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_checkpoint_is_evaluated_before_it_is_published(server: Server, page: Page) -> None:
     row = checkpoint(server, page, trained(server)["id"], 30)
     form = row.get_by_role("form", name="Publish")
@@ -122,9 +130,9 @@ def test_a_checkpoint_is_evaluated_before_it_is_published(server: Server, page: 
     (copy,) = server.get("/jobs", status="queued")["data"]
     assert copy["spec"]["publish"] == {"adapter": False, "to": f"{PUBLISH_TARGET}/half", "private": False}
     assert copy["spec"]["training"]["from"] == model
-    page.goto("about:blank")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_job_continues_from_a_checkpoint(server: Server, page: Page) -> None:
     job = trained(server, training={"max_steps": 30})
     checkpoint(server, page, job["id"], 15).get_by_role("link", name="Continue from here").click()
@@ -136,9 +144,9 @@ def test_a_job_continues_from_a_checkpoint(server: Server, page: Page) -> None:
     page.get_by_role("button", name="Submit job").click()
     expect(page.get_by_role("heading", name="goes-on")).to_be_visible()
     assert server.get("/jobs")["data"][0]["spec"]["training"]["from"] == training["from"]
-    page.goto("about:blank")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_checkpoint_of_a_job_that_runs_is_refused_beside_its_button(server: Server, page: Page) -> None:
     job_id = server.submit()["id"]
     server.tick()
@@ -150,4 +158,90 @@ def test_a_checkpoint_of_a_job_that_runs_is_refused_beside_its_button(server: Se
     row.get_by_role("button", name="Evaluate").click()
     expect(row.get_by_role("alert")).to_contain_text("pause it, or wait for its end")
     assert len(server.get("/jobs")["data"]) == 1
-    page.goto("about:blank")
+
+
+_LIST_OPENS_MS = 150
+
+
+def plan(page: Page) -> playwright.Locator:
+    return page.get_by_label("Plan", exact=True)
+
+
+def accept(page: Page, completion: str) -> None:
+    """Take the one completion that is offered, no sooner than the editor listens: a list that has just opened does not
+    take what was typed for the text."""
+    expect(page.locator(".cm-completionLabel")).to_have_text(completion)
+    page.wait_for_timeout(_LIST_OPENS_MS)
+    page.keyboard.press("Enter")
+
+
+@pytest.mark.soak("a long scene")
+def test_the_form_and_the_editor_say_the_same(server: Server, page: Page) -> None:
+    page.goto(f"{address(server)}/#/submit?recipe=builtin-python-5m")
+    expect(page.get_by_label("Steps")).to_have_value("100")
+    page.get_by_label("Steps").fill("60")
+    expect(editor(page)).to_contain_text("max_steps: 60 # three to four minutes")  # the comment stays
+    page.get_by_label("l, layers with KV").fill("5")
+    expect(editor(page)).to_contain_text("num_key_value_layers: 5")
+    expect(editor(page)).not_to_contain_text("prefill_reduction")  # one stands in for the other
+    paste(page, "name: typed\nmodel: {name_or_path: builtin:python-5m}\nresources: {num_workers: 3}\n")
+    expect(page.get_by_label("Name")).to_have_value("typed")
+    expect(page.get_by_label("Workers")).to_have_value("3")
+    page.get_by_label("Exit head").check()
+    expect(editor(page)).to_contain_text("early_exit: true")
+
+
+@pytest.mark.soak("a long scene")
+def test_the_plan_follows_what_is_typed_and_names_what_does_not_fit(server: Server, page: Page) -> None:
+    page.goto(f"{address(server)}/#/submit?recipe=builtin-python-5m")
+    expect(plan(page).get_by_role("status")).to_have_text("accepted")
+    layers = plan(page).locator("dt", has_text="layers skipped").locator("+ dd")
+    expect(layers).to_have_text("6 of 12")
+    page.get_by_label("l, layers with KV").fill("9")
+    expect(layers).to_have_text("3 of 12")
+    expect(plan(page)).to_contain_text("memory a worker")
+    phases = plan(page).locator("li", has_text="of a node's disk")
+    expect(phases).to_have_count(5)
+    expect(phases.nth(2)).to_have_text(re.compile(r"train[\d.]+ MiB"))
+    page.get_by_label("l, layers with KV").fill("99")
+    field = page.get_by_label("l, layers with KV")
+    expect(field).to_have_attribute("aria-invalid", "true")
+    expect(page.locator(f"#{field.get_attribute('aria-describedby')}")).to_contain_text("99")
+    expect(plan(page).get_by_role("status")).to_have_text("does not fit")
+    expect(page.locator(".cm-lintRange-error")).to_have_text("num_key_value_layers")
+    plan(page).get_by_role("button", name="swiftkv.num_key_value_layers").click()
+    expect(editor(page)).to_be_focused()
+
+
+@pytest.mark.soak("a long scene")
+def test_the_editor_completes_and_checks_against_the_schema(server: Server, page: Page) -> None:
+    page.goto(f"{address(server)}/#/submit")
+    paste(page, "name: a\nmodel: {name_or_path: org/teacher}\nswiftkv:\n  ")
+    page.keyboard.press("Control+End")
+    editor(page).press_sequentially("initi")
+    accept(page, "initialization")
+    editor(page).press_sequentially("co")
+    accept(page, "copied")
+    expect(editor(page)).to_contain_text("initialization: copied")
+    paste(page, "name: a\nmodel: {name_or_path: org/teacher, dtyp: x}\n")
+    expect(plan(page)).to_contain_text("model.dtyp")
+    paste(page, "name: [\n")
+    expect(plan(page)).to_contain_text("cannot be read")
+    expect(page.get_by_label("Name")).to_be_disabled()
+
+
+def test_a_clone_has_what_was_chosen_and_no_defaults(server: Server, page: Page) -> None:
+    job = server.submit(name="origin", training={"max_steps": 7})
+    page.goto(f"{address(server)}/#/jobs/{job['id']}")
+    page.get_by_role("link", name="Clone").click()
+    expect(page.get_by_label("Steps")).to_have_value("7")
+    lines = page.locator(".cm-line").all_inner_texts()
+    assert yaml.safe_load("\n".join(lines)) == {
+        "name": "origin",
+        "model": {"name_or_path": "org/teacher"},
+        "training": {"max_steps": 7},
+    }
+    page.get_by_label("Name").fill("copy")
+    page.get_by_role("button", name="Submit job").click()
+    expect(page.get_by_role("heading", name="copy")).to_be_visible()
+    assert [each["name"] for each in server.get("/jobs")["data"]] == ["copy", "origin"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.browser.scenes import Page, address, deploy, expect, trained
 from tests.browsers import playwright
 from tests.unit.api.conftest import Server
@@ -19,9 +21,9 @@ def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page
     expect(tile.filter(has_text="exited early")).to_contain_text("21.5")
     expect(tile.filter(has_text="KV cache")).to_contain_text("25")
     expect(page.get_by_role("img", name="Time to first token by second; last: time to first token")).to_be_visible()
-    page.goto("about:blank")
 
 
+@pytest.mark.soak("a long scene")
 def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) -> None:
     first, second = (trained(server, name)["distilled_model"] for name in ("first", "second"))
     deployment = deploy(server, first, route_prefix="/chat")
@@ -44,9 +46,9 @@ def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) ->
         page.get_by_role("button", name="Swap in").click()
     expect(page.locator("main .head .status")).to_have_text("swapping")
     assert (stored()["model"], stored()["candidate"]) == (second, None)
-    page.goto("about:blank")
 
 
+@pytest.mark.soak("a long scene")
 def test_what_is_typed_stays_while_the_page_is_renewed(server: Server, page: Page) -> None:
     deployment = deploy(server, route_prefix="/chat")
     page.goto(f"{address(server)}/#/deployments/{deployment}")
@@ -58,7 +60,6 @@ def test_what_is_typed_stays_while_the_page_is_renewed(server: Server, page: Pag
             pass
     expect(page.get_by_role("heading", name="Now")).to_be_visible()
     assert (share.input_value(), most.input_value()) == ("10", "3")
-    page.goto("about:blank")
 
 
 def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Page) -> None:
@@ -99,12 +100,12 @@ def test_two_models_answer_side_by_side_with_their_exits_and_drafts_marked(serve
         expect(talk.locator(".drafted")).to_have_text(" layer l and")
         expect(talk.locator(".live")).to_contain_text("22 ms")
         expect(talk.locator(".live")).to_contain_text("125")  # tokens per second, of 8 ms a token
-    page.goto("about:blank")
 
 
 ANSWER = 'data: {"choices": [{"text": " pass", "num_exited_tokens": 1}]}\n\ndata: [DONE]\n\n'
 
 
+@pytest.mark.soak("a long scene")
 def test_the_playground_asks_for_what_was_chosen(server: Server, page: Page) -> None:
     deploy(server)
     asked = asked_by(page, "**/generate", ANSWER)
@@ -134,7 +135,6 @@ def test_the_playground_asks_for_what_was_chosen(server: Server, page: Page) -> 
         {**chat, "messages": messages[:1]},
         {**chat, "messages": messages},
     ]
-    page.goto("about:blank")
 
 
 CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": '}}
@@ -144,6 +144,7 @@ CALLED = "".join(
 )
 
 
+@pytest.mark.soak("a long scene")
 def test_a_called_tool_is_shown_and_its_result_sent_back(server: Server, page: Page) -> None:
     deploy(server)
     asked = asked_by(page, "**/chat/completions", f"{CALLED}data: [DONE]\n\n")
@@ -163,4 +164,3 @@ def test_a_called_tool_is_shown_and_its_result_sent_back(server: Server, page: P
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3 degrees", "tool_call_id": "call_1"},
     ]
-    page.goto("about:blank")

@@ -1,4 +1,4 @@
-"""Contract of a database for models and deployments: SQLite and PostgreSQL alike."""
+"""Contract of a database for models, deployments, files and deliveries of webhooks: SQLite and PostgreSQL alike."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ from functools import partial
 import pytest
 from sqlalchemy import text
 
+from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
+from swiftkv_platform.database.files import SqlFiles
+from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.errors import ConflictError, NotFoundError, UnreadableRowError
+from swiftkv_platform.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    QuotaExceededError,
+    StaleVersionError,
+    UnreadableRowError,
+)
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus, Holdings
-from swiftkv_platform.orchestration.job import Model, new_id
+from swiftkv_platform.orchestration.files import File
+from swiftkv_platform.orchestration.job import JobStatus, Model, new_id, start, status_event
 from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -158,3 +169,147 @@ def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
         ("alias0", 1),
         ("alias1", 1),
     ]
+
+
+def make_file(*, tenant: str = TENANT, size: int = 10, expires_at: int | None = None) -> File:
+    return File(
+        id=new_file_id(),
+        tenant=tenant,
+        created_by="ann",
+        created_at=100,
+        filename="rows.jsonl",
+        purpose="fine-tune",
+        size=size,
+        rows=1,
+        sha256="0" * 64,
+        format="text",
+        columns=("text",),
+        expires_at=expires_at,
+    )
+
+
+def using(file: File) -> dict[str, object]:
+    return {"sources": [{"name_or_path": file.id}]}
+
+
+@pytest.fixture
+def files(database: Database) -> SqlFiles:
+    return SqlFiles(database)
+
+
+def test_a_file_comes_back_as_it_was_stored_to_its_tenant_alone(files: SqlFiles) -> None:
+    file, other = files.add(make_file(expires_at=1 << 40)), files.add(make_file(tenant="other"))
+    assert files.get(file.id, tenant=TENANT) == file
+    assert files.find([file.id, other.id], tenant=TENANT) == {file.id: file}
+    assert files.list(Page(), tenant=TENANT).items == [file]
+    assert files.known([file.id, other.id, new_file_id()]) == {file.id, other.id}
+    for attempt in (lambda: files.get(other.id, tenant=TENANT), lambda: files.remove(other.id, tenant=TENANT)):
+        with pytest.raises(NotFoundError):
+            attempt()
+    with pytest.raises(InvalidInputError, match="after"):
+        files.list(Page(after=other.id), tenant=TENANT)
+    assert files.expired(2.0**40, limit=5) == [file]
+    assert files.expired(2.0**40 - 1, limit=5) == []
+
+
+def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
+    files: SqlFiles, jobs: SqlJobRepository
+) -> None:
+    file = files.add(make_file())
+    job = store(jobs, make_job(data=using(file)))
+    store(jobs, make_job())
+    with pytest.raises(ConflictError, match=job.id):
+        files.remove(file.id, tenant=TENANT)
+    jobs.update(replace(job, status=JobStatus.FAILED))
+    assert files.remove(file.id, tenant=TENANT) == file
+    with pytest.raises(InvalidInputError, match="has been deleted"):
+        store(jobs, make_job(data=using(file)))
+    theirs = files.add(make_file(tenant="other"))
+    with pytest.raises(InvalidInputError, match=theirs.id):
+        store(jobs, make_job(data=using(theirs)))
+    assert len(jobs.list(Page(), tenant=TENANT).items) == 2
+
+
+def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: SqlFiles, jobs: SqlJobRepository) -> None:
+    for _ in range(5):
+        file = files.add(make_file())
+        job = make_job(data=using(file))
+        create = partial(jobs.create, job, status_event(job, now=100))
+        outcomes = at_once([create, partial(files.remove, file.id, tenant=TENANT)])
+        refused = [outcome for outcome in outcomes if isinstance(outcome, InvalidInputError | ConflictError)]
+        assert len(refused) == 1, outcomes
+
+
+def test_of_many_uploads_at_once_as_many_are_kept_as_the_quota_holds(files: SqlFiles) -> None:
+    uploads = at_once(partial(files.add, make_file(size=10), max_bytes=35) for _ in range(6))
+    refused = [outcome.field for outcome in uploads if isinstance(outcome, QuotaExceededError)]
+    assert (files.used_bytes(TENANT), refused) == (30, ["max_stored_bytes"] * 3)
+    assert files.used_bytes("other") == 0
+
+
+HOOK = {"url": "https://a.example/hook", "secret_ref": "signing"}
+
+
+@pytest.fixture
+def outbox(database: Database) -> SqlOutbox:
+    return SqlOutbox(database)
+
+
+def test_a_change_and_its_delivery_are_stored_together(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+    job = store(jobs, make_job(webhook=HOOK, metadata={"team": "blue"}))
+    started, event = start(job, now=101)
+    with pytest.raises(StaleVersionError):
+        jobs.update(replace(started, version=7), events=[event])
+    [first] = outbox.claim(now=200.0, until=260.0, limit=10)
+    assert (first.event.data["status"], first.tenant, first.job_name) == ("queued", "acme", "test")
+    assert (first.webhook.url, first.metadata, first.attempts) == (HOOK["url"], {"team": "blue"}, 0)
+    outbox.delivered(first.sequence, 201.0)
+    assert outbox.claim(now=300.0, until=360.0, limit=10) == []
+    jobs.update(started, events=[event])
+    [second] = outbox.claim(now=300.0, until=360.0, limit=10)
+    assert second.event == event
+    assert outbox.count_by_status() == {"pending": 1, "delivered": 1, "failed": 0}
+
+
+def test_a_jobs_deliveries_to_one_address_wait_for_each_other(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+    job, other = store(jobs, make_job(webhook=HOOK)), store(jobs, make_job(webhook=HOOK))
+    started, event = start(job, now=101)
+    jobs.update(started, events=[event])
+    first = outbox.claim(now=200.0, until=260.0, limit=10)
+    assert [delivery.event.job_id for delivery in first] == [job.id, other.id]
+    outbox.put_off(first[0].sequence, "answered with 500", 205.0)
+    assert outbox.claim(now=204.0, until=264.0, limit=10) == []
+    [again] = outbox.claim(now=205.0, until=265.0, limit=10)
+    assert (again.sequence, again.attempts) == (first[0].sequence, 1)
+    outbox.give_up(again.sequence, "answered with 500")
+    assert [delivery.event for delivery in outbox.claim(now=206.0, until=266.0, limit=10)] == [event]
+
+
+def test_a_claim_that_nobody_settles_runs_out(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+    store(jobs, make_job(webhook=HOOK))
+    [claimed] = outbox.claim(now=200.0, until=260.0, limit=10)
+    assert outbox.claim(now=259.0, until=300.0, limit=10) == []
+    assert outbox.claim(now=260.0, until=320.0, limit=10) == [claimed]
+
+
+def test_of_many_who_claim_at_once_one_gets_each(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+    for _ in range(20):
+        store(jobs, make_job(webhook=HOOK))
+
+    def claim() -> list[int]:
+        claimed: list[int] = []
+        while found := outbox.claim(now=200.0, until=260.0, limit=3):
+            claimed += [delivery.sequence for delivery in found]
+        return claimed
+
+    claimed = [sequence for found in at_once([claim] * 4) for sequence in found]
+    assert len(claimed) == len(set(claimed)) == 20
+
+
+def test_deliveries_to_a_receiver_that_is_left_out_wait(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+    for url in ("https://A.example/hook", "https://a.example", "https://a.example.org/x", "https://a.example:8443/x"):
+        store(jobs, make_job(webhook={**HOOK, "url": url}))
+    claimed = outbox.claim(now=200.0, until=260.0, limit=10, without=["https://a.example", "https://b_.example"])
+    assert [delivery.webhook.url for delivery in claimed] == ["https://a.example.org/x", "https://a.example:8443/x"]
+    rest = outbox.claim(now=200.0, until=260.0, limit=10)
+    assert [delivery.webhook.url for delivery in rest] == ["https://A.example/hook", "https://a.example"]

@@ -20,7 +20,7 @@ from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.retention import Kind
 from swiftkv_platform.specs.deployment import ResolvedDeployment
-from swiftkv_platform.specs.webhook import WebhookSpec
+from swiftkv_platform.specs.publish import WebhookSpec
 from tests.records import TENANT, make_job, make_model, message, store
 
 

@@ -60,7 +60,7 @@ JOBS, CLIENTS = 500, 50
 
 @dataclass
 class Ground:
-    """What the control planes share."""
+    """Database, store and cluster that the control planes share."""
 
     url: str
     home: Path

@@ -9,13 +9,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fakes.scripted_server import running
+from tests.fakes.scripted_server import Answer, Request, json_answer, serve
 
 TOKEN = "hf_publisher"
 _REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -48,136 +47,97 @@ class Hub:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
 
-
-@contextmanager
-def run_hub() -> Iterator[Hub]:
-    hub = Hub()
-    with running(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
-        yield hub
-
-
-class _Handler(BaseHTTPRequestHandler):
-    hub: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        """Keep the tests' output to themselves."""
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+    def answer(self, request: Request) -> Answer:
+        path = request.path
+        if request.method == "PUT":
+            return self._upload(request.raw, path.rpartition("/")[2])
         if match := re.fullmatch(rf"/{_REPOSITORY}/resolve/\w+/(?P<file>.+)", path):
-            self._file(self.hub.repositories[match["repo"]].get(match["file"]), match["file"])
-        elif match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/\w+", path):
-            files = self.hub.repositories[match["repo"]]
-            rows = [{"type": "file", "path": p, "size": len(data), "oid": _blob(data)} for p, data in files.items()]
-            self._answer(rows)
-        elif match := re.fullmatch(rf"/api/models/{_REPOSITORY}/revision/main", path):
-            self._answer({"id": match["repo"], "sha": "0" * 40, "private": True, "tags": [], "siblings": []})
-        else:
-            self._answer({"error": f"no such address {path}"}, status=404)
+            return self._file(self.repositories[match["repo"]].get(match["file"]), match["file"], request.method)
+        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/\w+", path):
+            files = self.repositories[match["repo"]].items()
+            return json_answer(
+                [{"type": "file", "path": p, "size": len(data), "oid": _blob(data)} for p, data in files]
+            )
+        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/revision/main", path):
+            return json_answer({"id": match["repo"], "sha": "0" * 40, "private": True, "tags": [], "siblings": []})
+        if request.headers.get("authorization") != f"Bearer {TOKEN}":
+            return json_answer({"error": "Invalid username or password."}, 401)
+        if path == "/api/repos/create":
+            return self._create(request.body)
+        if path == "/api/validate-yaml":
+            return json_answer({"errors": [], "warnings": []})
+        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/preupload/main", path):
+            return self._preupload(match["repo"], request.body)
+        if re.fullmatch(rf"/{_REPOSITORY}\.git/info/lfs/objects/batch", path):
+            return self._batch(request.body)
+        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/commit/main", path):
+            return self._commit(match["repo"], [json.loads(line) for line in request.raw.splitlines()])
+        return json_answer({"error": f"no such address {path}"}, 404)
 
-    do_HEAD = do_GET  # noqa: N815
-
-    def _file(self, data: bytes | None, name: str) -> None:
-        self.send_response(200 if data is not None else 404)
+    def _file(self, data: bytes | None, name: str, method: str) -> Answer:
+        headers = {"X-Repo-Commit": "0" * 40, "ETag": f'"{_blob(data or b"")}"'}
         if data is None:
-            self.send_header("X-Error-Code", "EntryNotFound")
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", f'"{_blob(data or b"")}"')
-        self.send_header("Content-Length", str(len(data or b"")))
-        self.end_headers()
-        if self.command == "GET" and data is not None:
-            self.hub.fetched.add(name)
-            self.wfile.write(data)
+            return Answer(404, b"", {**headers, "X-Error-Code": "EntryNotFound"})
+        if method == "GET":
+            self.fetched.add(name)
+        return Answer(200, data, headers)
 
-    def do_PUT(self) -> None:
-        data, oid = self._body(), self.path.rpartition("/")[2]
-        if self.hub.fail_uploads:
-            self.hub.fail_uploads -= 1
-            self._answer({"error": "refused"}, status=403)
-        else:
-            assert hashlib.sha256(data).hexdigest() == oid
-            self.hub.objects[oid] = data
-            self.hub.uploads += 1
-            self._answer({})
+    def _upload(self, data: bytes, oid: str) -> Answer:
+        if self.fail_uploads:
+            self.fail_uploads -= 1
+            return json_answer({"error": "refused"}, 403)
+        assert hashlib.sha256(data).hexdigest() == oid
+        self.objects[oid] = data
+        self.uploads += 1
+        return json_answer({})
 
-    def do_POST(self) -> None:
-        body, path = self._body(), self.path.partition("?")[0]
-        if self.headers.get("authorization") != f"Bearer {TOKEN}":
-            self._answer({"error": "Invalid username or password."}, status=401)
-        elif path == "/api/repos/create":
-            self._create(json.loads(body))
-        elif path == "/api/validate-yaml":
-            self._answer({"errors": [], "warnings": []})
-        elif match := re.fullmatch(rf"/api/models/{_REPOSITORY}/preupload/main", path):
-            self._preupload(match["repo"], json.loads(body))
-        elif re.fullmatch(rf"/{_REPOSITORY}\.git/info/lfs/objects/batch", path):
-            self._batch(json.loads(body))
-        elif match := re.fullmatch(rf"/api/models/{_REPOSITORY}/commit/main", path):
-            self._commit(match["repo"], [json.loads(line) for line in body.splitlines()])
-        else:
-            self._answer({"error": f"no such address {path}"}, status=404)
-
-    def _create(self, asked: dict[str, Any]) -> None:
+    def _create(self, asked: dict[str, Any]) -> Answer:
         name = f"{asked['organization']}/{asked['name']}"
-        if name in self.hub.repositories:
-            self._answer({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, status=409)
-            return
-        self.hub.repositories[name] = {}
-        self.hub.private[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
-        self._answer({"url": f"{self.hub.url}/{name}"})
+        if name in self.repositories:
+            return json_answer({"error": "You already created this model repo", "url": f"{self.url}/{name}"}, 409)
+        self.repositories[name] = {}
+        self.private[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
+        return json_answer({"url": f"{self.url}/{name}"})
 
-    def _preupload(self, repository: str, asked: dict[str, Any]) -> None:
-        present, answers = self.hub.repositories[repository], []
+    def _preupload(self, repository: str, asked: dict[str, Any]) -> Answer:
+        present, answers = self.repositories[repository], []
         for file in asked["files"]:
             large, before = file["path"].endswith(".safetensors"), present.get(file["path"])
             oid = None if before is None else hashlib.sha256(before).hexdigest() if large else _blob(before)
             mode = "lfs" if large else "regular"
             answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        self._answer({"files": answers})
+        return json_answer({"files": answers})
 
-    def _batch(self, asked: dict[str, Any]) -> None:
-        def answer(item: dict[str, Any]) -> dict[str, Any]:
-            if item["oid"] in self.hub.objects:
+    def _batch(self, asked: dict[str, Any]) -> Answer:
+        def described(item: dict[str, Any]) -> dict[str, Any]:
+            if item["oid"] in self.objects:
                 return item
-            return {**item, "actions": {"upload": {"href": f"{self.hub.url}/upload/{item['oid']}"}}}
+            return {**item, "actions": {"upload": {"href": f"{self.url}/upload/{item['oid']}"}}}
 
-        self._answer({"transfer": "basic", "objects": [answer(item) for item in asked["objects"]]})
+        return json_answer({"transfer": "basic", "objects": [described(item) for item in asked["objects"]]})
 
-    def _commit(self, repository: str, lines: list[dict[str, Any]]) -> None:
-        files = self.hub.repositories[repository]
+    def _commit(self, repository: str, lines: list[dict[str, Any]]) -> Answer:
+        files = self.repositories[repository]
         for line in lines:
             value = line["value"]
             match line["key"]:
                 case "header":
-                    self.hub.commits.append(value["summary"])
+                    self.commits.append(value["summary"])
                 case "file":
                     files[value["path"]] = base64.b64decode(value["content"])
                 case "lfsFile":
-                    files[value["path"]] = self.hub.objects[value["oid"]]
+                    files[value["path"]] = self.objects[value["oid"]]
                 case "deletedFile":
                     del files[value["path"]]
-        url = f"{self.hub.url}/{repository}/commit/{'1' * 40}"
-        self._answer({"success": True, "commitOid": "1" * 40, "commitUrl": url})
+        url = f"{self.url}/{repository}/commit/{'1' * 40}"
+        return json_answer({"success": True, "commitOid": "1" * 40, "commitUrl": url})
 
-    def _body(self) -> bytes:
-        if self.headers.get("transfer-encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("content-length", 0)))
-        data = b""
-        while size := int(self.rfile.readline().strip(), 16):
-            data += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return data
 
-    def _answer(self, document: Any, *, status: int = 200) -> None:
-        data = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+@contextmanager
+def run_hub() -> Iterator[Hub]:
+    hub = Hub()
+    with serve(hub) as hub.url:
+        yield hub
 
 
 def _blob(data: bytes) -> str:

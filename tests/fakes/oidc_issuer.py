@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+
+from tests.fakes.scripted_server import Answer, Request, json_answer, serve
 
 AUDIENCE = "swiftkv"
 
@@ -65,14 +66,17 @@ class Issuer:
         algorithm, key = self.keys[key_id]
         return jwt.encode(self.claims(**claims), key, algorithm, headers={"kid": key_id, **(headers or {})})
 
-    def answer(self, path: str) -> tuple[int, bytes]:
-        if path in self.answers:
-            return self.answers[path]
+    def answer(self, request: Request) -> Answer:
+        self.asked.append(request.path)
+        if self.held is not None:
+            self.held.wait(20)
+        if request.path in self.answers:
+            return Answer(*self.answers[request.path])
         documents: dict[str, Any] = {
             "/.well-known/openid-configuration": {"issuer": self.url, "jwks_uri": f"{self.url}/keys"},
             "/keys": {"keys": self.published},
         }
-        return (200, json.dumps(documents[path]).encode()) if path in documents else (404, b"")
+        return json_answer(documents[request.path]) if request.path in documents else Answer(404)
 
     def config(self, **changes: Any) -> dict[str, Any]:
         """The issuer's entry in an issuers file."""
@@ -89,31 +93,10 @@ class Issuer:
 @contextmanager
 def run_issuer() -> Iterator[Issuer]:
     issuer = Issuer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            issuer.asked.append(self.path)
-            if issuer.held is not None:
-                issuer.held.wait(20)
-            status, body = issuer.answer(self.path)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    issuer.url = f"http://127.0.0.1:{server.server_port}"
     issuer.rotate("first")
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield issuer
-    finally:
-        if issuer.held is not None:
-            issuer.held.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serve(issuer) as issuer.url:
+        try:
+            yield issuer
+        finally:
+            if issuer.held is not None:
+                issuer.held.set()

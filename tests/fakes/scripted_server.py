@@ -1,15 +1,17 @@
-"""A real HTTP server on a free port whose answers a test writes down. Knows sockets and scripts, no route of ours."""
+"""Real HTTP servers on free ports, and one whose answers a test writes down. No route of ours is known here."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 
@@ -20,8 +22,14 @@ class Request:
     query: dict[str, str]
     headers: dict[str, str]
     """Names in lower case."""
-    body: Any
-    raw: bytes = b""
+    raw: bytes
+    """The body, unpacked."""
+    target: str = ""
+    """Path and query as they were sent."""
+
+    @cached_property
+    def body(self) -> Any:
+        return json.loads(self.raw) if self.raw else None
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,12 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     cut: bool = False
     """Close the connection as a crash would: with fewer bytes than were promised, or none at all."""
+
+
+class Answering(Protocol):
+    """Anything that answers requests, in the thread of each."""
+
+    def answer(self, request: Request) -> Answer: ...
 
 
 def json_answer(document: Any, status: int = 200, **headers: str) -> Answer:
@@ -87,17 +101,30 @@ class Script:
 
 
 @contextmanager
-def serve(script: Script) -> Iterator[str]:
-    """Run the script; yields its address."""
+def serve(answering: Answering) -> Iterator[str]:
+    """Run the server; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def _handle(self) -> None:
-            raw, parts = self.rfile.read(int(self.headers.get("Content-Length") or 0)), urlsplit(self.path)
-            headers, query = {name.lower(): value for name, value in self.headers.items()}, dict(parse_qsl(parts.query))
-            body = json.loads(raw) if raw else None
-            self._send(script.answer(Request(self.command, parts.path, query, headers, body, raw)))
+            parts = urlsplit(self.path)
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            query = dict(parse_qsl(parts.query))
+            request = Request(self.command, parts.path, query, headers, self._body(headers), self.path)
+            with suppress(ConnectionError):  # a client that ends while its request waits
+                self._send(answering.answer(request))
+
+        def _body(self, headers: dict[str, str]) -> bytes:
+            if headers.get("transfer-encoding", "").lower() == "chunked":
+                data = b""
+                while size := int(self.rfile.readline().strip(), 16):
+                    data += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+            else:
+                data = self.rfile.read(int(headers.get("content-length") or 0))
+            return gzip.decompress(data) if headers.get("content-encoding") == "gzip" else data
 
         def _send(self, answer: Answer) -> None:
             if answer.cut:
@@ -105,25 +132,19 @@ def serve(script: Script) -> Iterator[str]:
                 if not answer.body:
                     return
             self.send_response(answer.status)
-            for name, value in answer.headers.items():
+            length = str(len(answer.body) + (1000 if answer.cut else 0))
+            for name, value in {"Content-Length": length, **answer.headers}.items():
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(answer.body) + (1000 if answer.cut else 0)))
             self.end_headers()
-            self.wfile.write(answer.body)
+            if self.command != "HEAD":
+                self.wfile.write(answer.body)
 
-        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _handle  # noqa: N815 (http.server's names)
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _handle  # noqa: N815 (http.server's names)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server's name)
             """Silent."""
 
-    with running(Handler) as url:
-        yield url
-
-
-@contextmanager
-def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """A server in a thread; yields its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

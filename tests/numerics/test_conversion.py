@@ -46,26 +46,21 @@ def test_streamed_equals_in_memory(name: str, tmp_path: Path) -> None:
     assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
 
 
-@pytest.mark.parametrize(("sharing", "dtype"), [("mqa", torch.float32), ("mha", torch.bfloat16)])
-def test_streamed_from_one_file_with_shared_heads(sharing: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sharing", "dtype"), [("mqa", torch.float32), ("mha", torch.bfloat16), ("gqa", torch.float32)]
+)
+def test_other_starts_are_streamed_from_one_file(sharing: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """With shared heads, and with the calibrated start."""
     teacher = save(random_teacher(attention_bias=True, tie_word_embeddings=True).to(dtype), tmp_path / "teacher")
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 3, "sharing": sharing}
-    shape["own_output_projection"] = dtype == torch.float32
-    convert(teacher, **shape, early_exit=True).save_pretrained(tmp_path / "in-memory")
-    written = convert_checkpoint(teacher, tmp_path / "streamed", **shape, early_exit=True)
+    shape |= {"own_output_projection": sharing == "mqa", "early_exit": True}
+    if sharing == "gqa":
+        shape["calibration"] = [random_tokens(8, 64, seed=1)]
+    student = convert(teacher, **shape)
+    student.save_pretrained(tmp_path / "in-memory")
+    written = convert_checkpoint(teacher, tmp_path / "streamed", **shape)
     assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
-    assert written.new_bytes == sum(
-        p.nbytes for p in convert(teacher, **shape, early_exit=True).swiftkv_parameters().values()
-    )
-
-
-def test_streamed_from_the_calibrated_start(tmp_path: Path) -> None:
-    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
-    shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": 2}
-    shape["calibration"] = [random_tokens(8, 64, seed=1)]
-    convert(teacher, **shape).save_pretrained(tmp_path / "in-memory")
-    convert_checkpoint(teacher, tmp_path / "streamed", **shape)
-    assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
+    assert written.new_bytes == sum(p.nbytes for p in student.swiftkv_parameters().values())
 
 
 def test_the_teachers_files_are_linked_or_copied_as_they_are(tmp_path: Path) -> None:
@@ -93,6 +88,15 @@ def test_saving_over_a_student_leaves_its_teacher_alone(tmp_path: Path) -> None:
             loaded.model.embed_tokens.weight.zero_()
         loaded.save_pretrained(directory, max_shard_size="100KB")
     assert {path.name: path.read_bytes() for path in teacher.iterdir()} == before
+
+
+def test_new_files_are_as_readable_as_others(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    export(convert_checkpoint(teacher, tmp_path / "student", **SHAPE).path, tmp_path / "export", files="copy")
+    for directory in (tmp_path / "student", tmp_path / "export"):
+        index = (directory / "model.safetensors.index.json").stat().st_mode
+        made = [path.stat().st_mode for path in directory.glob("*.safetensors") if path.stat().st_nlink == 1]
+        assert set(made) == {index}
 
 
 def test_progress_counts_every_tensor_and_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
@@ -173,33 +177,16 @@ def test_export_drops_the_teacher(
     student.swiftkv(False)(prompt[None])  # the model in memory is what it was
 
 
-def test_export_with_the_teacher_is_the_student(tmp_path: Path) -> None:
+def test_exports_and_conversions_of_the_other_kind(tmp_path: Path) -> None:
+    """An export with its teacher is the student; a teacher is not exported, and a student not converted again."""
     student = convert(random_teacher(), **SHAPE)
     export(student, tmp_path / "one", teacher=True)
     export(tmp_path / "one", tmp_path / "two", teacher=True)
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "two"), student)
-
-
-def test_a_teacher_is_not_exported_and_a_student_not_converted_again(tmp_path: Path) -> None:
-    teacher = save(random_teacher(), tmp_path / "teacher")
     with pytest.raises(ModelError, match="without SwiftKV; convert it first"):
-        export(teacher, tmp_path / "export")
-    convert(random_teacher(), **SHAPE).save_pretrained(tmp_path / "student")
+        export(save(random_teacher(), tmp_path / "teacher"), tmp_path / "export")
     with pytest.raises(ModelError, match="is a SwiftKV student already"):
-        convert(tmp_path / "student", **SHAPE)
-
-
-def test_new_files_are_as_readable_as_others(tmp_path: Path) -> None:
-    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
-    export(convert_checkpoint(teacher, tmp_path / "student", **SHAPE).path, tmp_path / "export", files="copy")
-    for directory in (tmp_path / "student", tmp_path / "export"):
-        index = (directory / "model.safetensors.index.json").stat().st_mode
-        made = [path for path in directory.glob("*.safetensors") if path.stat().st_nlink == 1]
-        assert made
-        assert {path.stat().st_mode for path in made} == {index}
-
-
-# FP8 teachers.
+        convert(tmp_path / "two", **SHAPE)
 
 
 @pytest.mark.parametrize("quantization", [ROWS, TENSORS, BLOCKS], ids=["fbgemm", "compressed-tensors", "fine-grained"])
@@ -226,20 +213,18 @@ def test_fp8_teachers_become_what_they_stand_for(
         assert torch.equal(exported(prompt[None]).logits, student(prompt[None]).logits)
 
 
-def test_another_quantisation_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    """Others before weights are read; FP8 without its scales by the tensor."""
     config = random_teacher().config
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     config.save_pretrained(tmp_path / "teacher")
     for attempt in (convert, lambda source, **shape: convert_checkpoint(source, tmp_path / "student", **shape)):
         with pytest.raises(ModelError, match=r"quant_method 'gptq'.*not supported"):
             attempt(tmp_path / "teacher", **SHAPE)
-
-
-def test_float8_without_scales_is_refused(tmp_path: Path) -> None:
-    save_fp8(tmp_path, ROWS)
-    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.4.self_attn.k_proj.weight_scale"))
+    save_fp8(tmp_path / "fp8", ROWS)
+    rewrite(tmp_path / "fp8", lambda tensors: tensors.pop("model.layers.4.self_attn.k_proj.weight_scale"))
     with pytest.raises(ModelError, match=r"layers\.4\.self_attn\.k_proj\.weight is float8 and has no"):
-        convert(tmp_path, **SHAPE)
+        convert(tmp_path / "fp8", **SHAPE)
 
 
 def test_a_configuration_of_the_reference_is_enough(prompt: torch.Tensor, tmp_path: Path) -> None:
@@ -259,8 +244,6 @@ def test_a_configuration_of_the_reference_is_enough(prompt: torch.Tensor, tmp_pa
     loaded.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["swiftkv"] is True
 
-
-# Faults.
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "missing": (lambda t: t.pop("model.layers.4.mlp.up_proj.weight"), r"lacks 1 tensor .*layers\.4\.mlp\.up_proj"),
@@ -315,36 +298,27 @@ def test_truncated_files_and_pickles_are_refused(tmp_path: Path) -> None:
         convert(model, **SHAPE)
 
 
-@pytest.mark.parametrize("function", [convert_checkpoint, export])
-def test_an_output_that_is_not_empty_is_refused(function: Any, tmp_path: Path) -> None:
+def test_outputs_in_use_and_other_models_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "precious").write_text("")
-    with pytest.raises(ConflictError, match="exists and is not empty"):
-        function(tmp_path / "no-such-model", tmp_path / "output")
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"), [({"num_key_value_layers": 6}, r"1\.\.5"), (SHAPE | {"key_value_group_size": 5}, r"1\.\.4")]
-)
-def test_out_of_range_is_refused_by_the_configuration_alone(
-    shape: dict[str, int], message: str, tmp_path: Path
-) -> None:
-    random_teacher().config.save_pretrained(tmp_path / "teacher")
-    with pytest.raises(InvalidInputError, match=message):
-        convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **shape)
-    with pytest.raises(InvalidInputError, match=message):
-        convert(tmp_path / "teacher", **shape)
-
-
-def test_a_model_that_is_unknown_or_not_there_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 4}')
-    with pytest.raises(ModelError, match=r"gpt2.*llama"):
-        convert(tmp_path, num_key_value_layers=2)
-    with pytest.raises(ModelError, match="no-such-model"):
-        convert(tmp_path / "no-such-model", num_key_value_layers=2)
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    for function in (convert_checkpoint, export):
+        with pytest.raises(ConflictError, match="exists and is not empty"):
+            function(tmp_path / "no-such-model", tmp_path / "output")
     save(random_teacher(vocab_size=200, bos_token_id=1, eos_token_id=2), tmp_path / "teacher")
     with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
         convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **SHAPE)
+
+
+def test_out_of_range_is_refused_by_the_configuration_alone(tmp_path: Path) -> None:
+    """So are models that are unknown or not there."""
+    random_teacher().config.save_pretrained(tmp_path / "teacher")
+    ranges: list[tuple[dict[str, int], str]] = [({"num_key_value_layers": 6}, r"1\.\.5")]
+    for shape, message in (*ranges, (SHAPE | {"key_value_group_size": 5}, r"1\.\.4")):
+        with pytest.raises(InvalidInputError, match=message):
+            convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **shape)
+        with pytest.raises(InvalidInputError, match=message):
+            convert(tmp_path / "teacher", **shape)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 4}')
+    for path, message in ((tmp_path, r"gpt2.*llama"), (tmp_path / "no-such-model", "no-such-model")):
+        with pytest.raises(ModelError, match=message):
+            convert(path, num_key_value_layers=2)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.contract.events import CourseCode
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
-from swiftkv_platform.distillation.held_out import HeldOut
+from swiftkv_platform.distillation.micro_batches import HeldOut
 from swiftkv_platform.planning.steering import RunSchedule
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

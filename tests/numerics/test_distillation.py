@@ -179,7 +179,7 @@ def test_training_learns_and_leaves_the_frozen_alone(reference: Outcome) -> None
 
 @pytest.mark.parametrize(("strategy", "micro_batch_size"), [("ddp", 2), ("fsdp2", 4)])
 def test_micro_batches_change_nothing(reference: Outcome, tmp_path: Path, strategy: str, micro_batch_size: int) -> None:
-    """As a whole: Adam turns the rounding of a gradient near zero into a step of full size for that one element."""
+    """Tensors are compared whole: Adam makes a full step of the rounding of a gradient near zero."""
     training = {"training": {"micro_batch_size": micro_batch_size}}
     outcome = train(tmp_path, strategy=strategy, early_exit=True, spec=training)
     assert [(m.step, m.tokens) for m in outcome.steps] == [(m.step, m.tokens) for m in reference.steps]

@@ -158,15 +158,12 @@ def test_shares_of_workers_add_up_and_the_model_is_as_it_was(student: Any) -> No
     student.swiftkv(True).eval()
 
 
-def test_evaluated_rows_are_spread_over_all_and_keep_the_limit() -> None:
+def test_evaluated_rows_are_spread_over_all_and_keep_the_limit(student: Any) -> None:
     rows = make_rows([16] * 200)
     assert evaluation_rows(rows, max_tokens=1 << 20) == list(range(100))
     few = evaluation_rows(rows, max_tokens=330)
     assert (len(few), len(set(few)), few[0], few[-1]) == (10, 10, 0, 99)
     assert evaluation_rows(rows, max_tokens=1) == [0]
-
-
-def test_evaluation_without_held_out_rows_names_the_fraction(student: Any) -> None:
     empty = pack(make_rows([4]).samples, np.empty(0, dtype=np.int64), max_length=8, pad_token_id=0)
     with pytest.raises(DataError, match="no held-out text") as caught:
         evaluate(student, empty, max_tokens=64, batch_size=1)

@@ -217,7 +217,7 @@ def test_calibration_improves_every_family(name: str, g: int) -> None:
 
 @torch.no_grad()
 def test_greedy_text_is_the_references(prompt: torch.Tensor) -> None:
-    """Of both modes, with and without a cache."""
+    """Both modes are compared, with and without a cache."""
     student = disturb(convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2))
     student.generation_config.eos_token_id = None
     arguments = student.state_dict(), student.config, prompt.tolist(), student.model.rotary_emb.inv_freq, 12
@@ -235,7 +235,7 @@ GOLDEN = sorted((Path(__file__).parents[3] / "shared" / "golden").glob("*"))
 @pytest.mark.parametrize("directory", GOLDEN, ids=lambda path: path.name)
 @torch.no_grad()
 def test_reference_implementation_outputs(directory: Path, tmp_path: Path) -> None:
-    """As their files are, and saved again."""
+    """The reference's files are loaded as they are, and saved again."""
     expected = load_file(directory / "expected.safetensors")
     AutoModelForCausalLM.from_pretrained(directory).save_pretrained(tmp_path)
     assert Checkpoint.open(tmp_path).shards.keys() == Checkpoint.open(directory).shards.keys()

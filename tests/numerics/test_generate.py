@@ -154,14 +154,6 @@ def test_a_conversation_goes_on(student: Any, prompts: torch.Tensor) -> None:
         assert torch.equal(second, generate(student, tokens, use_cache=False)), name
 
 
-def test_what_a_backend_can_select() -> None:
-    kinds = {"eager": (True, True), "sdpa": (True, True), "flash_attention_2": (True, False)}
-    for implementation, expected in {**kinds, "flex_attention": (False, False)}.items():
-        config = SimpleNamespace(_attn_implementation=implementation)
-        selections = TokenSelection(1), TokenSelection(torch.tensor([3, 5]))
-        assert tuple(can_select(config, selection) for selection in selections) == expected, implementation
-
-
 def test_a_backend_that_cannot_select_runs_every_layer(prompts: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     student = make_student("mistral")
     expected = generate(student, prompts, max_new_tokens=3)
@@ -169,6 +161,11 @@ def test_a_backend_that_cannot_select_runs_every_layer(prompts: torch.Tensor, mo
     with tokens_by_layer(student) as counts:
         assert torch.equal(generate(student, prompts, max_new_tokens=3), expected)
     assert counts == {i: [80, 2, 2] for i in range(5)}
+    kinds = {"eager": (True, True), "sdpa": (True, True), "flash_attention_2": (True, False)}
+    for implementation, expected in {**kinds, "flex_attention": (False, False)}.items():
+        config = SimpleNamespace(_attn_implementation=implementation)
+        selections = TokenSelection(1), TokenSelection(torch.tensor([3, 5]))
+        assert tuple(can_select(config, selection) for selection in selections) == expected, implementation
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: 
     assert abs(answers[0][0] - answers[1][0]) > 0.1, "the modes do differ"
 
 
-@pytest.mark.slow("the harness loads in a process of its own")
+@pytest.mark.soak("the harness loads in a process of its own, half a minute")
 def test_the_command_knows_our_classes(checkpoint: Path, student: Any, task_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "swiftkv_platform.evaluation.lm_eval", "run", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "trivia"]
@@ -265,20 +265,19 @@ def test_tasks_that_can_run_pass_the_check(task_file: Path, tmp_path: Path) -> N
     check_tasks(["paper", "ai2_arc", TaskSpec(name="wikitext", metric="word_perplexity"), *files], byte_tokenizer())
 
 
-def test_tasks_without_the_harness_name_the_extra(monkeypatch: pytest.MonkeyPatch, task_file: Path) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    check_tasks([], byte_tokenizer())
-    with pytest.raises(InvalidInputError, match=r"needs lm_eval; pip install 'swiftkv-platform\[eval\]'"):
-        check_tasks([str(task_file)], byte_tokenizer())
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, task_file: Path) -> None:
+    """A task in the object store, and the harness itself."""
 
-
-def test_a_task_that_is_not_in_the_object_store_is_named() -> None:
     def fetch(address: str) -> Path:
         raise DataError(f"data.sources: there is no object at {address!r}", field="data.sources", value=address)
 
     with pytest.raises(DataError, match=r"^evaluation\.tasks: there is nothing at 's3://bucket/tasks") as caught:
         check_tasks(["s3://bucket/tasks/own.yaml"], byte_tokenizer(), fetch=fetch)
     assert caught.value.field == "evaluation.tasks"
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    check_tasks([], byte_tokenizer())
+    with pytest.raises(InvalidInputError, match=r"needs lm_eval; use pip install 'swiftkv-platform\[eval\]'"):
+        check_tasks([str(task_file)], byte_tokenizer())
 
 
 def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def test_every_fp8_number_is_read_as_torch_reads_it() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         back = dequantize(numbers.expand(4, -1), scale, dtype)
         assert torch.equal(back, numbers.to(dtype) * scale.to(dtype)[:, None])
+    assert payload_dtype("auto") is None
+    assert payload_dtype("fp8") is torch.float8_e4m3fn
+    with pytest.raises(InvalidInputError, match="auto, fp8 or int8") as caught:
+        payload_dtype("fp4")
+    assert (caught.value.field, caught.value.value) == ("kv_cache_dtype", "fp4")
 
 
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)
@@ -81,11 +86,3 @@ def test_what_is_not_finite_stays_visible_and_in_its_row(payload: torch.dtype) -
         back = unpack(pack(x, payload), payload, torch.float32)
         assert back.isnan().all(-1).tolist() == [False, True, False]
         torch.testing.assert_close(back[[0, 2]], x[[0, 2]], atol=0.01, rtol=0)
-
-
-def test_names() -> None:
-    assert payload_dtype("auto") is None
-    assert payload_dtype("fp8") is torch.float8_e4m3fn
-    with pytest.raises(InvalidInputError, match="auto, fp8 or int8") as caught:
-        payload_dtype("fp4")
-    assert (caught.value.field, caught.value.value) == ("kv_cache_dtype", "fp4")

@@ -215,13 +215,11 @@ def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int,
 
 
 def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path) -> None:
+    """One copy of what all workers need comes to a machine."""
     back = _run(go_back, saved.case, SAVED_BY, tmp_path)
     assert back.digests.keys() == saved.digests.keys()
     assert back.digests != saved.digests
     assert max(back.read_of_pieces) < 1.2 * saved.size / SAVED_BY
-
-
-def test_of_what_all_workers_need_one_copy_comes_to_a_machine(saved: Saved, tmp_path: Path) -> None:
     restored = _run(restore, replace(saved.case, strategy="ddp"), SAVED_BY, tmp_path)
     assert restored.digests == saved.digests
     assert restored.read_of_pieces == [saved.size, 0]

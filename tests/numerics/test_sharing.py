@@ -63,23 +63,18 @@ def test_the_cache_holds_the_shared_heads(sharing: str, prompt: torch.Tensor, tm
     assert torch.equal(loaded(prompt[None]).logits, output.logits)
 
 
-def test_repeated_heads_start_as_grouped_query_attention(prompt: torch.Tensor) -> None:
-    with torch.no_grad():
-        expected = make_student("gqa", moved=False)(prompt[None]).logits
-        actual = make_student("mha", moved=False)(prompt[None]).logits
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_one_head_starts_as_the_mean_of_heads_and_layers() -> None:
+def test_starts_of_shared_heads(prompt: torch.Tensor) -> None:
+    """One head starts as the mean of heads and layers, repeated ones as grouped-query attention; neighbours share."""
     student = make_student("mqa", moved=False)
     layers = student.model.layers
     both = [layers[i].self_attn.k_proj.weight.unflatten(0, (2, 8)).mean(0) for i in (3, 4)]
     torch.testing.assert_close(layers[3].self_attn.k_proj_swiftkv.weight, torch.stack(both).mean(0))
     biases = [layers[i].self_attn.v_proj.bias.unflatten(0, (2, 8)).mean(0) for i in (3, 4)]
     torch.testing.assert_close(layers[3].self_attn.v_proj_swiftkv.bias, torch.stack(biases).mean(0))
-
-
-def test_heads_are_shared_by_neighbours() -> None:
+    with torch.no_grad():
+        expected = make_student("gqa", moved=False)(prompt[None]).logits
+        actual = make_student("mha", moved=False)(prompt[None]).logits
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     tensor = torch.arange(4.0).repeat_interleave(2)[:, None]  # four heads of two dimensions
     assert share_heads(tensor, 4, 2).flatten().tolist() == [0.5, 0.5, 2.5, 2.5]
     assert share_heads(tensor, 4, 8).unflatten(0, (8, 2))[:, 0].flatten().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -1,4 +1,4 @@
-"""Data sources and models of a tenant stay within its roots, run no code and reach no socket."""
+"""Sources, models and tasks of a tenant stay within its roots, run no code and reach no socket."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.data.opening import read_source
-from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.evaluation.harness.run import run_tasks
+from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
+from swiftkv_platform.model import convert
 from swiftkv_platform.sources import Access, SourceRules
-from swiftkv_platform.specs import DataSourceSpec, JobSpec
+from swiftkv_platform.specs import DataSourceSpec, EvaluationSpec, JobSpec
+from tests.fakes.tokenizers import byte_tokenizer
 from tests.security.hostile_sources import (
     CANARY,
     DATA,
@@ -21,7 +25,9 @@ from tests.security.hostile_sources import (
     lay_out_hub_data,
     lay_out_hub_model,
     listening,
+    ssti,
     write_rows,
+    write_task,
 )
 
 TENANT = "acme"
@@ -130,3 +136,95 @@ def test_neither_a_model_nor_a_card_of_the_hub_leads_elsewhere(
         read_rows(stage, lay_out_hub_data(stage, hub_cache))
     assert caught.value.field is not None
     assert listener.connections == []
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, tiny_teacher: Path) -> Stage:
+    return Stage.build(tmp_path, "http://127.0.0.1:1", tiny_teacher)
+
+
+def job(task: str | dict[str, Any]) -> JobSpec:
+    return JobSpec.model_validate({"name": "t", "evaluation": {"tasks": [task]}})
+
+
+def accept(quiet: Stage, spec: JobSpec) -> None:
+    SourceRules((str(quiet.root),)).access(TENANT).check(spec)
+
+
+def answer(quiet: Stage, spec: JobSpec) -> None:
+    """Run the tasks of a spec as a worker does, whoever accepted it."""
+    student = convert(quiet.teacher, num_key_value_layers=3)
+    run_tasks(
+        student, byte_tokenizer(), resolve_tasks(spec.evaluation.tasks), EvaluationSpec(task_batch_size=1, task_limit=1)
+    )
+
+
+@pytest.mark.parametrize("where", ["absolute", "relative", "home"])
+def test_a_file_of_the_job_is_no_task(quiet: Stage, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.chdir(quiet.root)
+    monkeypatch.setenv("HOME", str(quiet.root))
+    for name in ("notes.txt", "config.json", "task", "task.YAML", "task.yaml"):
+        file = write_task(quiet.root / name, quiet)
+        named = {"absolute": str(file), "relative": f"./{name}", "home": f"~/{name}"}[where]
+        with pytest.raises(InvalidInputError) as caught:
+            accept(quiet, job(named))
+        assert caught.value.field == "evaluation.tasks[0]"
+
+
+def test_plain_names_of_the_harness_are_accepted_alone(quiet: Stage) -> None:
+    for name in ("gsm8k", "mmlu_llama", "egymmlu_arabic_language_(general)", "paper"):
+        accept(quiet, job({"name": name, "num_fewshot": 0}))
+    for name in ("a/b", "..", "../task", "task\\x", "s3://bucket/acme/task", "*", " gsm8k", "-n"):
+        with pytest.raises(InvalidInputError) as caught:
+            accept(quiet, job(name))
+        assert caught.value.field == "evaluation.tasks[0]"
+
+
+@pytest.mark.slow("the harness takes seconds to import and to read its index")
+def test_a_worker_opens_no_file_that_is_called_like_a_task(quiet: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(quiet.root)
+    for name in ("innocent", "teacher"):
+        write_task(quiet.root / name, quiet)
+        accept(quiet, job(name))  # the name alone is plain
+        with pytest.raises(SwiftKVError, match="no task of that name") as caught:
+            answer(quiet, job(name))
+        assert caught.value.field == "evaluation.tasks"
+    assert not quiet.marker.exists(), "its code has run"
+
+
+@pytest.mark.slow("the harness takes seconds to import and to read its index")
+def test_templates_of_the_harness_are_rendered_in_a_sandbox(quiet: Stage) -> None:
+    """Templates of a task's own file, where the operator lets such a file run."""
+    file = write_task(quiet.root / "task.yaml", quiet)
+    text = "".join(line for line in file.read_text().splitlines(keepends=True) if "!function" not in line)
+    file.write_text(text)
+    assert ssti(quiet.marker) in text
+    with pytest.raises(SwiftKVError) as caught:
+        answer(quiet, job(str(file)))
+    assert not quiet.marker.exists(), "its template has run a command"
+    assert "unsafe" in caught.value.message
+
+
+@pytest.mark.slow("the harness takes seconds to import and to read its index")
+def test_tasks_that_run_generated_code_are_the_operators_to_allow() -> None:
+    for name in ("humaneval", "mbpp_plus", "cruxeval_input_cot"):
+        with pytest.raises(InvalidInputError, match="SWIFTKV_ALLOW_CODE_TASKS") as caught:
+            resolve_tasks([name], access=SourceRules(()).access(TENANT))
+        assert caught.value.value == name
+        [task] = resolve_tasks([name], access=SourceRules((), code_tasks=True).access(TENANT))
+        assert task.runs_code
+
+
+@pytest.mark.slow("the harness takes seconds to import and to read its index")
+def test_a_group_runs_code_if_one_of_its_tasks_does() -> None:
+    from swiftkv_platform.evaluation.harness.tasks import task_manager
+
+    index, longproc = task_manager(True).task_index, "longproc_countdown_2k"
+    tags = [name for name, entry in index.items() if "humaneval" in entry.tags or "mbpp" in entry.tags][:1]
+    groups = [name for name, entry in index.items() if entry.cfg and longproc in str(entry.cfg.get("task"))]
+    found = [name for name in (*tags, *groups) if name != longproc]
+    assert found, "the harness has a group with such a task"
+    for name in found:
+        with pytest.raises(InvalidInputError, match="SWIFTKV_ALLOW_CODE_TASKS"):
+            resolve_tasks([name])
+    assert not any(task.runs_code for task in resolve_tasks(["gsm8k", "mmlu"]))

@@ -1,11 +1,14 @@
-"""Uses of an installation without extras: the vLLM plugin, the client and the command line."""
+"""Installations without extras, import names, and what is missing on a machine."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
@@ -14,19 +17,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import swiftkv_platform
+from tests.requirements import REQUIRE_ALL, missing, required_module
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SERVICES = {
-    "aiohttp",
-    "alembic",
-    "fastapi",
-    "obstore",
-    "psycopg",
-    "ray",
-    "sqlalchemy",
-    "starlette",
-    "torch",
-    "uvicorn",
+    *("aiohttp", "alembic", "fastapi", "obstore", "psycopg", "ray", "sqlalchemy"),
+    *("starlette", "torch", "uvicorn"),
 }
 """Distributions that no light installation brings."""
 
@@ -46,9 +44,14 @@ def closure(requirements: list[str]) -> set[str]:
     return {name for name, _ in found}
 
 
+@cache
+def graph_of_imports() -> grimp.ImportGraph:
+    return grimp.build_graph("swiftkv_platform", include_external_packages=True, exclude_type_checking_imports=True)
+
+
 def upstream(*packages: str) -> set[str]:
     """Packages outside of ours that a package's modules import, anywhere in a file and over any number of files."""
-    graph = grimp.build_graph("swiftkv_platform", include_external_packages=True, exclude_type_checking_imports=True)
+    graph = graph_of_imports()
     todo = [module for module in graph.modules if module.startswith(packages)]
     seen: set[str] = set()
     while todo:
@@ -66,21 +69,17 @@ def owners() -> Mapping[str, set[str]]:
     return {name: {canonicalize_name(each) for each in found} for name, found in packages_distributions().items()}
 
 
-@pytest.mark.parametrize("extra", [None, "vllm"])
-def test_a_light_installation_brings_no_service(extra: str | None) -> None:
-    requirements = PROJECT["dependencies"] + (PROJECT["optional-dependencies"][extra] if extra else [])
-    assert closure(requirements) & SERVICES == set()
+def test_a_light_installation_brings_no_service() -> None:
+    assert closure(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["vllm"]) & SERVICES == set()
     assert SERVICES - closure(PROJECT["optional-dependencies"]["platform"]) == {"psycopg", "torch"}
 
 
-def test_the_plugin_imports_what_vllm_and_its_extra_bring(owners: Mapping[str, set[str]]) -> None:
+def test_the_plugin_and_the_client_import_what_they_bring(owners: Mapping[str, set[str]]) -> None:
     modules = upstream("swiftkv_platform.vllm", "swiftkv_platform.configs")
     assert {"vllm", "torch", "transformers", "pydantic"} <= modules
     light = closure(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["vllm"])
     assert {name for name in modules if not owners.get(name, set()) & light} == {"vllm", "torch"}
 
-
-def test_the_client_imports_what_is_always_installed(owners: Mapping[str, set[str]]) -> None:
     modules = upstream("swiftkv_platform.client")
     assert "httpx" in modules
     light = closure(PROJECT["dependencies"])
@@ -116,3 +115,66 @@ def test_the_command_line_starts_with_what_is_always_installed(tmp_path: Path, o
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout
+
+
+def test_what_is_missing_skips_or_fails_where_everything_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(REQUIRE_ALL, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no such browser"):
+        missing("no such browser")
+    monkeypatch.setenv(REQUIRE_ALL, "1")
+    with pytest.raises(pytest.fail.Exception, match="no such browser"):
+        missing("no such browser")
+    with pytest.raises(pytest.fail.Exception, match="no_such_package is not installed, and no other"):
+        required_module("no_such_package.part", otherwise=", and no other")
+    assert required_module("json.decoder").JSONDecoder
+
+
+def python(code: str, directory: Path) -> str:
+    """Run a script in `directory` and return what it prints."""
+    (directory / "script.py").write_text(code)
+    run = subprocess.run([sys.executable, "script.py"], cwd=directory, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def build(project: Path, target: str, directory: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(directory)]
+    subprocess.run(command, cwd=project, check=True, capture_output=True)
+    [built] = directory.iterdir()
+    return built
+
+
+@pytest.mark.parametrize("source", ["checkout", "sdist"])
+def test_a_wheel_takes_one_name(source: str, tmp_path: Path) -> None:
+    project = ROOT
+    if source == "sdist":
+        with tarfile.open(build(ROOT, "sdist", tmp_path / "sdists")) as sources:
+            sources.extractall(tmp_path, filter="data")
+        [project] = tmp_path.glob("swiftkv_platform-*")
+    names = zipfile.ZipFile(build(project, "wheel", tmp_path / "wheels")).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"swiftkv_platform"}
+    assert {"swiftkv_platform/jobs/distill.py", "swiftkv_platform/serve/app.py"} <= set(names)
+    assert "swiftkv_platform/jobs/recipes/builtin-python-5m.yaml" in names
+
+
+def test_folders_of_the_user_neither_shadow_ours_nor_are_shadowed(tmp_path: Path) -> None:
+    names = ("jobs", "serve", "specs")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("OWNER = 'user'\n")
+    ours = ", ".join(f"swiftkv_platform.{name}" for name in (*names, "jobs.values", "serve.args"))
+    code = f"import jobs, serve, specs, {ours}\nprint(jobs.OWNER, serve.OWNER, specs.OWNER)"
+    assert python(code, tmp_path) == "user user user"
+
+
+def test_the_package_names_what_scripts_use(tmp_path: Path) -> None:
+    code = """
+import sys
+from swiftkv_platform import Client, JobSpec, __version__
+assert "torch" not in sys.modules
+from swiftkv_platform import LLMEngine, convert
+print(Client.__name__, JobSpec.__name__, LLMEngine.__name__, convert.__name__, __version__)
+"""
+    assert python(code, tmp_path) == "Client JobSpec LLMEngine convert 0.1.0"
+    with pytest.raises(AttributeError, match="'swiftkv_platform' has no attribute 'Engine'"):
+        swiftkv_platform.Engine  # noqa: B018

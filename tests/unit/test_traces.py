@@ -14,9 +14,11 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.jobs import tasks
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.traces import Spans, configured_provider, spans_of_jobs, valid_traceparent
 from tests.components import make_components
@@ -25,6 +27,7 @@ from tests.otlp_receiver import OtlpReceiver, otlp_receiver
 from tests.unit.api.conftest import SPEC, URL, control_plane
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
 TRACEPARENT = f"00-{TRACE}-{CALLER}-01"
 
 
@@ -105,22 +108,6 @@ def test_a_phase_that_fails_is_an_error(receiver: OtlpReceiver) -> None:
     assert (span.is_error, span.trace_id) == (True, TRACE)
 
 
-@pytest.mark.parametrize(
-    ("header", "valid"),
-    [
-        (TRACEPARENT, True),
-        (None, False),
-        (f"00-{'0' * 32}-{CALLER}-01", False),
-        (f"00-{TRACE}-{'0' * 16}-01", False),
-        (TRACEPARENT.upper(), False),
-        (f"ff-{TRACE}-{CALLER}-01", False),
-        (TRACEPARENT + "\n", False),
-    ],
-)
-def test_a_header_that_is_no_traceparent_is_ignored(header: str | None, valid: bool) -> None:
-    assert valid_traceparent(header) == (header if valid else None)
-
-
 def test_opentelemetry_is_not_imported_where_no_endpoint_is_set() -> None:
     code = """
 import sys
@@ -134,3 +121,20 @@ print(any(name.startswith("opentelemetry") for name in sys.modules))
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment, cwd=Path.cwd()
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_header_that_is_no_traceparent_is_ignored_and_older_workers_read_requests_without_one() -> None:
+    assert valid_traceparent(TRACEPARENT) == TRACEPARENT
+    for header in (
+        None,
+        f"00-{'0' * 32}-{CALLER}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        TRACEPARENT.upper(),
+        f"ff-{TRACE}-{CALLER}-01",
+        TRACEPARENT + "\n",
+    ):
+        assert valid_traceparent(header) is None
+    request = AttemptRequest(job_id="j", attempt=1, spec=JobSpec.model_validate(SPEC), run_id="j")
+    assert b"traceparent" not in request.to_json()
+    traced = request.model_copy(update={"traceparent": TRACEPARENT})
+    assert AttemptRequest.model_validate_json(traced.model_dump_json()) == traced

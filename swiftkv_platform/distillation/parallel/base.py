@@ -80,11 +80,9 @@ class Parallel(ABC):
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss` to those of the step."""
         loss.backward()
 
     def sum(self, values: Tensor) -> Tensor:
-        """`values` summed over the workers."""
         total = values.detach().clone().to(self.device)
         dist.all_reduce(total)
         return total

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
 from swiftkv_platform.distillation.parallel.base import STUDENT, Parallel, Read, State, Weights
-from swiftkv_platform.distillation.parallel.builds import remove_abandoned_locks
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import JobSpec
 
 os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -31,6 +34,23 @@ from deepspeed.utils import (  # noqa: E402
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
+
+LONGEST_BUILD_S = 600.0
+"""Age from which a lock is that of a process which died; a build takes a minute or two."""
+
+
+def remove_abandoned_locks() -> None:
+    """Remove the locks of builds that were cut off: every later process on the machine would wait for them for ever."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.glob("**/lock"):
+        try:
+            abandoned = time.time() - lock.stat().st_mtime > LONGEST_BUILD_S
+        except FileNotFoundError:  # its build has just ended
+            continue
+        if abandoned:
+            lock.unlink(missing_ok=True)
+            get_logger().warning("abandoned_build_lock_removed", path=str(lock))
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -56,10 +76,7 @@ class ZeRO(Parallel):
             _partition(fork, weights, settings)
         trained = [parameter for parameter in fork.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
-            model=fork,
-            optimizer=build_optimizer(trained, spec.optimizer),
-            config=settings,
-            dist_init_required=False,
+            model=fork, optimizer=build_optimizer(trained, spec.optimizer), config=settings, dist_init_required=False
         )
         self.module: nn.Module = self._engine
         self._optimizer = self._engine.optimizer

@@ -20,7 +20,7 @@ from swiftkv_platform.engine.memory import cache_bytes
 from swiftkv_platform.engine.modes import engine_of, keeps_rotary_factors
 from swiftkv_platform.model.conversion import dense_config
 from swiftkv_platform.model.workers import Workers
-from swiftkv_platform.specs.limits import MAX_STOP_LENGTH, MAX_STOPS
+from swiftkv_platform.specs.base import MAX_STOP_LENGTH, MAX_STOPS
 
 _MAX_NUM_SEQS = 256
 """Prompts that are answered at a time where the spec gives no number; the KV cache holds as many as there is room for.

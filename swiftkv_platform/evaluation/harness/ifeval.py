@@ -23,11 +23,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 
 def configuration(data: Path) -> dict[str, Any]:
-    """The task over `FILE` in the directory `data`.
-
-    Raises:
-        InvalidInputError: the packages that the checkers need are not installed.
-    """
+    """The task over `FILE` in the directory `data`. Raises `InvalidInputError`: the packages that the checkers need are
+    not installed."""
     _checkers()
     return {
         "task": "ifeval_local",
@@ -84,7 +81,7 @@ def _checkers() -> Any:
         from lm_eval.tasks.ifeval import instructions_util, utils
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"evaluation.tasks: builtin:ifeval needs {error.name}; pip install 'lm_eval[ifeval]' would do",
+            f"evaluation.tasks: builtin:ifeval needs {error.name}; use pip install 'lm_eval[ifeval]'",
             field="evaluation.tasks",
             value="builtin:ifeval",
         ) from error

@@ -56,9 +56,7 @@ def choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None])
         if more_is_better if spec.metric is None else _means(spec.metric, key):
             return key
     if not metrics:
-        raise InvalidInputError(
-            f"{FIELD}: {name} has no score of its own; its tasks by their names would do", field=FIELD, value=name
-        )
+        raise InvalidInputError(f"{FIELD}: {name} has no score of its own; name its tasks", field=FIELD, value=name)
     known = ", ".join(key.removesuffix(",none") for key in metrics)
     raise InvalidInputError(
         f"{FIELD}: {name} has no metric {spec.metric!r}; it has {known}"

@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 
 from swiftkv_platform.evaluation.harness.metrics import leaves, number
-from swiftkv_platform.evaluation.paired import (
-    Interval,
-    bootstrap_interval,
-    mean_of,
-    share_interval,
-    unpaired_interval,
-)
+from swiftkv_platform.evaluation.paired import Interval, bootstrap_interval, mean_of, share_interval, unpaired_interval
 
 Aggregations = Mapping[str, Callable[[Sequence[Any]], float]]
 Answers = Mapping[str, Any]
@@ -50,10 +44,7 @@ def loss_interval(
 
 
 def _of_task(
-    teacher: list[Any],
-    student: list[Any],
-    scores: Sequence[float],
-    aggregate: Callable[[Sequence[Any]], float] | None,
+    teacher: list[Any], student: list[Any], scores: Sequence[float], aggregate: Callable[[Sequence[Any]], float] | None
 ) -> Interval | None:
     if _is_mean_of_shares(teacher, scores[0]) and _is_mean_of_shares(student, scores[1]):
         return share_interval(_losses(teacher, student))

@@ -38,7 +38,7 @@ from swiftkv_platform.evaluation.harness.tasks import (
 )
 from swiftkv_platform.evaluation.instruct import is_instruction_tuned
 from swiftkv_platform.evaluation.parts import NoParts, Parts, measured
-from swiftkv_platform.evaluation.quality import ALONE
+from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access
@@ -88,16 +88,13 @@ def check_tasks(
 ) -> None:
     """Refuse, without a model, network or any data read, what `run_tasks` would refuse of these tasks.
 
-    Tasks of the harness that only their own code describes are taken at their word as to metrics.
+    Tasks of the harness that only their own code describes are taken at their word as to metrics. Raises
+    `InvalidInputError`: a task or metric that the harness does not know, a file that is no task, or a chat template
+    that the tokenizer lacks; `DataError`: a task's data is not where the spec says.
 
     Args:
         fetch: for `s3://` tasks and data.
         access: what the job may read, and whether its tasks may run code.
-
-    Raises:
-        InvalidInputError: a task or metric that the harness does not know, a file that is no task, or a chat template
-            that the tokenizer lacks.
-        DataError: a task's data is not where the spec says.
     """
     for task in resolve_tasks(specs, fetch=fetch, access=access):
         _templated(task.spec, tokenizer)
@@ -143,13 +140,8 @@ def run_tasks(
     """
     if not tasks:
         return TaskResults()
-    mode, was_training = model.model.swiftkv_enabled, model.training
-    model.eval()
-    try:
-        with _quiet():
-            return _Run(model, tokenizer, spec, workers, parts).all(tasks)
-    finally:
-        model.swiftkv(mode).train(was_training)
+    with evaluation_mode(model), _quiet():
+        return _Run(model, tokenizer, spec, workers, parts).all(tasks)
 
 
 class _Run:

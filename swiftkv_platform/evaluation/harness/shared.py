@@ -144,7 +144,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         if room <= 0:
             raise ValueError(
                 f"max_gen_toks is {max_tokens}, and the model's context of {self.max_length} tokens has to hold a "
-                "prompt too: fewer would do"
+                "prompt too: use fewer"
             )
         params = read_settings(left, self._model.generation_config, until=until, max_tokens=max_tokens, seed=index)
         if params is None:
@@ -180,7 +180,6 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return self._workers.gather([(index, answer) for (index, _), answer in zip(mine, written, strict=True)])
 
     def _tell(self) -> None:
-        """Tell of an answer more."""
         self._told += 1
         if self._workers.is_first:
             self._progress(self._told, self._to_tell)

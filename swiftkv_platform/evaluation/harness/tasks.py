@@ -70,7 +70,7 @@ def _check_installed() -> None:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"{FIELD} needs {error.name}; pip install 'swiftkv-platform[eval]' would do", field=FIELD
+            f"{FIELD} needs {error.name}; use pip install 'swiftkv-platform[eval]'", field=FIELD
         ) from error
 
 
@@ -159,7 +159,7 @@ def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
         raise InvalidInputError(f"{FIELD}: {name} is no task: {error}", field=FIELD, value=name) from error
     if "group" in config:  # lm_eval 0.4.13 takes the list of its tasks for its name
         raise InvalidInputError(
-            f"{FIELD}: {name} is a group, which the harness loads from no file; files of its tasks would do",
+            f"{FIELD}: {name} is a group, which the harness loads from no file; name files of its tasks",
             field=FIELD,
             value=name,
         )
@@ -181,7 +181,7 @@ def _below(directory: Path, names: Any) -> Any:
         return names
     path = directory / names
     if "::" in str(path):  # `datasets` would take what follows for another place
-        raise DataError(f"{FIELD}: {str(path)!r} has '::' in it; a path without would do", field=FIELD, value=str(path))
+        raise DataError(f"{FIELD}: {str(path)!r} has '::' in it; use a path without", field=FIELD, value=str(path))
     if not any(path.parent.glob(path.name)):
         raise DataError(f"{FIELD}: there is no file {str(path)!r}", field=FIELD, value=str(path))
     return str(path)

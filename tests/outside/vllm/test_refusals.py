@@ -35,7 +35,7 @@ def test_fast_prefill_needs_no_flag(llama: Path) -> None:
         ({"enable_lora": True}, "LoRA"),
         ({"quantization": "fp8"}, "quantised with fp8"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
-        ({"runner": "pooling", "convert": "embed"}, "runner=generate would do"),
+        ({"runner": "pooling", "convert": "embed"}, "use runner=generate"),
     ],
 )
 def test_options(options: dict[str, Any], message: str, llama: Path) -> None:
@@ -49,7 +49,7 @@ def test_drafts_from_a_second_model_or_from_hidden_states(method: str, llama: Pa
     config = json.loads((llama / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     speculative = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
-    with pytest.raises(ModelError, match=rf"{method}.*ngram would do"):
+    with pytest.raises(ModelError, match=rf"{method}.*use ngram"):
         configure(llama, speculative_config=speculative)
 
 

@@ -1,18 +1,27 @@
-"""The tail of a job's events, whose reads a test counts."""
+"""Followers of a job's events: the tail that they share, its reads counted, and the jobs that are marked as watched."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import httpx
 import pytest
 
 from swiftkv_platform.api import following
-from swiftkv_platform.api.following import Followers
+from swiftkv_platform.api.following import Followers, Watches
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError
-from swiftkv_platform.orchestration.job import Event
+from swiftkv_platform.orchestration.job import Event, JobStatus, new_id, start, transition
 from swiftkv_platform.orchestration.ports import Page, Slice
+from swiftkv_platform.settings import Settings
+from tests.records import make_job, store
+from tests.unit.api.conftest import SPEC, StillClock, make_parts, served_control_plane
 
 FOLLOWERS = 50
 
@@ -115,3 +124,99 @@ async def test_every_follower_is_told_that_the_database_is_away(events: Events) 
     events.add(1)
     async with aclosing(followers.follow("job_1", "evt_249", has_ended=False)) as stream:
         assert await take(stream, 1) == ["250"]
+
+
+EVENTS = 40
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(200, marks=pytest.mark.soak("200 connections"))])
+async def test_every_follower_hears_everything_in_order_and_others_are_still_answered(
+    tmp_path: Path, empty_database: Path, number: int
+) -> None:
+    parts = make_parts(tmp_path, empty_database)
+    settings = Settings(home=tmp_path, _env_file=None)
+    with served_control_plane(replace(parts, clock=lambda: 1000.0), settings) as url:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
+            job_id = (await client.post("/jobs", json=SPEC)).json()["id"]
+            connected = asyncio.Semaphore(0)
+            followers = [asyncio.create_task(follow(client, job_id, connected)) for _ in range(number)]
+            for _ in followers:
+                await connected.acquire()
+            job = parts.jobs.get(job_id, tenant="default")
+            sent = [Event(new_id("evt"), job_id, 1000, "message", f"number {each}") for each in range(EVENTS)]
+            for event in sent:
+                job = parts.jobs.update(job, events=[event])
+                assert (await client.get(f"/jobs/{job_id}")).status_code == 200
+            cancelling, first = transition(job, JobStatus.CANCELLING, now=1000)
+            cancelled, second = transition(cancelling, JobStatus.CANCELLED, now=1000)
+            parts.jobs.update(cancelled, events=[first, second])
+            heard = await asyncio.gather(*followers)
+    expected = [*(event.message for event in sent), first.message, second.message]
+    for each in heard:
+        assert each[1:] == expected
+
+
+async def follow(client: httpx.AsyncClient, job_id: str, connected: asyncio.Semaphore) -> list[str]:
+    heard: list[str] = []
+    async with client.stream("GET", f"/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                heard.append(json.loads(line.removeprefix("data: "))["message"])
+                if len(heard) == 1:
+                    connected.release()
+    return heard
+
+
+@dataclass
+class Noted:
+    """Jobs whose watches are counted."""
+
+    until: list[tuple[str, float]] = field(default_factory=list)
+    away: bool = False
+
+    def watch(self, job_id: str, until: float) -> None:
+        if self.away:
+            raise DatabaseUnavailableError("away")
+        self.until.append((job_id, until))
+
+
+def test_a_job_that_is_asked_for_again_and_again_is_marked_now_and_then() -> None:
+    jobs, clock = Noted(), StillClock()
+    watches = Watches(jobs, clock)  # type: ignore[arg-type]
+    for _ in range(100):
+        watches.note("a")
+        watches.note("b")
+        clock.now += 0.5
+    assert [job_id for job_id, _ in jobs.until] == ["a", "b"] * 3
+    gaps = [later - 60.0 for job_id, later in jobs.until if job_id == "a"]
+    assert gaps == [1000.0, 1020.0, 1040.0], "each mark is renewed long before it runs out"
+
+
+def test_a_database_that_is_away_keeps_no_reader_waiting_and_is_told_later() -> None:
+    jobs = Noted(away=True)
+    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
+    watches.note("a")
+    jobs.away = False
+    watches.note("a")
+    assert [job_id for job_id, _ in jobs.until] == ["a"]
+
+
+def test_of_very_many_jobs_the_newest_are_remembered() -> None:
+    jobs = Noted()
+    watches = Watches(jobs, StillClock())  # type: ignore[arg-type]
+    for number in range(1500):
+        watches.note(str(number))
+    watches.note("1499")
+    assert len(jobs.until) == 1500
+    watches.note("0")
+    assert len(jobs.until) == 1501
+
+
+def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
+    jobs = SqlJobRepository(sqlite_database)
+    started, event = start(store(jobs, make_job()), now=100)
+    job = jobs.update(started, events=[event])
+    found = Watches(jobs, StillClock()).events(job.id, Page(limit=5, order="asc"))
+    assert [item.data["status"] for item in found.items] == ["queued", "starting"]
+    assert jobs.on_cluster()[0].watched_until == 1060.0

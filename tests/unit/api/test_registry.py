@@ -1,15 +1,22 @@
-"""Aliases, rollbacks, lineage and comparisons."""
+"""Models: aliases, rollbacks, lineage, comparisons, copies where the operator allows them, and deletions."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from swiftkv_platform.api.dependencies import retention
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.orchestration.comparison import Figure, compare
 from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from swiftkv_platform.orchestration.job import Model
-from tests.unit.api.conftest import Server, refusal
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.orchestration.sweeper import Sweeper
+from swiftkv_platform.storage.sweeping import StoredObjects
+from tests.unit.api.conftest import SPEC, Server, Start, refusal
 
 
 @pytest.fixture
@@ -135,3 +142,114 @@ def test_figures_say_which_is_better_and_lineage_whether_that_counts() -> None:
     assert perplexities[-1] == Figure("tasks.wikitext.student", 9.0, 8.0, "b")
     assert found.differences == {"data_fingerprint": ("x", "y")}
     assert found.spec_differences == {"swiftkv.key_value_group_size": (2, 4)}
+
+
+PLACE = "s3://models/default/one"
+
+
+@pytest.fixture
+def opened(start: Start) -> Server:
+    """A control plane whose operator opens places of each tenant."""
+    return start(publish_targets=("s3://models/{tenant}/", "hf://acme"))
+
+
+def test_a_model_is_published_by_a_job_that_makes_none(opened: Server) -> None:
+    parent = opened.succeed()
+    model = parent["distilled_model"]
+    traced = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    response = opened.client.post(f"/models/{model}/publish", json={"to": f"{PLACE}/"}, headers=traced)
+    assert response.status_code == 201, response.text
+    job = response.json()
+    assert response.headers["Location"] == f"/jobs/{job['id']}"
+    assert (job["name"], job["spec"]["publish"]) == ("publish-test", {"adapter": False, "to": PLACE, "private": True})
+    assert opened.client.delete(f"/models/{model}").status_code == 409, "what is being copied is deleted"
+    opened.tick()
+    request = opened.parts.attempts.read_request(AttemptId(job["id"], 1))
+    assert (request.spec.only_publishes, request.traceparent) == (True, traced["traceparent"])
+    assert request.parent is not None
+    assert request.parent.key == AttemptId(parent["id"], 1).artifact_prefix
+    opened.end(job["id"])
+    done = opened.get(f"/jobs/{job['id']}")
+    assert (done["status"], done["distilled_model"]) == ("succeeded", None)
+    assert done["result"] == {"published": {"model": model, "to": PLACE}}
+    assert [each["id"] for each in opened.get("/models")["data"]] == [model]
+
+
+def test_a_publication_that_fails_is_no_success(opened: Server) -> None:
+    model = opened.succeed()["distilled_model"]
+    job = opened.client.post(f"/models/{model}/publish", json={"to": "hf://acme/one"}).json()["id"]
+    opened.tick()
+    opened.worker(job).say("error", "refused", code="conflict", retryable=False)
+    opened.end(job, SubmissionStatus.FAILED)
+    assert opened.get(f"/jobs/{job}")["status"] == "failed"
+
+
+def test_places_that_the_operator_has_not_opened_are_closed(opened: Server, server: Server) -> None:
+    model = opened.succeed()["distilled_model"]
+    for place in ("s3://models/other/one", "s3://models/default-2/one", "hf://acme2/one", "/tmp/one"):
+        publish = {"to": place}
+        for path, body in (
+            (f"/models/{model}/publish", publish),
+            ("/jobs", {**SPEC, "publish": publish}),
+            ("/jobs/validate", {**SPEC, "publish": publish}),
+        ):
+            error = refusal(opened.client.post(path, json=body))
+            assert (error["field"], "s3://models/default" in error["message"]) == ("publish.to", True)
+    for place in ("acme/one", "hf://one", "s3://bucket", "hf://acme/../one", "/models/../etc", "hf://a/b/c"):
+        refused = opened.client.post("/jobs", json={**SPEC, "publish": {"to": place}})
+        assert refusal(refused)["field"] == "publish.to", "it is no place"
+    closed = refusal(server.client.post("/jobs", json={**SPEC, "publish": {"to": PLACE}}))
+    assert "SWIFTKV_PUBLISH_TARGETS" in closed["message"]
+
+
+def sweep(server: Server) -> dict[str, int]:
+    """Objects that a round removes, by kind."""
+    rows, objects = SqlRetention(server.parts.database), StoredObjects(server.parts.objects)
+    sweeper = Sweeper(rows, objects, retention(server.settings), server.parts.clock)
+    removed: dict[str, int] = {}
+    for swept in sweeper.round():
+        removed[swept.kind] = removed.get(swept.kind, 0) + swept.objects
+    return removed
+
+
+def test_a_deleted_job_is_unknown_and_its_objects_go_with_the_sweeper(server: Server) -> None:
+    job, kept = server.succeed(), server.succeed(name="kept")
+    assert server.client.delete(f"/jobs/{job['id']}").status_code == 204
+    for path in (f"/jobs/{job['id']}", f"/jobs/{job['id']}/events", f"/models/{job['distilled_model']}"):
+        assert server.client.get(path).status_code == 404, path
+    assert server.client.delete(f"/jobs/{job['id']}").status_code == 404
+    assert list(server.parts.objects.list(f"jobs/{job['id']}"))
+    assert sweep(server)["deleted"] > 0
+    assert list(server.parts.objects.list(f"jobs/{job['id']}")) == []
+    assert server.get(f"/models/{kept['distilled_model']}")["job_id"] == kept["id"]
+    assert server.get(f"/jobs/{kept['id']}/artifacts")["data"]
+
+
+def test_a_deleted_model_leaves_a_job_without_artifacts(server: Server) -> None:
+    job = server.succeed()
+    assert server.client.delete(f"/models/{job['distilled_model']}").status_code == 204
+    left = server.get(f"/jobs/{job['id']}")
+    assert (left["status"], left["distilled_model"], left["artifact_uri"]) == ("succeeded", None, None)
+    sweep(server)
+    assert server.get(f"/jobs/{job['id']}/artifacts")["data"] == []
+    assert b"trained" in server.client.get(f"/jobs/{job['id']}/logs").content
+
+
+def test_a_hold_is_a_conflict_that_names_its_holder(server: Server) -> None:
+    job = server.succeed()
+    model = job["distilled_model"]
+    deployment = server.client.post("/deployments", json={"model": model, "route_prefix": "/"}).json()
+    for path in (f"/models/{model}", f"/jobs/{job['id']}"):
+        assert deployment["id"] in refusal(server.client.delete(path), 409)["message"]
+    assert "cancel it" in refusal(server.client.delete(f"/jobs/{server.submit()['id']}"), 409)["message"]
+
+
+def test_metrics_show_what_the_sweeper_counted(server: Server, start: Start) -> None:
+    server.succeed()
+    client, deadline = start().client, time.monotonic() + 30
+    while 'swiftkv_database_rows{table="jobs"} 1.0' not in (text := client.get("/metrics").text):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert 'swiftkv_store_objects{kind="artifacts"} 2.0' in text
+    assert 'swiftkv_store_bytes{kind="logs"}' in text
+    assert "swiftkv_orphans_stopped_total 0.0" in text

@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     ),
     "GET /jobs/{job_id}/tracking/{tracking_path}": (
         lambda own, ids: own.jobs.download_tracking_file(ids["done"], TRACKED, Path(ids["fresh"]) / "run.wandb"),
-        None,  # `jobs wandb-sync` needs a W&B: tests/unit/tracking/test_recorded.py
+        None,  # `jobs wandb-sync` needs a W&B: tests/unit/tracking/test_wandb_outages.py
     ),
     "POST /v1/files": (lambda own, ids: own.files.upload(Path(ids["rows"])), "files upload {rows}"),
     "GET /v1/files": (lambda own, _: own.files.list(), "files list"),

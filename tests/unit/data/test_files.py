@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.data import files as data_files
 from swiftkv_platform.data.files import reader_for
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources.layout import SUFFIXES
+from swiftkv_platform.sources.cards import SUFFIXES
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +66,9 @@ def test_blank_lines_are_counted_as_lines_and_not_as_rows(tmp_path: Path) -> Non
         (b'[{"a": 1},\n {"a": 2}', r"line 2, column 10 is not JSON: Expecting '\]'"),
         (b'[{"a": 1}\n]\n\n x', "line 4, column 2 is not JSON: Extra data"),
         (b'[{"a": 1},]', "line 1, column 11 is not JSON"),
-        (b'[{"a": 1}, 17]', "row 2 is 17, a int; an object with columns would do"),
+        (b'[{"a": 1}, 17]', "row 2 is 17, a int; an object with columns is accepted"),
         (b'[{"a": 1},\n\n {"a": "\xe9"}]', "line 3, byte 20 is not UTF-8"),
-        (b'{"a": 1}\n[2]', r"line 2 is \[2\], a list; an object with columns would do"),
+        (b'{"a": 1}\n[2]', r"line 2 is \[2\], a list; an object with columns is accepted"),
         (b'{"a": 1}\n{"a": "\xc3"}', "line 2, byte 7 is not UTF-8"),
     ],
 )

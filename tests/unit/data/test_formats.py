@@ -90,13 +90,16 @@ def test_a_named_format_overrides_detection() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": 3}, "text is 3, a int; a string would do"),
-        ({"messages": "hello"}, "messages is 'hello'; a list of messages would do"),
-        ({"messages": [{"content": "?"}]}, "a message has the role None; a string would do"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts would do"),
+        ({"text": 3}, "text is 3, a int; a string is accepted"),
+        ({"messages": "hello"}, "messages is 'hello'; a list of messages is accepted"),
+        ({"messages": [{"content": "?"}]}, "a message has the role None; a string is accepted"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts are accepted"),
         ({"messages": [QUESTION], "tools": "add"}, "tools is 'add', which is no JSON"),
-        ({"messages": [QUESTION], "tools": [3]}, "tools is [3]; a list of functions would do"),
-        ({"instruction": "?", "output": "!", "history": ["?"]}, "a list of pairs of instruction and output would do"),
+        ({"messages": [QUESTION], "tools": [3]}, "tools is [3]; a list of functions is accepted"),
+        (
+            {"instruction": "?", "output": "!", "history": ["?"]},
+            "a list of pairs of instruction and output is accepted",
+        ),
         ({"conversations": [{"from": "narrator", "value": ""}]}, "the role 'narrator'; human, user, gpt"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseCode, CourseEvent
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation.course import Course, Turn, chosen_step, measured, turn_notes, went_back
-from swiftkv_platform.distillation.held_out import measured_rows
+from swiftkv_platform.distillation.micro_batches import measured_rows
 from swiftkv_platform.specs import TrainingSpec, ValidationSpec
 
 
@@ -45,9 +45,6 @@ def test_of_states_that_a_few_rows_cannot_tell_apart_the_later_one_is_the_best()
     assert (drifting.is_best, drifting.course.best_step) == (False, 20)
     unguarded = course_of(0.5, 0.505, spec=training(guard=None))
     assert (unguarded.is_best, unguarded.course.best_step) == (False, 0)
-
-
-def test_a_course_of_a_version_before_knows_its_best_as_its_lowest() -> None:
     before = {name: value for name, value in course_of(0.5, 0.3).course.numbers().items() if name != "lowest_kl"}
     assert measured(Course.of(before), 0.304, 20, training()).course.best_step == 20
     assert measured(Course.of(before), 0.31, 20, training()).course.best_step == 10
@@ -83,13 +80,12 @@ def test_kl_above_start_or_far_above_best_goes_back_at_half_the_rate(
     assert turn.course.best_step == 10 * (len(kls) - 2)
 
 
-def test_a_run_that_may_not_go_back_again_ends_with_the_best() -> None:
+def test_when_a_run_goes_back_for_good() -> None:
+    """One that may not go back again ends with the best; the last step goes back whatever has been; without a guard
+    nothing does."""
     turn = course_of(0.5, 0.4, 0.6, 0.6, 0.6, 0.6)
     assert (turn.rollback, turn.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.ROLLBACKS_EXHAUSTED)
     assert (turn.course.num_rollbacks, turn.course.ended, turn.course.best_step) == (3, 1, 10)
-
-
-def test_the_last_step_goes_back_whatever_has_been_and_nothing_does_without_a_guard() -> None:
     turn = measured(course_of(0.5, 0.4).course, 0.6, 20, training(keep_best=False), is_last=True)
     assert (turn.rollback, turn.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.LAST_STEP)
     turn = course_of(0.5, 0.1, 7.0, spec=training(guard=None))

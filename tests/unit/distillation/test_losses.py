@@ -66,10 +66,17 @@ def test_equal_hidden_states_and_no_positions_cost_nothing_and_pull_nowhere() ->
 
 
 def test_no_gradient_reaches_the_teacher_or_a_frozen_head() -> None:
+    """Hidden states are compared by the mean over features, summed over positions."""
     teacher, head = _random(TOKENS, HIDDEN, seed=0).requires_grad_(), _random(VOCAB, HIDDEN, seed=1)
     student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
     logits_loss(student, teacher, head, head, temperature=2.0).backward()
     assert (teacher.grad, head.grad) == (None, None)
+    assert student.grad is not None
+    student, teacher = (_random(TOKENS, HIDDEN, seed=seed).requires_grad_() for seed in (0, 1))
+    loss = hidden_loss(student, teacher)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.fsum(((student - teacher) ** 2).flatten().tolist()) / HIDDEN, rel=1e-5)
+    assert teacher.grad is None
     assert student.grad is not None
 
 
@@ -86,14 +93,21 @@ def test_lm_loss_equals_cross_entropy(chunk_size: int | None) -> None:
     )
 
 
-def test_bfloat16_sums_in_float32() -> None:
-    """2,000 positions of equal loss: a bfloat16 sum would stop growing far below the true one."""
+def test_bfloat16_is_summed_in_float32_at_exact_temperatures() -> None:
+    """A bfloat16 sum over 2,000 equal losses would stop growing far below the true one; dividing hidden states
+    by what is no power of two would round them."""
     head = torch.eye(VOCAB, HIDDEN, dtype=torch.bfloat16)
     student, teacher = torch.zeros(2000, HIDDEN, dtype=torch.bfloat16), torch.ones(2000, HIDDEN, dtype=torch.bfloat16)
     loss = logits_loss(student, teacher, head, head, temperature=1.0, chunk_size=1)
     per_position = _naive_kl(student[:1].double(), teacher[:1].double(), head.double(), head.double(), 1.0).item()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(2000 * per_position, rel=1e-3)
+    teacher, student = (_random(40, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+    head = _random(500, 64, seed=2, dtype=torch.bfloat16)
+    for temperature in (2.0, 1.7):
+        expected = _chunked_kl(student, teacher, head, head, temperature)
+        loss = logits_loss(student, teacher, head, head, temperature=temperature)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -142,15 +156,6 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
     assert _peak_bytes(64, fused=False) > 64 * (1 << 17) * 4 * 4, "the measurement sees whole logits"
 
 
-def test_hidden_loss_is_the_mean_over_features_summed_over_positions() -> None:
-    student, teacher = (_random(TOKENS, HIDDEN, seed=seed).requires_grad_() for seed in (0, 1))
-    loss = hidden_loss(student, teacher)
-    loss.backward()
-    assert loss.item() == pytest.approx(math.fsum(((student - teacher) ** 2).flatten().tolist()) / HIDDEN, rel=1e-5)
-    assert teacher.grad is None
-    assert student.grad is not None
-
-
 def _chunked_kl(student: Tensor, teacher: Tensor, head: Tensor, teacher_head: Tensor, temperature: float) -> Tensor:
     """The loss by logarithms of all probabilities, in the order that it had before passes were saved."""
     log_p = F.log_softmax(F.linear(teacher, teacher_head).float().div(temperature), dim=-1)
@@ -179,13 +184,3 @@ def test_fewer_passes_change_nothing(shared: bool, temperature: float, distance:
     assert error <= max(1.5 * error_before, 1e-5 * float(exact_gradient.abs().max()))
     bound = max(1.5 * abs(expected.item() - truth.item()), 1e-6 * max(1.0, loss.item()))
     assert abs(loss.item() - truth.item()) <= bound
-
-
-def test_temperatures_are_exact_in_bfloat16() -> None:
-    """Dividing hidden states by what is no power of two would round them."""
-    teacher, student = (_random(40, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
-    head = _random(500, 64, seed=2, dtype=torch.bfloat16)
-    for temperature in (2.0, 1.7):
-        expected = _chunked_kl(student, teacher, head, head, temperature)
-        loss = logits_loss(student, teacher, head, head, temperature=temperature)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

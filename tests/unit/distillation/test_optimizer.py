@@ -18,10 +18,15 @@ def _rates(**spec: object) -> list[float]:
     return [learning_rate(built, step, TOTAL) for step in range(TOTAL)]
 
 
-def test_warm_up_rises_linearly_to_the_full_rate() -> None:
+def test_rates_of_schedules() -> None:
+    """They rise linearly to the full rate."""
     rates = _rates()
     assert rates[:10] == pytest.approx([1e-3 * (step + 1) / 10 for step in range(10)])
     assert max(rates) == pytest.approx(1e-3)
+    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3), "half way"
+    assert _rates(schedule="constant")[10:] == [1e-3] * 90
+    assert _rates(warmup_ratio=0.0, schedule="constant") == [1e-3] * TOTAL
+    assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3, "a single step has the full rate"
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -32,22 +37,12 @@ def test_schedules_fall_towards_zero_without_reaching_it(schedule: str) -> None:
     assert 0.0 < rates[-1] < 0.02e-3
 
 
-def test_rates_at_the_ends_of_schedules() -> None:
-    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3), "half way"
-    assert _rates(schedule="constant")[10:] == [1e-3] * 90
-    assert _rates(warmup_ratio=0.0, schedule="constant") == [1e-3] * TOTAL
-    assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3, "a single step has the full rate"
-
-
-def test_weight_decay_spares_norms_and_biases() -> None:
+def test_weight_decay_spares_norms_and_biases_and_the_rate_set_is_used() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=True), nn.RMSNorm(4))
     optimizer = build_optimizer(module.parameters(), OptimizerSpec(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     expected = {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0}
     assert {name: decay[id(p)] for name, p in module.named_parameters()} == expected
-
-
-def test_the_rate_that_is_set_is_the_rate_that_is_used() -> None:
     parameter = nn.Parameter(torch.ones(2, 2))
     optimizer = build_optimizer([parameter], OptimizerSpec(weight_decay=0.0))
     set_learning_rate([optimizer], 0.25)
@@ -61,6 +56,8 @@ def test_muon_takes_the_matrices_and_leaves_vectors_and_the_exit_head_to_adamw()
     muon, adamw = build_optimizers(module.named_parameters(), OptimizerSpec(name="muon"))
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(4, 4)]
     assert [p.shape for group in adamw.param_groups for p in group["params"]] == [(9, 4), (4,)]
+    with pytest.raises(ValidationError, match=r"optimizer.name 'muon'.*ddp or fsdp2, or optimizer.name adamw"):
+        JobSpec.model_validate({"name": "n", "optimizer": {"name": "muon"}, "sharding": {"strategy": "deepspeed"}})
 
 
 def test_muon_moves_every_direction_of_a_matrix_alike() -> None:
@@ -75,8 +72,3 @@ def test_muon_moves_every_direction_of_a_matrix_alike() -> None:
     assert step[1, 1] / step[0, 0] > 0.5
     # Scaled to the root mean square of Adam's step, 0.2; the iterations leave singular values between 0.7 and 1.2.
     assert step.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.35)
-
-
-def test_muon_is_refused_where_no_worker_has_a_whole_matrix() -> None:
-    with pytest.raises(ValidationError, match=r"optimizer.name 'muon'.*ddp or fsdp2, or optimizer.name adamw"):
-        JobSpec.model_validate({"name": "n", "optimizer": {"name": "muon"}, "sharding": {"strategy": "deepspeed"}})

@@ -41,16 +41,14 @@ def test_the_lowest_rate_is_taken_where_none_gains_anything_and_none_above_the_h
     assert rate == max(one["learning_rate"] for one in tried) == pytest.approx(3e-3)
 
 
-def test_a_trial_takes_few_steps_and_a_short_run_has_none() -> None:
-    assert steps_of_trial(106) is None
-    assert steps_of_trial(400) == 15
-    assert steps_of_trial(100_000) == 40
-
-
-def test_no_matrix_moves_by_more_than_a_share_of_its_size() -> None:
+def test_bounds_of_a_search() -> None:
+    """No matrix moves by more than a share of its size; a trial takes few steps, and a short run has none."""
     matrices = [torch.full((4, 4), size) for size in (0.0, 0.01, 0.02, 9.0)]
     assert highest_rate(matrices) == pytest.approx(0.05 * 0.02)
     assert highest_rate([]) == math.inf
     assert first_rate(1.0, 1e-3, "qkv") == 1e-3
     assert first_rate(1e-5, 1e-3, "qkv") == 1e-5
     assert first_rate(1e-3, 1e-3, "all") == pytest.approx(2e-4)
+    assert steps_of_trial(106) is None
+    assert steps_of_trial(400) == 15
+    assert steps_of_trial(100_000) == 40

@@ -67,13 +67,11 @@ def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
 
 
 def test_projections_of_many_groups_are_several_units() -> None:
+    """Latents are expanded by units of their own: a group's keys and values are made when its first layer runs, long
+    after its latent is."""
     shared, _ = split(make_decoder("llama", "mha"))
     assert len(shared) > 1
     assert sum(map(len, shared)) == 2 * (DEEP - 2)
-
-
-def test_latents_are_expanded_by_units_of_their_own() -> None:
-    """A group's keys and values are made when its first layer runs, long after its latent is."""
     decoder = make_decoder("deepseek_v2")
     expanding = [decoder.layers[i].self_attn.kv_b_proj_swiftkv for i in decoder.layer_map.leaders]
     shared, _ = split(decoder)

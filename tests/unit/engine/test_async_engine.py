@@ -351,7 +351,7 @@ async def test_a_request_gets_nothing_of_an_aborted_namesake(
 async def test_callers_and_health_checks_hear_of_failures(
     engine: AsyncLLMEngine, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a step, and of handing out what it made."""
+    """A step fails, and so does handing out its outputs."""
 
     def fail(*_: Any) -> list[RequestOutput]:
         raise RuntimeError("out of memory")

@@ -66,6 +66,12 @@ def test_what_is_discarded_or_not_committed_is_not_found() -> None:
     table, _ = admit(blocks, tokens(12))
     blocks.free(table)
     assert admit(blocks, tokens(12))[1] == 0
+    blocks = manager()
+    table, _ = admit(blocks, tokens(4))
+    copy = BlockTable(list(table.blocks))
+    blocks.free(table)
+    with pytest.raises(AssertionError, match="freed twice"):
+        blocks.free(copy)
 
 
 @pytest.mark.parametrize("other", [{"tenant": "them"}, {"fingerprint": "other weights"}])
@@ -113,15 +119,6 @@ def test_neighbours_grow_side_by_side() -> None:
             blocks.grow(table, num_tokens)
     assert [len(table.runs) for table in tables] == [1, 1, 1, 1]
     blocks.check(tables)
-
-
-def test_freeing_twice_is_noticed() -> None:
-    blocks = manager()
-    table, _ = admit(blocks, tokens(4))
-    copy = BlockTable(list(table.blocks))
-    blocks.free(table)
-    with pytest.raises(AssertionError, match="freed twice"):
-        blocks.free(copy)
 
 
 class Accounting(RuleBasedStateMachine):

@@ -152,6 +152,9 @@ def test_log_probabilities_take_one_wait_more(log: DeviceLog) -> None:
         assert len(log.waits) == 2 * bool(outputs), log.waits
     for outputs in steps(engine_of(), log, replace(GREEDY, prompt_logprobs=1)):
         assert len(log.waits) <= 1 + 2 * 3, (outputs, log.waits)
+    log.clear()
+    assert engine_of().score(list(range(20)), 4).device.type == "cpu"
+    assert log.waits.count("aten._to_copy from cuda to cpu") == 1, log.waits
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.99], ids=["all exit", "none does"])
@@ -181,11 +184,6 @@ def test_drafts_from_the_text_cost_no_wait(student: bool, log: DeviceLog) -> Non
         assert log.copies == 1
         drafted += sum(output.num_draft_tokens for output in outputs)
     assert drafted
-
-
-def test_a_text_is_scored_on_the_device(log: DeviceLog) -> None:
-    assert engine_of().score(list(range(20)), 4).device.type == "cpu"
-    assert log.waits.count("aten._to_copy from cuda to cpu") == 1, log.waits
 
 
 class Group:

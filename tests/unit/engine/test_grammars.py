@@ -12,7 +12,7 @@ import pytest
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.limits import MAX_GRAMMAR_BYTES
+from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from tests.fakes.tokenizers import EOS, byte_tokenizer
 
 COSTLY = "b(a{1000}){1000}"

@@ -31,7 +31,7 @@ def assert_rounded(actual: torch.Tensor, exact: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("size", [8, 40, 64, 1000])
 def test_rms_norm(size: int, native_kernels: None) -> None:
-    """Of rows, and of heads that lie apart."""
+    """Rows are normalised, and heads that lie apart."""
     weight, heads = torch.randn(size), numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size]
     for x in (numbers(1, 70, size), heads):
         actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)
@@ -138,6 +138,12 @@ def test_bfloat16_runs_on_a_processor_without_such_products(swiftkv_dir: Path, m
     assert len(output.token_ids) == 8
 
 
+def test_an_engine_does_without(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    engine = LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(dtype="bfloat16"))
+    assert len(engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
+
+
 def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:
     """The sizes determine the costs of drafts."""
     costs = [
@@ -145,9 +151,3 @@ def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: Non
         for dtype, native in (("float32", False), ("bfloat16", False), ("bfloat16", True))
     ]
     assert costs[0] == costs[1] == costs[2]
-
-
-def test_an_engine_does_without(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: False)
-    engine = LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(dtype="bfloat16"))
-    assert len(engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5

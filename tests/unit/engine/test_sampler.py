@@ -25,16 +25,16 @@ def draws(count: int, seed: int = 0, logits: torch.Tensor = LOGITS, **params: An
     return sample(logits.expand(count, -1), [row(seed, position, **params) for position in range(count)])
 
 
-def test_greedy_takes_the_largest() -> None:
-    assert draws(3, temperature=0.0) == [1, 1, 1]
-
-
-def test_a_temperature_that_no_float32_divides_by_is_greedy() -> None:
+def test_greedy_and_equal_tokens() -> None:
+    """A temperature that no float32 divides by is greedy."""
     logits = torch.tensor([1.0, 3.0, 2.9999, -1.0])
     for temperature in (1e-39, 1e-45, 5e-324, 9e-6):
         assert draws(20, logits=logits, temperature=temperature) == [1] * 20
         assert draws(20, logits=logits - 5.0, temperature=temperature, top_p=0.5) == [1] * 20
         assert SamplingParams(temperature=temperature).temperature == 0.0
+    assert draws(3, temperature=0.0) == [1, 1, 1]
+    assert draws(2, logits=torch.full((9,), float("-inf")), top_p=0.5) == [0, 0]
+    assert len(set(draws(400, logits=torch.zeros(8), top_k=2))) == 2
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
@@ -113,11 +113,6 @@ def test_what_is_kept_of_a_large_vocabulary_is_what_its_sorting_keeps(spread: fl
     if spread >= 3.0:
         few = several[0], several[3]
         assert truncated(logits[[0, 3]], few)[0].shape[1] < 2500, "most of the vocabulary is not even sorted"
-
-
-def test_rows_without_a_choice_are_no_error_and_equal_tokens_are_cut_at_k() -> None:
-    assert draws(2, logits=torch.full((9,), float("-inf")), top_p=0.5) == [0, 0]
-    assert len(set(draws(400, logits=torch.zeros(8), top_k=2))) == 2
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,7 @@ def test_a_long_prompt_is_read_in_chunks_beside_decodes() -> None:
     line.add("short", 3, max_tokens=6)
     assert line.step() == {"short": 3}
     line.add("long", 30)
-    assert [line.step() for _ in range(4)] == [
-        {"short": 1, "long": 9},
-        {"short": 1, "long": 9},
-        {"short": 1, "long": 9},
-        {"short": 1, "long": 3},
-    ]
+    assert [line.step() for _ in range(4)] == [{"short": 1, "long": size} for size in (9, 9, 9, 3)]
 
 
 def test_prompts_are_read_first_come_first_served_and_by_priority() -> None:
@@ -203,6 +198,7 @@ def test_everyone_is_served(
 
 
 def test_drafts_take_the_tokens_and_blocks_that_are_left() -> None:
+    """Blocks of rejected ones are free again."""
     line = Line(num_blocks=5, max_num_batched_tokens=9, drafts=True)
     first, second = (line.add(name, 7, max_tokens=9) for name in ("first", "second"))
     line.step()
@@ -215,9 +211,6 @@ def test_drafts_take_the_tokens_and_blocks_that_are_left() -> None:
     assert line.scheduler.num_preemptions == 0
     for item in scheduled:
         assert len(item.sequence.block_table.blocks) * BLOCK >= item.sequence.num_tokens + item.draft.size
-
-
-def test_blocks_of_rejected_drafts_are_free_again() -> None:
     line = Line(num_blocks=8, drafts=True)
     sequence = line.add("one", 7, max_tokens=12)
     line.step()

@@ -167,8 +167,8 @@ def test_points_lost_are_judged_only_with_samples_enough(
     (gate,) = built.gates
     assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)
     if outcome == "undecided":
-        said = "its samples give no interval" if samples is None else f"{samples:,} samples would do"
-        with pytest.raises(QualityGateError, match=f"undecided, .*{said}.*; more samples or a wider limit would do"):
+        said = "its samples give no interval" if samples is None else f"{samples:,} samples are needed"
+        with pytest.raises(QualityGateError, match=f"undecided, .*{said}.*; use more samples or a wider limit"):
             built.check_gates()
 
 

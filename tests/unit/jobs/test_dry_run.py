@@ -63,7 +63,7 @@ def test_every_phase_of_a_deep_teacher_takes_what_is_planned() -> None:
 
 @pytest.fixture(scope="module")
 def smallest() -> tuple[DryRun, Estimate]:
-    """As the command finds it."""
+    """The answer of the command."""
     printed = CliRunner().invoke(app, ["plan", "--dry-run", str(BY_NAME[SMALLEST]), "--json"])
     assert printed.exit_code == 0, printed.output
     spec = load_spec(BY_NAME[SMALLEST])
@@ -135,7 +135,7 @@ def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "num_layers"), [(LARGEST, 8), (EXPERTS, 4), *((name, None) for name in BY_NAME)])
 def test_a_recipe_takes_what_is_planned(name: str, num_layers: int | None) -> None:
-    """Of its teacher a few layers, which are alike, or all."""
+    """A few of its teacher's layers, which are alike, or all."""
     check(*run(load_spec(BY_NAME[name]), **({} if num_layers is None else {"num_hidden_layers": num_layers})))
 
 

@@ -1,16 +1,20 @@
-"""Choosing ports and directories for a local stack, and knowing what is dead; nothing is started here."""
+"""A local stack: ports and directories, and background processes that are found by their mark and stopped."""
 
 from __future__ import annotations
 
 import os
 import socket
 import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from swiftkv_platform.local import stack
+from swiftkv_platform.local import processes, stack
 from swiftkv_platform.local.processes import ProcessRef
 from swiftkv_platform.local.ray_head import RayHead, ensure_token, free_ports, make_temp_dir
 from swiftkv_platform.local.stack import Stack, StackOptions, StartError
@@ -19,29 +23,14 @@ from swiftkv_platform.settings import Settings
 
 
 def state(**changes: object) -> StackState:
-    fields: dict[str, object] = {
-        "url": "http://127.0.0.1:1",
-        "serve_url": "http://127.0.0.1:2",
-        "ray_dashboard_url": "http://127.0.0.1:3",
-        "ray_port": 4,
-        "ray_agent_port": 5,
-        "ray_temp_dir": Path("/nonexistent"),
-        "num_cpus": 4,
-        "object_store_memory": 1,
-    }
-    return StackState.model_validate({**fields, **changes})
+    addresses = {name: f"http://127.0.0.1:{n}" for n, name in enumerate(("url", "serve_url", "ray_dashboard_url"), 1)}
+    head = {"ray_port": 4, "ray_agent_port": 5, "ray_temp_dir": Path("/nonexistent"), "num_cpus": 4}
+    return StackState.model_validate({**addresses, **head, "object_store_memory": 1, **changes})
 
 
 def head(tmp_path: Path) -> RayHead:
-    return RayHead(
-        port=4,
-        dashboard_port=3,
-        agent_port=5,
-        temp_dir=tmp_path,
-        token_file=tmp_path / "token",
-        num_cpus=4,
-        object_store_memory=1,
-    )
+    ports, limits = {"port": 4, "dashboard_port": 3, "agent_port": 5}, {"num_cpus": 4, "object_store_memory": 1}
+    return RayHead(**ports, **limits, temp_dir=tmp_path, token_file=tmp_path / "token")
 
 
 def test_packages_that_are_missing_are_named_before_anything_starts(
@@ -52,24 +41,6 @@ def test_packages_that_are_missing_are_named_before_anything_starts(
     with pytest.raises(StartError, match=r"needs no_such_service; pip install 'swiftkv-platform\[train,serve\]'"):
         Stack(Settings(home=home, _env_file=None)).up(StackOptions(), print)
     assert not home.exists()
-
-
-def test_a_wanted_port_is_taken_where_it_is_free() -> None:
-    [port] = free_ports([0])
-    assert free_ports([port]) == [port]
-
-
-def test_a_port_in_use_is_replaced() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        used = listener.getsockname()[1]
-        [port] = free_ports([used])
-    assert port != used
-
-
-def test_ports_differ_from_each_other() -> None:
-    [port] = free_ports([0])
-    ports = free_ports([port, port, 0, 0, 0])
-    assert len(set(ports)) == 5
 
 
 def test_the_temp_dir_is_short_enough_for_rays_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,6 +77,15 @@ def test_the_head_is_told_of_no_other_cluster_and_its_token_stays_in_a_file(tmp_
     assert token not in " ".join(head(tmp_path).command())
 
 
+def test_wanted_ports_are_taken_where_they_are_free_and_differ_from_each_other() -> None:
+    [port] = free_ports([0])
+    assert free_ports([port]) == [port]
+    assert len(set(free_ports([port, port, 0, 0, 0]))) == 5
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        used = listener.getsockname()[1]
+        assert free_ports([used]) != [used]
+
+
 def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     me = psutil.Process()
@@ -120,14 +100,10 @@ def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None
     assert (tmp_path / "run" / "ray.pid").read_text() == f"{os.getpid()}\n"
     run.clear()
     assert run.load() is None
-
-
-@pytest.mark.parametrize("text", ["", "{}", "not json"])
-def test_a_state_file_nobody_can_read_is_no_state(tmp_path: Path, text: str) -> None:
-    run = RunDirectory(tmp_path)
-    with run.locked():
-        (run.path / "state.json").write_text(text)
-    assert run.load() is None
+    for text in ("", "{}", "not json"):  # nobody can read it
+        with run.locked():
+            (run.path / "state.json").write_text(text)
+        assert run.load() is None
 
 
 def test_a_home_that_never_saw_up_is_stopped(tmp_path: Path) -> None:
@@ -136,3 +112,81 @@ def test_a_home_that_never_saw_up_is_stopped(tmp_path: Path) -> None:
     assert {part.state for part in stack.status()} == {"stopped"}
     assert stack.down() == 0
     assert not (tmp_path / "home").exists()
+
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+SPAWN = """
+import os, subprocess, sys, time
+# A grandchild in a session of its own, whose parent is gone: no tree and no process group leads to it.
+if os.fork() == 0:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    os._exit(0)
+os.wait()
+print("spawned", flush=True)
+time.sleep(600)
+"""
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path)
+    processes.stop_marked(str(tmp_path), grace_s=0.0)
+
+
+@pytest.fixture
+def start(mark: str, tmp_path: Path) -> Callable[[list[str]], ProcessRef]:
+    def start(command: list[str]) -> ProcessRef:
+        return processes.start(command, mark=mark, env=dict(os.environ), log=tmp_path / "log", cwd=tmp_path)
+
+    return start
+
+
+def until_logged(tmp_path: Path, text: str) -> None:
+    deadline = time.monotonic() + 30.0
+    while text not in (tmp_path / "log").read_text():
+        assert time.monotonic() < deadline, "the process did not start"
+        time.sleep(0.02)
+
+
+def test_a_started_process_is_alive_until_it_is_terminated(
+    start: Callable[[list[str]], ProcessRef], mark: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text("before\n")
+    ref = start(SLEEP)
+    assert ref.alive
+    ref.terminate(grace_s=10.0)
+    assert not ref.alive
+    deaf = start([sys.executable, "-c", STUBBORN])
+    until_logged(tmp_path, "deaf")
+    assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended"
+    processes.stop_marked(mark, grace_s=0.2)
+    assert not deaf.alive, "it has ignored SIGTERM"
+
+
+def test_a_pid_given_to_another_process_is_not_ours() -> None:
+    own = psutil.Process()
+    assert ProcessRef(pid=own.pid, created_at=own.create_time()).alive
+    stale = ProcessRef(pid=own.pid, created_at=own.create_time() - 1.0)
+    assert not stale.alive
+    stale.terminate(grace_s=0.0)  # would end this test run
+
+
+def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_mark(
+    start: Callable[[list[str]], ProcessRef], mark: str, tmp_path: Path
+) -> None:
+    start([sys.executable, "-c", SPAWN])
+    until_logged(tmp_path, "spawned")
+    family = processes.marked(mark)
+    assert len(family) == 2
+    with subprocess.Popen(SLEEP, env={**os.environ, processes.MARK: f"{mark}-other"}) as foreign:
+        try:
+            assert processes.stop_marked(mark, grace_s=10.0) == 2
+            assert foreign.poll() is None
+        finally:
+            foreign.kill()
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)

@@ -1,7 +1,8 @@
-"""Order of job starts: fair between tenants, by priority within one, never beyond a quota."""
+"""The table of transitions, and the order of starts: fair between tenants, by priority, never beyond a quota."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,10 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.fair_queue import FairQueue, held_by
-from swiftkv_platform.orchestration.job import Job, JobStatus, new_id
+from swiftkv_platform.orchestration.job import (
+    TRANSITIONS,
+    Job,
+    JobStatus,
+    Progress,
+    Reason,
+    new_id,
+    requeue,
+    start,
+    transition,
+)
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.tenants import TenantPolicy, Tenants
 from swiftkv_platform.specs import JobSpec
@@ -171,3 +182,55 @@ def test_policies_come_from_a_file_that_may_change(tmp_path: Path) -> None:
     assert tenants.policy("acme") == TenantPolicy(max_gpus=8), "and when it is gone"
     with pytest.raises(InvalidInputError, match="cannot be used"):
         Tenants(path)
+
+
+REASON = Reason("worker_lost", "the node died", "resources.num_workers")
+
+
+def make_job(status: JobStatus = JobStatus.QUEUED) -> Job:
+    return Job("job_1", "acme", "ann", JobSpec(name="test"), 100, status=status)
+
+
+def test_a_status_changes_only_as_the_table_says() -> None:
+    for source, target in itertools.product(JobStatus, JobStatus):
+        if target in TRANSITIONS[source]:
+            changed, event = transition(make_job(source), target, now=200)
+            assert changed.status is target
+            assert (event.data["previous"], event.data["status"]) == (source.value, target.value)
+        else:
+            with pytest.raises(IllegalTransitionError) as caught:
+                transition(make_job(source), target, now=200)
+            assert all(status.value in caught.value.message for status in TRANSITIONS[source])
+
+
+def test_every_live_job_can_fail_or_be_cancelled() -> None:
+    live = [status for status in JobStatus if not status.is_terminal]
+    assert {status for status in JobStatus if status.is_terminal} == {"succeeded", "failed", "cancelled"}
+    for status in live:
+        assert JobStatus.FAILED in TRANSITIONS[status]
+        assert status is JobStatus.CANCELLING or JobStatus.CANCELLING in TRANSITIONS[status]
+
+
+def test_times_and_reasons_follow_the_status() -> None:
+    job, _ = start(make_job(), now=101, resume_from=None)
+    assert job.attempt.submission_id == "job_1-1"
+    job, _ = transition(job, JobStatus.RUNNING, now=102)
+    job = replace(job, progress=Progress(seconds_remaining=7), estimated_finish=500)
+    job, event = requeue(job, now=103, reason=REASON, delay_s=2.0, counts=True)
+    assert (job.status_reason, job.error, event.level) == (REASON, None, "warn")
+    assert (job.attempt.number, job.attempt.submission_id) == (2, None)
+    assert (job.retries, job.not_before) == (1, 105.0)
+    assert (job.estimated_finish, job.progress.seconds_remaining) == (None, None)
+    job, _ = start(job, now=110, resume_from="checkpoint")
+    assert (job.attempt.submission_id, job.attempt.resume_from) == ("job_1-2", "checkpoint")
+    job, _ = transition(job, JobStatus.RUNNING, now=111)
+    assert (job.started_at, job.status_reason) == (102, None)
+    job, event = transition(job, JobStatus.FAILED, now=120, reason=REASON)
+    assert (job.finished_at, job.error, event.level) == (120, REASON, "error")
+    assert REASON.message in event.message
+
+
+def test_ids_sort_by_the_time_they_were_made() -> None:
+    ids = [new_id("job") for _ in range(1000)]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == 1000

@@ -1,9 +1,11 @@
-"""The background loop outlives every failure of its step, and ends when asked to."""
+"""The background loop, its lease, and how often it looks at a job."""
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
+from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.demand import Placed
+from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.leadership import LEASE_S, Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from tests.unit.orchestration.conftest import Plane
@@ -120,3 +125,81 @@ def test_a_step_ends_where_its_lease_cannot_be_renewed(plane: Plane) -> None:
     first.guard(step)()  # comes to an end
     with pytest.raises(LeaseLostError):
         first.check()
+
+
+def placed(count: int) -> list[Placed]:
+    return [Placed(f"job_{number:04d}", JobStatus.RUNNING, version=1, watched_until=0.0) for number in range(count)]
+
+
+def looks(attention: Attention, jobs: list[Placed], seconds: int, *, speaking: int = 0) -> dict[str, list[int]]:
+    """The seconds at which each job was looked at, a tick a second; the first ones say something each second."""
+    seen: dict[str, list[int]] = {job.id: [] for job in jobs}
+    for now in range(seconds):
+        for job_id in attention.due(jobs, float(now)):
+            seen[job_id].append(now)
+            heard = int(job_id.removeprefix("job_")) < speaking
+            attention.looked(job_id, now=float(now), version=1, heard=heard, has_more=False)
+    return seen
+
+
+def gaps(times: list[int]) -> list[int]:
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def test_a_few_jobs_are_looked_at_in_every_tick_and_all_by_default() -> None:
+    assert looks(Attention(SPARING), placed(2), 10)["job_0000"] == list(range(10))
+    assert len(Attention().due(placed(100), 0.0)) == 100
+
+
+def test_jobs_that_speak_are_looked_at_more_often_than_silent_ones() -> None:
+    jobs = placed(100)
+    seen = looks(Attention(SPARING), jobs, 200, speaking=10)
+    assert gaps(seen["job_0005"])[-1] == SPARING.busy_s
+    assert gaps(seen["job_0050"])[-1] == SPARING.quiet_s
+    assert sorted(gaps(seen["job_0050"])) == gaps(seen["job_0050"]), "less and less often"
+
+
+def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> None:
+    attention, jobs = Attention(SPARING), placed(100)
+    looks(attention, jobs, 100)
+    watched = replace(jobs[0], watched_until=1000.0)
+    cancelling = replace(jobs[1], status=JobStatus.CANCELLING)
+    changed = replace(jobs[2], version=2)
+    due = attention.due([watched, cancelling, changed, *jobs[3:]], 101.0)
+    assert {"job_0000", "job_0001", "job_0002"} <= set(due)
+    assert due[0] == "job_0002", "what was changed comes first"
+    assert len(due) < 20
+
+
+def test_a_job_of_which_more_is_to_be_read_is_looked_at_again_at_once() -> None:
+    attention, jobs = Attention(SPARING), placed(100)
+    looks(attention, jobs, 2)
+    assert attention.due(jobs, 2.0) == []
+    attention.looked("job_0007", now=2.0, version=1, heard=True, has_more=True)
+    assert attention.due(jobs, 2.0) == ["job_0007"]
+
+
+def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
+    attention, jobs = Attention(SPARING, most=50), placed(400)
+    seen = looks(attention, jobs, 120)
+    for now in range(120):
+        assert sum(now in times for times in seen.values()) <= 50
+    assert all(times for times in seen.values())
+    assert {min(times) for times in seen.values()} == set(range(8))
+
+
+def test_a_watched_job_has_its_turn_in_every_tick_however_many_others_are_overdue() -> None:
+    attention, jobs = Attention(SPARING, most=16), placed(400)
+    jobs[250] = replace(jobs[250], watched_until=1000.0)
+    assert gaps(looks(attention, jobs, 100)["job_0250"])[-50:] == [1] * 50
+    everyone = [replace(job, watched_until=1000.0) for job in jobs[:200]]
+    seen = looks(attention, [*everyone, *jobs[200:]], 300)
+    assert all(seen.values()), "nor do many watched ones keep the others out"
+
+
+def test_a_job_that_has_left_the_cluster_is_forgotten() -> None:
+    attention, jobs = Attention(SPARING), placed(100)
+    looks(attention, jobs, 50)
+    attention.due(jobs[1:], 50.0)
+    assert attention.turn("job_0000") == 0
+    assert attention.turn("job_0001") > 0

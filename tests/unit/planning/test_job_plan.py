@@ -13,7 +13,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.phase_plans import PhasePlan
-from swiftkv_platform.planning.writing import refuse_writers_without_room, teacher_bytes
+from swiftkv_platform.planning.phases import refuse_writers_without_room, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
@@ -46,8 +46,9 @@ def phases(spec: JobSpec, **arguments: Any) -> dict[str, PhasePlan]:
     return {phase.phase: phase for phase in plan(spec, **arguments).phases}
 
 
-def test_a_hub_teacher_is_fetched_by_every_node_once() -> None:
-    """16 workers on two nodes; rows of five bytes a token, a token of four bytes of text."""
+def test_teachers_are_fetched_by_every_node_once(tmp_path: Path) -> None:
+    """16 workers on two nodes; rows of five bytes a token, a token of four bytes of text. A directory is not fetched; a
+    job that starts from copies brings rows to its nodes before it trains."""
     found, rows, start = phases(job()), 5 * TEXT // 4, 2 * TRAINED
     assert found["prepare"].downloaded_bytes == TEACHER
     assert found["prepare"].uploaded_bytes == rows
@@ -60,6 +61,11 @@ def test_a_hub_teacher_is_fetched_by_every_node_once() -> None:
     again = stored["evaluate"].downloaded_bytes - found["evaluate"].downloaded_bytes
     assert again == 2 * TEACHER, "a stored teacher is fetched again to be measured"
     assert list(found) == ["prepare", "calibrate", "train", "evaluate", "publish"]
+    local = phases(job(model={"name_or_path": str(tmp_path)}, swiftkv={"initialization": "copied"}))
+    assert list(local) == ["prepare", "train", "evaluate", "publish"]
+    assert local["prepare"].downloaded_bytes == 0
+    assert local["train"].downloaded_bytes == 2 * 5 * TEXT // 4
+    assert local["publish"].node_disk.artifact == TEACHER + 2 * TRAINED
 
 
 def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_trained() -> None:
@@ -70,15 +76,6 @@ def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_
     assert divided["publish"].node_disk.checkpoints == 0
     spared = whole["evaluate"].downloaded_bytes - divided["evaluate"].downloaded_bytes
     assert spared == 4 * TRAINED, "each of two nodes reads half"
-
-
-def test_a_directory_is_not_fetched(tmp_path: Path) -> None:
-    """A job that starts from copies brings rows to its nodes before it trains."""
-    local = phases(job(model={"name_or_path": str(tmp_path)}, swiftkv={"initialization": "copied"}))
-    assert list(local) == ["prepare", "train", "evaluate", "publish"]
-    assert local["prepare"].downloaded_bytes == 0
-    assert local["train"].downloaded_bytes == 2 * 5 * TEXT // 4
-    assert local["publish"].node_disk.artifact == TEACHER + 2 * TRAINED
 
 
 def test_a_node_holds_a_whole_checkpoint_only_where_every_worker_loads_all_of_it() -> None:
@@ -195,15 +192,9 @@ def test_workers_fill_nodes() -> None:
         assert (found.num_nodes, found.workers_per_node) == nodes
 
 
-def test_a_gpu_is_told_apart_from_host_memory() -> None:
-    on_gpus, on_cpus = phases(job()), phases(job(resources={"num_workers": 16}))
-    assert on_gpus["train"].host_bytes < on_gpus["train"].device_bytes, "weights on their way alone"
-    assert {phase.device_bytes for phase in on_cpus.values()} == {None}
-    assert on_cpus["train"].host_bytes == plan(job(resources={"num_workers": 16})).memory_per_worker
-
-
-def test_host_memory_holds_rows_that_are_calibrated_and_the_first_worker_of_zero_a_checkpoint() -> None:
-    """Eight rows of 8,192 tokens on one worker: x and h of each, in bfloat16."""
+def test_host_memory_beside_gpus() -> None:
+    """It holds rows that are calibrated, eight of 8,192 tokens on one worker (x and h of each, in bfloat16), and at the
+    first worker of ZeRO a checkpoint."""
     few = {**GPUS, "num_workers": 2}
     one, eight = (
         phases(job(resources=few, swiftkv={"calibration_tokens": 2 * rows * 8192}))["calibrate"] for rows in (1, 8)
@@ -212,6 +203,10 @@ def test_host_memory_holds_rows_that_are_calibrated_and_the_first_worker_of_zero
     assert eight.device_bytes == one.device_bytes
     zero = phases(job(resources=few, sharding={"strategy": "deepspeed", "zero_stage": 3}))
     assert zero["train"].host_bytes == 12 * TRAINED
+    on_gpus, on_cpus = phases(job()), phases(job(resources={"num_workers": 16}))
+    assert on_gpus["train"].host_bytes < on_gpus["train"].device_bytes, "weights on their way alone"
+    assert {phase.device_bytes for phase in on_cpus.values()} == {None}
+    assert on_cpus["train"].host_bytes == plan(job(resources={"num_workers": 16})).memory_per_worker
 
 
 def test_too_small_a_disk_is_refused() -> None:
@@ -224,22 +219,19 @@ def test_too_small_a_disk_is_refused() -> None:
     assert (error.field, error.value) == ("model.name_or_path", "org/teacher")
     assert "to publish needs 35.3 GB of a node's disk (cache 16.9, checkpoints 1.6, the artifact 16.9)" in error.message
     assert f"nodes with {needed.total} bytes" in error.message
-    assert "would do" in error.message
+    assert "; use nodes with" in error.message
 
 
-def test_too_little_host_memory_is_refused() -> None:
+def test_too_little_memory_is_refused() -> None:
+    """Memory of a host, and of a GPU of 24 GB, on one of which neither a training step nor an evaluation fits."""
     needed = max(phases(job()).values(), key=lambda phase: phase.host_bytes if phase.phase != "publish" else 0)
     plan(job(resources={**GPUS, "memory_per_worker": needed.host_bytes}))
     with pytest.raises(InvalidInputError, match="of a worker's host memory") as refused:
         plan(job(resources={**GPUS, "memory_per_worker": needed.host_bytes - 1}))
     assert (refused.value.field, refused.value.value) == ("resources.memory_per_worker", needed.host_bytes - 1)
     assert f"{needed.host_bytes}, and what the process takes" in refused.value.message
-
-
-def test_workers_that_would_do_to_evaluate_are_named() -> None:
-    """16 GB of a T4: neither a training step nor an evaluation fits on one worker."""
     alone = {**GPUS, "num_workers": 1, "accelerator_type": "L4"}
-    message = r"with 1 workers? needs .* resources\.num_workers \d+ would do"
+    message = r"with 1 workers? needs .* use resources\.num_workers \d+$"
     with pytest.raises(InvalidInputError, match=message) as refused:
         plan(job(resources=alone))
     assert refused.value.field == "resources.num_workers"

@@ -28,7 +28,9 @@ CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 LLAMA_8B = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
 
 
-def test_groups_share_one_cache_layer_and_the_last_may_be_short() -> None:
+def test_layer_maps() -> None:
+    """Groups share one cache layer, and the last may be short; a share of the prefill is rounded to layers, of which
+    one is kept on each side; runs of items are no larger than a limit but for single ones."""
     layer_map = LayerMap(num_hidden_layers=9, num_key_value_layers=4, key_value_group_size=2)
     assert layer_map.leaders == (4, 6, 8)
     assert [layer_map.cache_layer(i) for i in range(9)] == [0, 1, 2, 3, 4, 4, 5, 5, 6]
@@ -37,11 +39,11 @@ def test_groups_share_one_cache_layer_and_the_last_may_be_short() -> None:
     assert layer_map.num_kv_cache_layers == 7
     dense = LayerMap(6, 6, 1)
     assert (dense.leaders, dense.num_kv_cache_layers) == ((), 6)
-
-
-def test_prefill_reduction_rounds_to_layers_and_keeps_one_on_each_side() -> None:
     for share, expected in ((None, 16), (0.25, 24), (0.5, 16), (0.01, 31), (0.99, 1)):
         assert resolve_num_key_value_layers(32, None, share) == expected
+    cases: list[tuple[list[int], list[list[int]]]] = [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]])]
+    for sizes, runs in (*cases, ([3, 12, 3, 7], [[3], [12], [3, 7]])):
+        assert [sizes[run] for run in split_by_size(sizes, 10)] == runs
 
 
 @pytest.mark.parametrize(
@@ -64,24 +66,6 @@ def test_what_gives_no_layer_map_is_named(given: dict[str, Any], field: str, mes
         student_layer_map(12, **arguments | given)
     assert caught.value.field == f"swiftkv.{field}"
     assert caught.value.value == given[field]
-
-
-def test_an_unknown_sharing_is_named() -> None:
-    sharing: Any = "mla"
-    with pytest.raises(InvalidInputError, match="'mla'; gqa, mqa, mha are accepted"):
-        shared_key_value_heads(sharing, num_attention_heads=8, num_key_value_heads=2)
-
-
-def test_runs_are_no_larger_than_the_limit_but_for_single_items() -> None:
-    cases: list[tuple[list[int], list[list[int]]]] = [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]])]
-    for sizes, runs in (*cases, ([3, 12, 3, 7], [[3], [12], [3, 7]])):
-        assert [sizes[run] for run in split_by_size(sizes, 10)] == runs
-
-
-def test_all_layers_are_the_baseline() -> None:
-    result = plan(LLAMA_8B, num_key_value_layers=32, sequence_length=1024)
-    assert (result.prefill_flops_ratio, result.executed_prefill_flops_ratio, result.kv_bytes_ratio) == (1.0, 1.0, 1.0)
-    assert result.num_kv_cache_layers == 32
 
 
 @pytest.mark.parametrize(
@@ -127,6 +111,9 @@ def test_last_token_alone_meets_upper_layers_and_head() -> None:
     assert dense.vocabulary == swiftkv.vocabulary == head / 1000
     assert swiftkv.mlp == pytest.approx(dense.mlp * (16 * 1000 + 16) / (32 * 1000))
     assert result.decode.swiftkv.attention == result.decode.dense.attention == 32 * 1001 * 4 * 4096
+    result = plan(LLAMA_8B, num_key_value_layers=32, sequence_length=1024)
+    assert (result.prefill_flops_ratio, result.executed_prefill_flops_ratio, result.kv_bytes_ratio) == (1.0, 1.0, 1.0)
+    assert result.num_kv_cache_layers == 32
 
 
 def test_a_window_caps_attention_and_cache() -> None:
@@ -175,9 +162,9 @@ def test_a_directory_a_file_and_a_mapping_are_the_same(tmp_path: Path) -> None:
     ("changes", "field", "message"),
     [
         ({"model_type": "gpt2"}, "model.name_or_path", "no plan for model_type 'gpt2'; there are deepseek_v2, llama"),
-        ({"model_type": None}, "model_type", "a string would do"),
-        ({"hidden_size": None}, "hidden_size", "a positive integer would do"),
-        ({"vocab_size": "many"}, "vocab_size", "'many'; a positive integer would do"),
+        ({"model_type": None}, "model_type", "a string is accepted"),
+        ({"hidden_size": None}, "hidden_size", "a positive integer is accepted"),
+        ({"vocab_size": "many"}, "vocab_size", "'many'; a positive integer is accepted"),
         ({"num_key_value_heads": 7}, "num_key_value_heads", "32 query heads cannot share 7 KV heads"),
         ({"num_key_value_layers": 33}, "swiftkv.num_key_value_layers", r"1\.\.31 are accepted"),
     ],
@@ -194,6 +181,9 @@ def test_arguments_out_of_range() -> None:
         with pytest.raises(InvalidInputError) as caught:
             plan(LLAMA_8B, **{name: value})
         assert caught.value.field == (f"swiftkv.{name}" if name in layers else name)
+    sharing: Any = "mla"
+    with pytest.raises(InvalidInputError, match="'mla'; gqa, mqa, mha are accepted"):
+        shared_key_value_heads(sharing, num_attention_heads=8, num_key_value_heads=2)
 
 
 def test_planning_imports_no_torch_and_every_family_has_a_row() -> None:

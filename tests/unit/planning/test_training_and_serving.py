@@ -20,7 +20,9 @@ def memory(**setup: Any) -> Any:
     return plan_training(LLAMA_8B, TrainingSetup(num_workers=4, sequence_length=1024, **setup)).memory
 
 
-def test_strategies_hold_less_and_less_on_each_worker() -> None:
+def test_memory_of_strategies() -> None:
+    """They hold less and less on each worker; offloading moves bytes to the host, checkpointing trades arithmetic for
+    them."""
     zero = [memory(strategy="deepspeed", zero_stage=stage) for stage in (1, 2, 3)]
     ddp, fsdp = memory(strategy="ddp"), memory(strategy="fsdp2")
     assert ddp.optimizer == 4 * zero[0].optimizer == 4 * zero[2].optimizer == 4 * fsdp.optimizer
@@ -28,17 +30,11 @@ def test_strategies_hold_less_and_less_on_each_worker() -> None:
     assert zero[1].gradients < zero[0].gradients
     assert ddp.peak > zero[0].peak > zero[1].peak > zero[2].peak
     assert ddp.activations == fsdp.activations
-
-
-def test_offloading_moves_bytes_to_the_host() -> None:
     near, far = memory(), memory(cpu_offload=True)
     assert far.host == near.frozen + near.trained + near.gradients + near.optimizer
     assert far.frozen == far.trained == far.gradients == far.optimizer == 0
     assert far.gathered == near.gathered
     assert memory(cpu_offload=True, device="cpu").host == 0  # it is all in host memory there
-
-
-def test_checkpointing_trades_arithmetic_for_memory() -> None:
     plain, recomputed = (
         plan_training(LLAMA_8B, TrainingSetup(gradient_checkpointing=value)) for value in (False, True)
     )
@@ -46,11 +42,22 @@ def test_checkpointing_trades_arithmetic_for_memory() -> None:
     assert recomputed.flops_per_token.total > plain.flops_per_token.total
 
 
-def test_the_fork_takes_about_two_thirds_of_two_full_passes() -> None:
+def test_arithmetic_and_time_of_a_token() -> None:
     """The reference implementation runs teacher and student from the first layer on, and recomputes activations."""
     flops = plan_training(LLAMA_8B, TrainingSetup(sequence_length=2048)).flops_per_token
     separate = flops.total + flops.lower + flops.lower + flops.student  # the student's lower layers, and recomputation
     assert flops.total / separate == pytest.approx(2 / 3, abs=0.08)
+    whole = plan_training(LLAMA_8B, TrainingSetup()).flops_per_token
+    half = plan_training(LLAMA_8B, TrainingSetup(counted_share=0.5)).flops_per_token
+    together = plan_training(LLAMA_8B, TrainingSetup(counted_share=0.5, compiled=True)).flops_per_token
+    assert half.heads == together.heads == whole.heads / 2
+    assert half.student < together.student == whole.student
+    assert (half.lower, half.teacher) == (whole.lower, whole.teacher)
+    setup = TrainingSetup(num_workers=4)
+    planned = plan_training(LLAMA_8B, setup, num_tokens=10**6, flops_per_second=1e14)
+    assert planned.total_flops == 10**6 * planned.flops_per_token.total
+    assert planned.seconds == planned.total_flops / 4e14
+    assert plan_training(LLAMA_8B, setup).seconds is None
 
 
 def test_attention_is_that_of_the_samples() -> None:
@@ -64,23 +71,6 @@ def test_attention_is_that_of_the_samples() -> None:
     assert mixed == pytest.approx((2 * 100 * alone[0] + 200 * alone[1]) / 400)
 
 
-def test_tokens_that_do_not_count_stay_out_of_the_students_layers() -> None:
-    whole = plan_training(LLAMA_8B, TrainingSetup()).flops_per_token
-    half = plan_training(LLAMA_8B, TrainingSetup(counted_share=0.5)).flops_per_token
-    together = plan_training(LLAMA_8B, TrainingSetup(counted_share=0.5, compiled=True)).flops_per_token
-    assert half.heads == together.heads == whole.heads / 2
-    assert half.student < together.student == whole.student
-    assert (half.lower, half.teacher) == (whole.lower, whole.teacher)
-
-
-def test_time_follows_tokens_workers_and_speed() -> None:
-    setup = TrainingSetup(num_workers=4)
-    planned = plan_training(LLAMA_8B, setup, num_tokens=10**6, flops_per_second=1e14)
-    assert planned.total_flops == 10**6 * planned.flops_per_token.total
-    assert planned.seconds == planned.total_flops / 4e14
-    assert plan_training(LLAMA_8B, setup).seconds is None
-
-
 def test_long_rows_fit_where_workers_share_them() -> None:
     """128K tokens on 80 GB GPUs, Llama-3.1-8B."""
     base = TrainingSetup(sequence_length=131072, num_workers=8, batch_size=8)
@@ -91,7 +81,7 @@ def test_long_rows_fit_where_workers_share_them() -> None:
 
 
 def test_batches_and_sequences_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"batch_size is 10; a multiple of .* = 4 would do"):
+    with pytest.raises(InvalidInputError, match=r"batch_size is 10; use a multiple of .* = 4$"):
         plan_training(LLAMA_8B, TrainingSetup(num_workers=4, batch_size=10))
     cases: list[tuple[dict[str, int], str]] = [
         ({"num_workers": 6}, "resources.num_workers = 6"),

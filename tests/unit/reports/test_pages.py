@@ -1,15 +1,20 @@
-"""Pages of a report: complete, self-contained, readable without colour or sight, and safe against odd names."""
+"""Pages of a report and the card of a model: complete, self-contained, readable by all, safe against odd names."""
 
 from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from swiftkv_platform.contract.sweeps import expand, point, summarise
+from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.reports.pages import evaluation_page, sweep_page
+from swiftkv_platform.sources.cards import licence_of
+from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs import JobSpec
 
 VOID = {"meta", "path", "use", "rect", "circle", "line", "br"}
@@ -19,8 +24,23 @@ def quality(kl: float) -> dict[str, float]:
     return {"perplexity": 3.0 + kl, "kl": kl, "top1_agreement": 0.9 - kl}
 
 
+TASK = {
+    "task": "gsm8k",
+    "metric": "exact_match",
+    "num_fewshot": 8,
+    "chat_template": False,
+    "num_samples": 1319,
+    "teacher": 0.75,
+    "student": 0.74,
+    "teacher_stderr": 0.012,
+    "student_stderr": None,
+}
+
+
 def report(kl: float = 0.1, *, prefill: float = 0.5, passed: bool = True, **changes: Any) -> dict[str, Any]:
     gate = {"field": "evaluation.max_kl", "subject": "held-out KL", "limit": 0.2, "value": kl, "passed": passed}
+    bins = [{"low": i / 20, "high": (i + 1) / 20, "share": 0.05, "agreement": i / 20} for i in range(20)]
+    bins[3]["agreement"] = None  # type: ignore[assignment]
     return {
         "teacher": {"perplexity": 3.0},
         "rewired": quality(0.8),
@@ -34,23 +54,8 @@ def report(kl: float = 0.1, *, prefill: float = 0.5, passed: bool = True, **chan
         "ttft_ms": {"dense": 10.0, "swiftkv": 6.0},
         "tokens_trained": 54321,
         "continuations": {"num_prompts": 4, "prompt_length": 8, "num_tokens": 16, "matched": 0.625, "identical": 0.25},
-        "exit_head": [
-            {"low": i / 20, "high": (i + 1) / 20, "share": 0.05, "agreement": None if i == 3 else i / 20}
-            for i in range(20)
-        ],
-        "tasks": [
-            {
-                "task": "gsm8k",
-                "metric": "exact_match",
-                "num_fewshot": 8,
-                "chat_template": False,
-                "num_samples": 1319,
-                "teacher": 0.75,
-                "student": 0.74,
-                "teacher_stderr": 0.012,
-                "student_stderr": None,
-            }
-        ],
+        "exit_head": bins,
+        "tasks": [TASK],
         "gates": [gate],
         **changes,
     }
@@ -64,6 +69,7 @@ LINEAGE = {
     "code_version": "1.0",
     "spec": {"name": "<script>alert(1)</script>"},
 }
+
 POINTS = [{"step": i, "tokens": 100 * i, "loss": 1 / i, "logits_loss": 1 / i} for i in range(1, 6)]
 
 
@@ -115,10 +121,15 @@ def assert_stands_alone(html: str) -> None:
     assert tables == [tag for tag, _ in reader.tags].count("caption")
 
 
+def text_of(html: str) -> str:
+    return " ".join("".join(read(html).text).split())
+
+
 def test_the_evaluation_page_says_what_the_report_does() -> None:
     html = evaluation_page(report(), LINEAGE, POINTS)
+    assert html == evaluation_page(report(), LINEAGE, POINTS), "the same report makes the same page"
     assert_stands_alone(html)
-    text = " ".join("".join(read(html).text).split())
+    text = text_of(html)
     for expected in (
         "12,345",
         "54,321",
@@ -134,19 +145,14 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     assert html.count("<svg") == 3  # tasks, exit head, losses
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
-
-
-def test_a_perplexity_that_grows_is_lost() -> None:
-    (task,) = report()["tasks"]
-    changes = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
-    text = "".join(read(evaluation_page(report(tasks=[task | changes]), LINEAGE, POINTS)).text)
-    assert "+2.00" in text
-
-
-def test_tasks_without_time_are_named_with_the_others_and_alone() -> None:
-    for tasks in (report()["tasks"], []):
-        text = "".join(read(evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)).text)
-        assert "Not measured, for want of time (evaluation.max_minutes) or of lm-evaluation-harness: gsm8k." in text
+    assert ">failed<" in evaluation_page(report(passed=False), LINEAGE)
+    perplexity = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
+    lost = evaluation_page(report(tasks=[TASK | perplexity]), LINEAGE, POINTS)
+    assert "+2.00" in text_of(lost), "a perplexity that grows is lost"
+    for tasks in ([TASK], []):
+        left_out = evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)
+        told = "Not measured, for want of time (evaluation.max_minutes) or of lm-evaluation-harness: gsm8k."
+        assert told in text_of(left_out)
 
 
 def test_what_was_not_measured_is_left_out() -> None:
@@ -161,24 +167,10 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert "No limit was set" in html
 
 
-def test_a_failed_gate_is_said_in_words() -> None:
-    assert ">failed<" in evaluation_page(report(passed=False), LINEAGE)
-
-
-def test_the_same_report_makes_the_same_page() -> None:
-    assert evaluation_page(report(), LINEAGE, POINTS) == evaluation_page(report(), LINEAGE, POINTS)
-
-
 @pytest.mark.parametrize("within", [True, False])
 def test_the_sweep_page_shows_every_trial(within: bool) -> None:
-    job = JobSpec.model_validate(
-        {
-            "name": "s",
-            "evaluation": {"max_kl": 0.2},
-            "sweep": {"num_key_value_layers": [3, 6], "key_value_group_size": [1, 2]},
-        }
-    )
-    trials = expand(job)
+    sweep = {"num_key_value_layers": [3, 6], "key_value_group_size": [1, 2]}
+    trials = expand(JobSpec.model_validate({"name": "s", "evaluation": {"max_kl": 0.2}, "sweep": sweep}))
     figures = [(0.05, 0.75), (0.09, 0.75), (0.15, 0.5)]
     points = [
         point(trial, report=report(kl, prefill=prefill, passed=within))
@@ -191,3 +183,80 @@ def test_the_sweep_page_shows_every_trial(within: bool) -> None:
     assert "the loss is &lt;nan&gt;" in html
     assert ("l3-g1 is taken" in html) is within
     assert ("none is within the budget" in html) is not within
+
+
+MADE_FROM: dict[str, Any] = {
+    "job_id": "job_1",
+    "attempt": 2,
+    "teacher": "org/teacher",
+    "revision": "abc",
+    "data_fingerprint": "f00",
+    "code_version": "0.2",
+    "parent": {"name": "mdl_1"},
+    "spec": {
+        "name": "student",
+        "data": {"sources": [{"name_or_path": "org/chats"}, {"name_or_path": "file-1"}]},
+        "swiftkv": {"num_key_value_layers": 6, "key_value_group_size": 2},
+    },
+}
+
+GATES = [
+    {"field": "evaluation.max_drop", "subject": "points lost on mmlu", "limit": 1.0, "value": 2.5, "outcome": "failed"},
+    {"field": "evaluation.max_kl", "subject": "held-out KL in nats", "limit": 0.5, "value": 0.1, "outcome": "passed"},
+]
+
+REPORT: dict[str, Any] = {
+    "teacher": {"perplexity": 10.0},
+    "distilled": {"perplexity": 11.0, "kl": 0.1, "top1_agreement": 0.9},
+    "prefill_flops_ratio": 0.55,
+    "kv_bytes_ratio": 0.75,
+    "tokens_trained": 12345,
+    "tasks": [
+        {"task": "arc", "metric": "acc", "teacher": 0.5, "student": 0.5},
+        {"task": "mmlu", "metric": "acc", "teacher": 0.6, "student": 0.575},
+    ],
+    "gates": GATES,
+}
+
+
+def parts(card: str) -> tuple[dict[str, Any], str]:
+    _, front, text = card.split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_the_worst_measure_comes_first() -> None:
+    front, text = parts(model_card(MADE_FROM, REPORT, licence="apache-2.0"))
+    made = {"library_name": "transformers", "tags": ["swiftkv"], "base_model": "org/teacher"}
+    assert front == {"license": "apache-2.0", **made}
+    assert "**Worst measure: points lost on mmlu is 2.5, limit 1, failed.**" in text
+    assert text.index("Worst measure") < text.index("## Quality")
+    assert text.index("| mmlu, acc | 0.6 | 0.575 |") < text.index("| arc, acc |")
+    assert text.index("points lost on mmlu (") < text.index("held-out KL in nats (")
+    origin = ("`org/chats`, `file-1`", "12,345", "`mdl_1`", "job `job_1`, attempt 2")
+    for said in (*origin, "**apache-2.0**", "vllm serve"):
+        assert said in text
+
+
+def test_a_licence_that_is_not_named_is_not_made_up() -> None:
+    front, text = parts(model_card(MADE_FROM | {"teacher": "/models/own"}, REPORT | {"gates": []}, licence=None))
+    assert "license" not in front
+    assert "base_model" not in front
+    assert "names a licence" in text
+    assert "No limit of quality was set" in text
+
+
+def test_the_licence_is_that_of_the_card_or_the_configuration(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, str], str | None]] = [
+        ({"README.md": "---\nlicense: llama3.1\n---\n# M\n"}, "llama3.1"),
+        ({"README.md": "---\nlicense: other\nlicense_name: research only\n---\n"}, "research only"),
+        ({"README.md": "# no front matter", "config.json": '{"license": "mit"}'}, "mit"),
+        ({"README.md": "---\n: [\n---\n", "config.json": "{"}, None),
+        ({}, None),
+    ]
+    for number, (files, licence) in enumerate(cases):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        for name, text in files.items():
+            (directory / name).write_text(text)
+        assert licence_of(directory) == licence
+    assert licence_of(builtin_teacher("builtin:python-5m")) == "apache-2.0"

@@ -1,13 +1,17 @@
-"""The key file: keys are told once, kept as hashes, and gone when revoked."""
+"""The key file, and signatures of webhooks by the published example of standardwebhooks.com."""
 
 from __future__ import annotations
 
 import json
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from standardwebhooks import Webhook, WebhookVerificationError
 
 from swiftkv_platform.errors import (
     ConflictError,
@@ -17,6 +21,8 @@ from swiftkv_platform.errors import (
     UnauthenticatedError,
 )
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
+from swiftkv_platform.security.webhooks import Secret, verify
+from swiftkv_platform.specs.publish import WebhookSpec
 
 READ = frozenset({Scope.JOBS_READ})
 
@@ -27,25 +33,19 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_key_opens_what_it_was_made_for(path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"keys\.json"):
+        KeyRing(path)
     token = create_key(path, name="ann", tenant="acme", scopes=READ)
     key = KeyRing(path).authenticate(f"Bearer {token}")
-    assert (key.name, key.tenant) == ("ann", "acme")
+    assert (key.name, key.tenant, key.max_priority) == ("ann", "acme", 0)
     key.require(Scope.JOBS_READ)
     with pytest.raises(ForbiddenError, match=r"'ann' has the scopes jobs:read; this needs deploy"):
         key.require(Scope.DEPLOY)
-
-
-def test_a_key_goes_before_others_only_as_far_as_it_may(path: Path) -> None:
-    create_key(path, name="ann", tenant="acme", scopes=READ)
-    create_key(path, name="bob", tenant="acme", scopes=READ, max_priority=-5)
-    assert [key.max_priority for key in KeyRing(path).read()] == [0, -5]
-
-
-def test_admin_opens_everything(path: Path) -> None:
-    token = create_key(path, name="root", tenant="acme", scopes=frozenset({Scope.ADMIN}))
-    key = KeyRing(path).authenticate(f"bearer  {token}")
+    token = create_key(path, name="root", tenant="acme", scopes=frozenset({Scope.ADMIN}), max_priority=-5)
+    root = KeyRing(path).authenticate(f"bearer  {token}")
+    assert root.max_priority == -5
     for scope in Scope:
-        key.require(scope)
+        root.require(scope)
 
 
 def test_the_file_keeps_hashes_that_only_its_owner_reads(path: Path) -> None:
@@ -66,11 +66,11 @@ def test_a_ring_follows_its_file(path: Path) -> None:
     assert [key.name for key in ring.read()] == ["bob"]
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer  ", "Basic abc", "skv_abc"])
-def test_anything_but_a_bearer_key_is_refused(path: Path, header: str | None) -> None:
+def test_anything_but_a_bearer_key_is_refused(path: Path) -> None:
     create_key(path, name="ann", tenant="acme", scopes=READ)
-    with pytest.raises(UnauthenticatedError, match="Authorization: Bearer"):
-        KeyRing(path).authenticate(header)
+    for header in (None, "", "Bearer", "Bearer  ", "Basic abc", "skv_abc"):
+        with pytest.raises(UnauthenticatedError, match="Authorization: Bearer"):
+            KeyRing(path).authenticate(header)
 
 
 def test_names_are_checked(path: Path) -> None:
@@ -81,15 +81,6 @@ def test_names_are_checked(path: Path) -> None:
         create_key(path, name="bob", tenant="a/b", scopes=READ)
     with pytest.raises(NotFoundError, match="'carol'"):
         revoke_key(path, "carol")
-
-
-def test_a_file_that_cannot_be_used_is_named(path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"keys\.json"):
-        KeyRing(path)
-    path.parent.mkdir()
-    path.write_text("{}x")
-    with pytest.raises(InvalidInputError, match=r"keys\.json"):
-        KeyRing(path)
 
 
 def test_a_rotated_key_and_the_one_before_it_hold_together_for_the_overlap(path: Path) -> None:
@@ -156,3 +147,71 @@ def test_a_file_without_what_is_new_is_read_by_the_version_before(path: Path) ->
     create_key(path, name="ann", tenant="acme", scopes=READ, expires_at=5000, max_priority=-1)
     [line] = json.loads(path.read_text())["keys"]
     assert set(line) <= {"name", "tenant", "scopes", "sha256", "expires_at", "max_priority"}
+
+
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
+BODY = b'{"test": 2432232314}'
+
+HEADERS = {
+    "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
+    "webhook-timestamp": "1614265330",
+    "webhook-signature": "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=",
+}
+
+
+def test_a_signature_is_the_standards() -> None:
+    signature = Secret.parse(SECRET, name="s").sign(HEADERS["webhook-id"], 1614265330, BODY)
+    assert signature == HEADERS["webhook-signature"]
+    verify(HEADERS, BODY, SECRET, now=1614265330 + 299)
+    several = {**HEADERS, "webhook-signature": f"v1,bm9wZQ== {signature}"}
+    verify(several, BODY, SECRET, now=1614265330)
+
+
+@pytest.mark.parametrize("secret", [SECRET, "a secret that is no base64"])
+def test_the_standards_own_library_verifies_what_is_signed(secret: str) -> None:
+    now = int(time.time())
+    headers = {
+        "webhook-id": "msg_å",
+        "webhook-timestamp": str(now),
+        "webhook-signature": Secret.parse(secret, name="s").sign("msg_å", now, BODY),
+    }
+    receiver = Webhook(secret if secret == SECRET else secret.encode())
+    assert receiver.verify(BODY, headers) == {"test": 2432232314}
+    with pytest.raises(WebhookVerificationError):
+        receiver.verify(BODY + b" ", headers)
+
+
+def test_whatever_was_changed_is_refused() -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"body": BODY + b" "}, "webhook-signature"),
+        ({"secret": "another secret of the same kind"}, "webhook-signature"),
+        ({"now": 1614265330 + 301}, "webhook-timestamp"),
+        ({"now": 1614265330 - 301}, "webhook-timestamp"),
+        ({"headers": {**HEADERS, "webhook-id": "msg_other"}}, "webhook-signature"),
+        ({"headers": {**HEADERS, "webhook-timestamp": "1614265331"}}, "webhook-signature"),
+        ({"headers": {**HEADERS, "webhook-timestamp": "soon"}}, "webhook-timestamp"),
+        ({"headers": {"webhook-id": "x"}}, "webhook-timestamp"),
+    ]
+    for changed, field in changes:
+        given = {"headers": HEADERS, "body": BODY, "secret": SECRET, "now": 1614265330, **changed}
+        with pytest.raises(UnauthenticatedError) as caught:
+            verify(**given)
+        assert caught.value.field == field
+
+
+def test_a_secret_is_shown_nowhere_and_an_address_has_none() -> None:
+    assert "hush" not in repr(Secret.parse("hush hush hush hush", name="s"))
+    for text in ("short", "whsec_!!!"):
+        with pytest.raises(InvalidInputError) as caught:
+            Secret.parse(text, name="mine")
+        assert text not in str(caught.value)
+    tricks = (
+        "https://user:pass@host/",
+        "https://host/?token=1",
+        "https://host/#x",
+        "https://evil.example\\.good.example/",
+    )
+    for url in ("ftp://host/x", "host/x", "https://", *tricks, "https://host:99999/", "https://[::1/"):
+        with pytest.raises(ValidationError):
+            WebhookSpec(url=url, secret_ref="s")

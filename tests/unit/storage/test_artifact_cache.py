@@ -58,6 +58,14 @@ def test_a_copy_is_fetched_once_and_by_content(store: CountingStore, tmp_path: P
             assert (path / MANIFEST).is_file()
             assert found == manifest
     assert store.reads["a/weights.bin"] == 1
+    (path / "weights.bin").write_bytes(b"b" * 1000)  # a copy that was changed is fetched again
+    with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, _):
+        assert (path / "weights.bin").read_bytes() == b"a" * 1000
+    assert store.reads["a/weights.bin"] == 2
+    (tmp_path / "store" / "a" / "weights.bin").write_bytes(b"c" * 1000)
+    with pytest.raises(ArtifactCorruptError), ArtifactCache(tmp_path / "other", 10_000).held(store, "a"):
+        raise AssertionError("it must not be used")
+    assert copies(tmp_path / "other") == set()
 
 
 def test_what_is_larger_than_the_cache_is_fetched_for_one_use(store: CountingStore, tmp_path: Path) -> None:
@@ -68,24 +76,6 @@ def test_what_is_larger_than_the_cache_is_fetched_for_one_use(store: CountingSto
         assert not path.exists()
     assert not (tmp_path / "cache").exists()
     assert store.reads["a/weights.bin"] == 2
-
-
-def test_a_copy_that_was_changed_is_fetched_again(store: CountingStore, tmp_path: Path) -> None:
-    publish(store, tmp_path, "a")
-    cache = ArtifactCache(tmp_path / "cache", 10_000)
-    with cache.held(store, "a") as (path, _):
-        (path / "weights.bin").write_bytes(b"b" * 1000)
-    with cache.held(store, "a") as (path, _):
-        assert (path / "weights.bin").read_bytes() == b"a" * 1000
-    assert store.reads["a/weights.bin"] == 2
-
-
-def test_a_damaged_object_leaves_no_copy(store: CountingStore, tmp_path: Path) -> None:
-    publish(store, tmp_path, "a")
-    (tmp_path / "store" / "a" / "weights.bin").write_bytes(b"c" * 1000)
-    with pytest.raises(ArtifactCorruptError), ArtifactCache(tmp_path / "cache", 10_000).held(store, "a"):
-        raise AssertionError("it must not be used")
-    assert copies(tmp_path / "cache") == set()
 
 
 def test_the_least_recently_used_copies_go_and_none_that_is_held(store: CountingStore, tmp_path: Path) -> None:
@@ -145,7 +135,7 @@ with ArtifactCache(Path(sys.argv[2]), 10_000).held(Dying(Path(sys.argv[1])), "a"
 """
 
 
-@pytest.mark.slow  # starts a process
+@pytest.mark.slow("starts a process")
 def test_a_process_that_dies_while_it_fetches_leaves_nothing_that_is_used(store: CountingStore, tmp_path: Path) -> None:
     publish(store, tmp_path, "a")
     arguments = [str(tmp_path / "store"), str(tmp_path / "cache")]

@@ -14,7 +14,6 @@ import pytest
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.storage import artifacts
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import (
     delete_directory,
     fetch_directory,
@@ -85,26 +84,15 @@ def test_publishing_again_after_a_failure_completes_the_artifact(source: Path, f
     assert publish(store, source) == read_manifest(store, "art")
 
 
-def test_publishing_again_after_success_changes_nothing(store: InMemoryObjectStore, source: Path) -> None:
-    first = publish(store, source)
-    before = store.get_bytes(f"art/{MANIFEST}")
-    assert publish(store, source) == first
-    assert store.get_bytes(f"art/{MANIFEST}") == before
-
-
 def test_a_complete_artifact_is_never_overwritten(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
-    publish(store, source)
+    first, before = publish(store, source), store.get_bytes(f"art/{MANIFEST}")
+    assert publish(store, source) == first
+    assert store.get_bytes(f"art/{MANIFEST}") == before, "publishing again changes nothing"
     (source / "a").write_bytes(b"other")
     with pytest.raises(ConflictError, match=r"complete with other files \(a\)"):
         publish(store, source)
     fetch_directory(store, "art", tmp_path / "out")
     assert (tmp_path / "out" / "a").read_bytes() == b"alpha"
-
-
-def test_an_empty_directory_is_refused(store: InMemoryObjectStore, tmp_path: Path) -> None:
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(InvalidInputError, match="has no files"):
-        publish(store, tmp_path / "nothing")
 
 
 def test_ranks_upload_their_own_files_and_one_writes_the_manifest(store: InMemoryObjectStore, tmp_path: Path) -> None:
@@ -120,35 +108,55 @@ def test_ranks_upload_their_own_files_and_one_writes_the_manifest(store: InMemor
     assert (tmp_path / "out" / "shard-2").read_bytes() == b"\x02" * 100
 
 
-@pytest.mark.parametrize("metrics", [{"kl": float("nan")}, {"kl": object()}])
-def test_metrics_that_are_not_json_are_refused(store: InMemoryObjectStore, metrics: dict[str, object]) -> None:
-    with pytest.raises(InvalidInputError, match="finite numbers"):
-        write_manifest(store, "art", {}, kind="artifact", lineage={}, metrics=metrics)
+def test_what_is_no_artifact_is_not_published(store: InMemoryObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(InvalidInputError, match="has no files"):
+        publish(store, tmp_path / "nothing")
+    for metrics in ({"kl": float("nan")}, {"kl": object()}):
+        with pytest.raises(InvalidInputError, match="finite numbers"):
+            write_manifest(store, "art", {}, kind="artifact", lineage={}, metrics=metrics)
+    for name in ("../evil", "/etc/evil", "a/../../evil", MANIFEST):
+        files = {name: ManifestFile(size=1, sha256="0")}
+        with pytest.raises(InvalidInputError):
+            write_manifest(store, "art", files, kind="artifact", lineage={}, metrics={})
     assert not is_complete(store, "art")
 
 
-@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", MANIFEST])
-def test_a_manifest_that_leaves_its_directory_is_refused(store: InMemoryObjectStore, tmp_path: Path, name: str) -> None:
-    with pytest.raises(InvalidInputError):
-        write_manifest(store, "art", {name: ManifestFile(size=1, sha256="0")}, kind="artifact", lineage={}, metrics={})
-    forged = {"kind": "artifact", "created_at": 0.0, "files": {name: {"size": 1, "sha256": "0"}}}
-    store.put_bytes(f"art/{MANIFEST}", json.dumps(forged).encode())
-    with pytest.raises(ArtifactCorruptError, match="unusable"):
-        fetch_directory(store, "art", tmp_path / "inner" / "out")
+def test_a_manifest_that_leaves_its_directory_is_refused(store: InMemoryObjectStore, tmp_path: Path) -> None:
+    for name in ("../evil", "/etc/evil", "a/../../evil", MANIFEST):
+        forged = {"kind": "artifact", "created_at": 0.0, "files": {name: {"size": 1, "sha256": "0"}}}
+        store.put_bytes(f"art/{MANIFEST}", json.dumps(forged).encode())
+        with pytest.raises(ArtifactCorruptError, match="unusable"):
+            fetch_directory(store, "art", tmp_path / "inner" / "out")
 
 
+@pytest.mark.parametrize("part_size", [None, 100], ids=["whole", "in parts"])
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(b"alphX", "found 5 bytes"), (b"alph", "found 4 bytes"), (b"alphaa", "found 6 bytes"), (None, "is missing")],
+    [
+        (b"gamma" * 500 + b"Gamma" + b"gamma" * 499, "found 5000 bytes"),
+        (b"gamma" * 500, "found 2500 bytes"),
+        (b"gamma" * 1001, "found 5005 bytes"),
+        (b"", "found 0 bytes"),
+        (None, "is missing"),
+    ],
 )
 def test_a_damaged_file_is_named_and_nothing_is_left(
-    store: InMemoryObjectStore, source: Path, tmp_path: Path, damage: bytes | None, message: str
+    store: InMemoryObjectStore,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: bytes | None,
+    message: str,
+    part_size: int | None,
 ) -> None:
     publish(store, source)
-    store.delete("art/a") if damage is None else store.put_bytes("art/a", damage)
+    if part_size is not None:
+        monkeypatch.setattr(artifacts, "_PART_SIZE", part_size)
+    store.delete("art/b/c") if damage is None else store.put_bytes("art/b/c", damage)
     with pytest.raises(ArtifactCorruptError, match=message) as caught:
         fetch_directory(store, "art", tmp_path / "cache" / "out")
-    assert caught.value.value == "art/a"
+    assert caught.value.value == "art/b/c"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".out.lock"]
 
 
@@ -178,62 +186,6 @@ def test_parts_of_a_large_file_are_fetched_at_the_same_time(
     fetch_directory(store, "art", tmp_path / "out")
     assert (tmp_path / "out" / "b" / "c").read_bytes() == b"gamma" * 1000
     assert sorted(store.ranges) == [(0, 1300), (1300, 2600), (2600, 3900), (3900, None)]
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (b"gamma" * 500 + b"Gamma" + b"gamma" * 499, "found 5000 bytes"),
-        (b"gamma" * 999, "found 4995 bytes"),
-        (b"gamma" * 500, "found 2500 bytes"),
-        (b"gamma" * 1001, "found 5005 bytes"),
-        (b"", "found 0 bytes"),
-        (None, "is missing"),
-    ],
-)
-def test_a_damage_in_any_part_is_found(
-    store: InMemoryObjectStore,
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: bytes | None,
-    message: str,
-) -> None:
-    publish(store, source)
-    monkeypatch.setattr(artifacts, "_PART_SIZE", 100)
-    store.delete("art/b/c") if damage is None else store.put_bytes("art/b/c", damage)
-    with pytest.raises(ArtifactCorruptError, match=message):
-        fetch_directory(store, "art", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_verified_copy_is_kept_and_a_damaged_one_replaced(
-    store: InMemoryObjectStore, source: Path, tmp_path: Path
-) -> None:
-    publish(store, source)
-    out = tmp_path / "out"
-    fetch_directory(store, "art", out)
-    inode = (out / "a").stat().st_ino
-    store.delete("art/a")  # a second download would fail
-    fetch_directory(store, "art", out)
-    assert (out / "a").stat().st_ino == inode
-
-    store.put_bytes("art/a", b"alpha")
-    (out / "a").write_bytes(b"alphX")
-    fetch_directory(store, "art", out)
-    assert (out / "a").read_bytes() == b"alpha"
-    (out / "extra").write_bytes(b"")
-    fetch_directory(store, "art", out)
-    assert not (out / "extra").exists()
-
-
-def test_another_artifact_replaces_the_present_one(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
-    publish(store, source, "one")
-    (source / "a").write_bytes(b"second")
-    publish(store, source, "two")
-    for prefix, content in (("one", b"alpha"), ("two", b"second")):
-        fetch_directory(store, prefix, tmp_path / "out")
-        assert (tmp_path / "out" / "a").read_bytes() == content
 
 
 def test_a_foreign_directory_is_not_touched(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
@@ -271,7 +223,23 @@ def test_deleting_starts_with_the_manifest(source: Path) -> None:
     assert list(store.list("")) == []
 
 
-def test_the_address_of_an_artifact_is_enough(source: Path, tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
-    manifest = publish(store, source, "jobs/1/artifact")
-    assert fetch_directory(open_store(f"{store.uri}/jobs/1/artifact"), "", tmp_path / "out") == manifest
+def test_a_verified_copy_is_kept_and_another_replaced(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
+    publish(store, source)
+    out = tmp_path / "out"
+    fetch_directory(store, "art", out)
+    inode = (out / "a").stat().st_ino
+    store.delete("art/a")  # a second download would fail
+    fetch_directory(store, "art", out)
+    assert (out / "a").stat().st_ino == inode
+
+    store.put_bytes("art/a", b"alpha")
+    (out / "a").write_bytes(b"alphX")
+    fetch_directory(store, "art", out)
+    assert (out / "a").read_bytes() == b"alpha"
+    (out / "extra").write_bytes(b"")
+    fetch_directory(store, "art", out)
+    assert not (out / "extra").exists()
+    (source / "a").write_bytes(b"second")
+    publish(store, source, "two")
+    fetch_directory(store, "two", out)
+    assert (out / "a").read_bytes() == b"second", "another artifact replaces the present one"

@@ -19,11 +19,12 @@ from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest, write_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
-from swiftkv_platform.storage.object_store import ObjectInfo
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.recipes import RECIPES
 
 JOB = "job_1"
+
 FIRST, SECOND = AttemptId(JOB, 1), AttemptId(JOB, 2)
 
 
@@ -45,7 +46,7 @@ def read(attempts: AttemptStore, cursor: dict[str, int]) -> list[tuple[str, int]
     return [(stored.writer, stored.sequence) for stored in attempts.read_events(FIRST, cursor)]
 
 
-def checkpoint(store: InMemoryObjectStore, attempt: int, name: str, *, complete: bool = True) -> str:
+def checkpoint(store: ObjectStore, attempt: int, name: str, *, complete: bool = True) -> str:
     key = f"{AttemptId(JOB, attempt).checkpoints_prefix}/{name}"
     store.put_bytes(f"{key}/shard", b"x" * attempt)
     if complete:
@@ -91,12 +92,32 @@ def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjec
     assert {info.key for info in store.list("")} == {*kept, *others}
 
 
+def put_event(store: InMemoryObjectStore, writer: str, sequence: int, time: float | None = None) -> None:
+    data = event(float(sequence) if time is None else time).model_dump_json().encode()
+    store.put_bytes(FIRST.event_key(writer, sequence), data)
+
+
+def test_a_request_and_logs_come_back(attempts: AttemptStore) -> None:
+    request = AttemptRequest(job_id=JOB, attempt=2, spec=JobSpec(name="x"), run_id="r", resume_from="jobs/a")
+    attempts.write_request(request)
+    attempts.write_request(request)
+    assert attempts.read_request(SECOND) == request
+    with pytest.raises(ObjectNotFoundError):
+        attempts.read_request(AttemptId(JOB, 3))
+    assert attempts.saved_logs(FIRST) is None
+    attempts.save_logs(FIRST, iter([b"line 1\nl", "äine 2\n".encode()]))
+    saved = attempts.saved_logs(FIRST)
+    assert saved is not None
+    assert b"".join(saved.stream()).decode() == "line 1\nläine 2\n"
+
+
 def test_events_come_after_the_cursor_in_order_of_time(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     assert read(attempts, {}) == []
     driver, worker = EventWriter(store, FIRST, "driver"), EventWriter(store, FIRST, "rank-0")
     assert [driver.write(event(1.0)), driver.write(event(4.0))] == [1, 2]
     assert [worker.write(event(2.0)), worker.write(event(3.0, "hello"))] == [1, 2]
     assert read(attempts, {}) == [("driver", 1), ("rank-0", 1), ("rank-0", 2), ("driver", 2)]
+    assert [len(attempts.read_events(FIRST, {}, most)) for most in (1, 3, 4, 9)] == [1, 3, 4, 4]
     assert read(attempts, {"rank-0": 1, "driver": 2}) == [("rank-0", 2)]
     assert attempts.read_events(FIRST, {"rank-0": 1, "driver": 2})[0].event == event(3.0, "hello")
     assert read(attempts, {"rank-0": 2, "driver": 2}) == []
@@ -134,8 +155,8 @@ def test_looks_at_a_growing_attempt_list_once_each_and_miss_nothing() -> None:
             written.append((writer, counts[writer]))
 
     found: list[tuple[str, int]] = []
-    for turn in range(60):
-        write(rng.choice(["driver", "evaluation", "rank0-a", "rank0-b", f"z{turn}"][: 2 + turn // 10]), 100)
+    for turn in range(30):
+        write(rng.choice(["driver", "evaluation", "rank0-a", "rank0-b", f"z{turn}"][: 2 + turn // 5]), 100)
         before = store.lists
         for stored in attempts.read_events(FIRST, cursor, 256, turn):
             cursor[stored.writer] = stored.sequence
@@ -153,20 +174,13 @@ def test_an_event_of_the_writer_that_says_most_waits_for_one_look_at_most() -> N
     attempts, cursor = AttemptStore(store), {"driver": 20, "rank0": 30_000}
     for turn in range(0, 20, 2):
         number = cursor["rank0"] + 1
-        store.put_bytes(FIRST.event_key("rank0", number), event(1.0).model_dump_json().encode())
+        put_event(store, "rank0", number, 1.0)
         [stored] = attempts.read_events(FIRST, cursor, 256, turn)
         assert (stored.writer, stored.sequence) == ("rank0", number)
         cursor["rank0"] = number
-    store.put_bytes(FIRST.event_key("driver", 21), event(1.0).model_dump_json().encode())
+    put_event(store, "driver", 21, 1.0)
     assert attempts.read_events(FIRST, cursor, 256, 20) == []
     assert len(attempts.read_events(FIRST, cursor, 256, 21)) == 1
-
-
-def test_at_most_so_many_events_are_read(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
-    for writer in ("driver", "rank-0"):
-        for sequence in (1, 2, 3):
-            store.put_bytes(FIRST.event_key(writer, sequence), event(sequence).model_dump_json().encode())
-    assert [len(attempts.read_events(FIRST, {}, most)) for most in (1, 4, 6, 9)] == [1, 4, 6, 6]
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"time": 1.0, "type": "telepathy", "message": "hm"}'])
@@ -191,11 +205,11 @@ def test_a_clock_that_jumps_back_does_not_reorder_a_writer(store: InMemoryObject
 
 def test_reading_stops_at_a_gap_until_it_is_filled(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     for sequence in (1, 3):
-        store.put_bytes(FIRST.event_key("driver", sequence), event(float(sequence)).model_dump_json().encode())
+        put_event(store, "driver", sequence)
     store.put_bytes("jobs/job_1/attempts/1/events/driver/notes.txt", b"not an event")
     assert read(attempts, {}) == [("driver", 1)]
     assert read(attempts, {"driver": 1}) == []
-    store.put_bytes(FIRST.event_key("driver", 2), event(2.0).model_dump_json().encode())
+    put_event(store, "driver", 2)
     assert read(attempts, {"driver": 1}) == [("driver", 2), ("driver", 3)]
 
 
@@ -228,7 +242,9 @@ def test_a_write_whose_answer_was_lost_does_not_block_the_writer(attempts: Attem
     assert writer.write(event(3.0)) == 3
 
 
-def test_only_complete_checkpoints_count(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+def test_only_complete_checkpoints_and_artifacts_count(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    attempts = AttemptStore(store)
     assert attempts.newest_checkpoint(JOB) is None
     first = checkpoint(store, 1, "step-00000100-w2")
     newest = checkpoint(store, 2, "step-00000200-w2")
@@ -236,7 +252,7 @@ def test_only_complete_checkpoints_count(store: InMemoryObjectStore, attempts: A
     checkpoint(store, 10, "step-00000300-w1", complete=False)
     checkpoint(store, 10, "notes")
     found = attempts.list_checkpoints(JOB)
-    assert [(item.attempt, item.step, item.key) for item in found] == [
+    assert [(each.attempt, each.step, each.key) for each in found] == [
         (1, 100, first),
         (10, 100, older),
         (2, 200, newest),
@@ -246,29 +262,9 @@ def test_only_complete_checkpoints_count(store: InMemoryObjectStore, attempts: A
     assert attempts.newest_checkpoint(JOB, before_attempt=2) == first
     assert attempts.newest_checkpoint(JOB, before_attempt=1) is None
     assert attempts.newest_checkpoint("job_2") is None
-
-
-def test_of_one_step_the_newest_attempt_counts(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
-    checkpoint(store, 9, "step-00000100-w2")
-    newest = checkpoint(store, 10, "step-00000100-w2")
-    assert attempts.newest_checkpoint(JOB) == newest
-
-
-def test_the_artifact_of_an_attempt_can_be_fetched_by_its_address(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
-    attempts = AttemptStore(store)
-    assert attempts.artifact_manifest(FIRST) is None
+    assert checkpoint(store, 11, "step-00000200-w2") == attempts.newest_checkpoint(JOB), "of one step, of the newest"
     store.put_bytes(f"{FIRST.artifact_prefix}/stray", b"")
     assert attempts.artifact_manifest(FIRST) is None
     manifest = write_manifest(store, FIRST.artifact_prefix, {}, kind="artifact", lineage={}, metrics={"kl": 0.1})
     assert attempts.artifact_manifest(FIRST) == manifest
-    uri = attempts.artifact_uri(FIRST)
-    assert fetch_directory(open_store(uri), "", tmp_path / "out") == manifest
-
-
-def test_logs_are_kept(attempts: AttemptStore) -> None:
-    assert attempts.saved_logs(FIRST) is None
-    attempts.save_logs(FIRST, iter([b"line 1\nl", "äine 2\n".encode()]))
-    saved = attempts.saved_logs(FIRST)
-    assert saved is not None
-    assert b"".join(saved.stream()).decode() == "line 1\nläine 2\n"
+    assert fetch_directory(open_store(attempts.artifact_uri(FIRST)), "", tmp_path / "out") == manifest

@@ -26,7 +26,7 @@ from tests.wandb_server import Outage, WandbServer, wandb_server
 
 required_module("wandb")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each run starts wandb's process
+pytestmark = [pytest.mark.slow("each run starts wandb's process"), pytest.mark.timeout(900)]
 
 PROGRAM = """
 import json, sys
@@ -84,6 +84,7 @@ class Attempt:
         return mode, uploaded, Path(files)
 
 
+@pytest.mark.soak("waits for a server that is away in every way")
 @pytest.mark.parametrize("outage", get_args(Outage))
 def test_a_server_that_is_away_delays_no_step_and_loses_none(
     server: WandbServer, tmp_path: Path, outage: Outage
@@ -118,6 +119,7 @@ def test_a_server_that_comes_back_has_all_steps_and_the_next_attempt_goes_on(
     assert (server.runs["job-1"].steps, server.runs["job-1"].starts) == (list(range(9)), 2)
 
 
+@pytest.mark.soak("a minute of outages")
 def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(
     server: WandbServer, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(
         assert server.runs["job-1"].steps == list(range(70))
 
 
+@pytest.mark.soak("records and uploads thousands of steps")
 def test_a_record_that_is_cut_off_ends_what_is_uploaded(server: WandbServer, tmp_path: Path) -> None:
     server.outage = "refuses"
     *_, files = Attempt(tmp_path, 0, 3000, timeout_s=2).end()
@@ -154,7 +157,10 @@ def test_a_record_that_is_cut_off_ends_what_is_uploaded(server: WandbServer, tmp
 
 def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: Path, empty_database: Path) -> None:
     server.outage = "refuses"
-    *_, files = Attempt(tmp_path / "run", 0, 5, timeout_s=2).end()
+    attempt = Attempt(tmp_path / "run", 0, 5, timeout_s=2)
+    assert attempt.until_logged(), "all steps are taken before W&B has answered"
+    mode, uploaded, files = attempt.end()
+    assert (mode, uploaded, server.runs) == ("offline", False, {})
     server.outage = None
     parts = make_parts(tmp_path, empty_database)
     settings = Settings(home=tmp_path, _env_file=None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import structlog
+from PIL import Image
 
 from swiftkv_platform.specs import TrackingSpec, WandbSpec
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
@@ -22,6 +23,7 @@ from tests.s3_servers import free_port
 required_module("wandb")
 
 BLOCK, HEADER = 32768, 7
+
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
@@ -76,36 +78,24 @@ def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 ATTEMPT = """
 import sys
 from pathlib import Path
+import swiftkv_platform.tracking.wandb_tracker
+assert "wandb" not in sys.modules
 from swiftkv_platform.specs import WandbSpec
+from swiftkv_platform.tracking.tracker import Table
 from swiftkv_platform.tracking.wandb_tracker import WandbTracker
 
 directory, step, loss = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 tracker = WandbTracker(WandbSpec(project="p", entity="team", tags=("a", "b")), directory, name="my-job")
 tracker.start("job-1", {"learning_rate": 0.5})
-print(tracker.info)
 tracker.log({"logits_loss": loss}, step)
-tracker.log_report({"kl": loss / 10}, {}, {}, step + 1)
+table = Table(("task", "score"), (("gsm8k", 0.5), ("mmlu", None)))
+png = (directory / "losses.png").read_bytes()
+tracker.log_report({"evaluation": {"kl": loss / 10}}, {"scores": table}, {"losses": png}, step + 1)
+tracker.log_artifact("my-model", "s3://bucket/jobs/1/artifact", "abc")
 tracker.finish()
+print(tracker.info, tracker.files, sep="\\n")
 """
 """Each attempt is a process; W&B's file is whole when that has ended."""
-
-
-def test_metrics_of_two_attempts_are_one_run(tmp_path: Path) -> None:
-    for step, loss in ((10, 1.5), (20, 0.75)):
-        command = [sys.executable, "-c", ATTEMPT, str(tmp_path / "run"), str(step), str(loss)]
-        attempt = subprocess.run(command, check=True, capture_output=True, text=True)
-        info = TrackingInfo(provider="wandb", run_id="job-1", mode="offline", url=None)
-        assert attempt.stdout.strip() == str(info), attempt.stderr
-
-    rows, summary, runs = read_back(tmp_path / "run")
-    assert [(row["_step"], row["logits_loss"]) for row in rows] == [(10, 1.5), (20, 0.75)]
-    assert summary["kl"] == 0.075
-    assert {(run.run_id, run.project, run.entity, run.display_name, tuple(run.tags)) for run in runs} == {
-        ("job-1", "p", "team", "my-job", ("a", "b"))
-    }
-    config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
-    assert config["learning_rate"] == 0.5
-    assert not (tmp_path / "home").exists(), "every file lies below the given directory"
 
 
 def test_auto_is_online_where_a_key_is_set_and_a_dead_server_makes_it_offline(
@@ -137,47 +127,6 @@ def test_a_failure_in_the_middle_ends_the_tracking_alone(tmp_path: Path) -> None
     assert tracker.info is None
 
 
-REPORT = """
-import sys
-from pathlib import Path
-from swiftkv_platform.reports.charts import as_png, loss_chart
-from swiftkv_platform.specs import WandbSpec
-from swiftkv_platform.tracking.tracker import Table
-from swiftkv_platform.tracking.wandb_tracker import WandbTracker
-
-tracker = WandbTracker(WandbSpec(mode="offline"), Path(sys.argv[1]), name="x")
-tracker.start("job-3", {})
-tracker.log({"loss": 1.0}, 4)
-table = Table(("task", "score"), (("gsm8k", 0.5), ("mmlu", None)))
-png = as_png(loss_chart([{"tokens": 1, "loss": 1.0}, {"tokens": 2, "loss": 0.5}]))
-tracker.log_report({"evaluation": {"kl": 0.25}}, {"scores": table}, {"losses": png}, 5)
-tracker.log_artifact("my-model", "s3://bucket/jobs/1/artifact", "abc")
-tracker.finish()
-assert tracker.info is not None, "nothing failed"
-print(tracker.files)
-"""
-
-
-def test_a_report_brings_its_tables_plots_and_artifact(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", REPORT, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    files = Path(done.stdout.strip())
-    assert list(tmp_path.glob("wandb/offline-run-*")) == [files]
-
-    rows, summary, _ = read_back(tmp_path)
-
-    assert [row["_step"] for row in rows] == [4, 5]
-    assert summary["artifact"] == {"uri": "s3://bucket/jobs/1/artifact", "sha256": "abc"}
-    assert summary["evaluation"] == {"kl": 0.25}
-    (table,) = files.glob("files/media/table/scores*.table.json")
-    assert json.loads(table.read_text())["data"] == [["gsm8k", 0.5], ["mmlu", None]]
-    (image,) = files.glob("files/media/images/losses*.png")
-    assert image.read_bytes().startswith(b"\x89PNG")
-    recorded = records(next(files.glob("run-*.wandb")))
-    artifacts = [record.artifact for record in recorded if record.WhichOneof("record_type") == "artifact"]
-    assert "my-model" in {artifact.name for artifact in artifacts}
-
-
 def test_the_spec_chooses_the_tracker(tmp_path: Path) -> None:
     disabled = create_tracker(TrackingSpec(wandb=WandbSpec(mode="disabled")), tmp_path, name="x")
     assert isinstance(disabled, NullTracker)
@@ -189,7 +138,31 @@ def test_the_spec_chooses_the_tracker(tmp_path: Path) -> None:
     assert isinstance(create_tracker(TrackingSpec(), tmp_path, name="x"), WandbTracker)
 
 
-def test_importing_the_module_does_not_import_wandb() -> None:
-    code = "import sys, swiftkv_platform.tracking.wandb_tracker; print('wandb' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert answer.stdout.strip() == "False"
+def test_metrics_and_reports_of_two_attempts_are_one_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    Image.new("RGB", (2, 2)).save(tmp_path / "run" / "losses.png")
+    for step, loss in ((10, 1.5), (20, 0.75)):
+        command = [sys.executable, "-c", ATTEMPT, str(tmp_path / "run"), str(step), str(loss)]
+        attempt = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert attempt.returncode == 0, attempt.stderr
+        told, place = attempt.stdout.splitlines()
+        assert told == str(TrackingInfo(provider="wandb", run_id="job-1", mode="offline", url=None)), attempt.stderr
+        files = Path(place)
+        (table,) = files.glob("files/media/table/scores*.table.json")
+        assert json.loads(table.read_text())["data"] == [["gsm8k", 0.5], ["mmlu", None]]
+        (image,) = files.glob("files/media/images/losses*.png")
+        assert image.read_bytes().startswith(b"\x89PNG")
+        recorded = records(next(files.glob("run-*.wandb")))
+        artifacts = [record.artifact for record in recorded if record.WhichOneof("record_type") == "artifact"]
+        assert "my-model" in {artifact.name for artifact in artifacts}
+
+    rows, summary, runs = read_back(tmp_path / "run")
+    assert [row["_step"] for row in rows] == [10, 11, 20, 21]
+    assert [row["logits_loss"] for row in rows if "logits_loss" in row] == [1.5, 0.75]
+    assert summary["evaluation"] == {"kl": 0.075}
+    assert summary["artifact"] == {"uri": "s3://bucket/jobs/1/artifact", "sha256": "abc"}
+    described = {(run.run_id, run.project, run.entity, run.display_name, tuple(run.tags)) for run in runs}
+    assert described == {("job-1", "p", "team", "my-job", ("a", "b"))}
+    config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
+    assert config["learning_rate"] == 0.5
+    assert not (tmp_path / "home").exists(), "every file lies below the given directory"

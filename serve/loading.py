@@ -24,7 +24,6 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.downloads import download_model
-from swiftkv_platform.vllm.families import FAMILIES
 
 if TYPE_CHECKING:
     from swiftkv_platform.configs.adapter import BaseModelReference
@@ -180,6 +179,8 @@ def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
     and refused where it is loaded if it cannot serve the model."""
     if config.backend != "auto":
         return config.backend
+    from swiftkv_platform.vllm.families import FAMILIES  # its configurations import transformers
+
     suits_vllm = (
         around.device == "cuda"
         and around.has_vllm

@@ -336,7 +336,7 @@ async def test_one_answer_is_judged_at_a_time_and_a_failing_judge_fails_nobody(
         await may_judge.wait()
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(version.shadow, "_judge", type("Failing", (), {"score": fail})())
+    monkeypatch.setattr(version.shadow, "_judge", fail)
     for _ in range(3):
         assert (await client_of(current).post("/generate", json={"prompt": [5], **GREEDY})).status_code == 200
     assert counted(current, "shadow_skipped_total") == 2

@@ -17,7 +17,7 @@ from swiftkv_platform.storage.addresses import open_store
 from tests.distill_jobs import JOB, ONE_WORKER, events, job_spec
 from tests.otlp_receiver import otlp_receiver
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration("whole attempts"), pytest.mark.timeout(600)]
 
 
 @pytest.mark.usefixtures("cluster")

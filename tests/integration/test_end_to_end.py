@@ -29,7 +29,7 @@ from tests.outside.judges.fine_tuning import tune_and_chat
 from tests.requirements import missing
 
 browser, page = browsers.browser, browsers.page  # fixtures
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration("a platform of its own, and whole jobs"), pytest.mark.timeout(600)]
 
 SPEC: dict[str, Any] = {
     "name": "end-to-end",

@@ -46,7 +46,7 @@ from tests.integration.planes import Plane, RayCluster
 from tests.ledger import Ledger
 from tests.s3_servers import S3Server
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration("whole jobs, interrupted"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tests.integration.conftest import wait_for
 from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, health, metrics, replica_pids
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.integration("swaps under load")
 
 NUM_SWAPS = 20 if "SWIFTKV_SOAK" in os.environ else 2
 LOAD_TEST_S = 60.0

@@ -16,7 +16,7 @@ from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from tests.integration.conftest import wait_for
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration("a sweep of two trials"), pytest.mark.timeout(600)]
 
 JOB, STEPS, ENDLESS = "job_1", 3, 100_000
 FIRST, SECOND = AttemptId(JOB, 1), AttemptId(JOB, 2)

@@ -51,7 +51,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive swiftkv_platform
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive swiftkv_platform jobs serve
 
 audit: install  # known vulnerabilities of what constraints.txt pins; says so where nobody can be asked
 	$(BIN)/python .ci/audit.py

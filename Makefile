@@ -32,7 +32,7 @@ demo-llm: real-model  # a real LLM end to end; what was cut off goes on. 20 minu
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-test: install  # about 12 minutes on two quiet cores
+test: install
 	$(MAKE) --no-print-directory test-without-ray
 	$(MAKE) --no-print-directory test-with-ray
 
@@ -70,7 +70,7 @@ bench: install
 
 SCHEDULES ?= 300
 SOAK_ROUNDS ?= 2
-# About an hour: wide matrices, random schedules, kills and restarts, homes of earlier versions, vLLM under load.
+# Hours: wide matrices, random schedules, kills and restarts, homes of earlier versions, vLLM under load.
 soak: export SWIFTKV_SOAK = 1
 soak: export SWIFTKV_SCHEDULES = $(SCHEDULES)
 soak: real-model vllm-env

@@ -22,7 +22,7 @@ from swiftkv_platform.storage.artifacts import manifest_digest, publish_director
 from tests.integration.conftest import wait_for
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.integration("deployments of a Serve that starts")
 
 CONTEXT = 1 << 17
 """So long that an answer of this length outlasts every wait of these tests."""

@@ -24,7 +24,7 @@ import pytest
 from swiftkv_platform.local.ray_head import free_ports
 from tests.requirements import missing
 
-S3 = [pytest.param(name, marks=pytest.mark.integration) for name in ("rclone", "moto", "seaweedfs")]
+S3 = [pytest.param(name, marks=pytest.mark.slow) for name in ("rclone", "moto", "seaweedfs")]
 """Parameters of the fixtures `store` and `s3_store`."""
 OTHERS = os.environ.get("SWIFTKV_TEST_BUCKETS", "").split()
 """Addresses of empty buckets of other services, or of their emulators, that the environment opens; more parameters."""

@@ -6,7 +6,7 @@ What is wrong with a spec, a model or a data set shows here, before any worker s
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from swiftkv_platform.jobs.worker.telemetry import training_flops_per_token
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.tokenizers import check_tokenizer
+from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
@@ -87,10 +88,19 @@ def prepare(
         ),
         num_trained_parameters=sum(p.numel() for p in trained_parameters(student, spec.distillation).values()),
         statistics=data.statistics.model_dump(mode="json"),
-        messages=tuple(data.statistics.messages()),
+        messages=(*data.statistics.messages(), *_slow_products(spec)),
         flops_per_token=training_flops_per_token(spec, student.config, data.train),
     )
     return plan, data
+
+
+def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
+    """A warning where workers compute in bfloat16 on CPUs such as this one that have no fast products in it."""
+    if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not multiplies_bfloat16():
+        yield (
+            "model.dtype bfloat16 is many times slower than float32 on this CPU, which has no AVX-512; use float32",
+            True,
+        )
 
 
 def _settle(spec: JobSpec, config: Any) -> JobSpec:

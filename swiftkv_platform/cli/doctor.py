@@ -58,6 +58,7 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.local.stack import StackOptions
 from swiftkv_platform.local.state import PARTS, port_of
 from swiftkv_platform.orchestration.tenants import Tenants
+from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.security.issuers import parse_issuers
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.security.operator_files import OperatorFile
@@ -607,8 +608,6 @@ def _control_plane(surroundings: Surroundings) -> Finding:
 _PROGRAM = "#include <omp.h>\n#include <span>\nint swiftkv(std::span<int> x) { return omp_get_max_threads() + x[0]; }\n"
 _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fopenmp")
 """Flags of the CPU kernels that an older compiler, or one without OpenMP, does not have."""
-_CPU_INFO = Path("/proc/cpuinfo")
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 
 @_check("compiler", "try the compiler by hand: g++ --version")
@@ -628,10 +627,11 @@ def _compiler(surroundings: Surroundings) -> Finding:
         reason = next((line for line in run.stderr.splitlines() if "error" in line), f"exit status {run.returncode}")
         message = f"{compiler} cannot compile C++20 with OpenMP ({reason.strip()}); {slower}."
         return _warning(message, f"use a newer one: {advice}")
-    lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines() if _CPU_INFO.is_file() else []
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    if not set(flags.split()) >= _AVX512:
-        return _ok(f"{compiler} works; this processor has no AVX-512, so that PyTorch's operators are used.")
+    if not multiplies_bfloat16():
+        return _ok(
+            f"{compiler} works; this processor has no AVX-512, so PyTorch's operators are used, and float32 is much "
+            "faster than bfloat16 (model.dtype of a job, engine.dtype of a deployment)."
+        )
     return _ok(f"{compiler} compiles C++20 with OpenMP.")
 
 

@@ -22,7 +22,7 @@ from tests.checkpoints import SHAPE, save
 from tests.s3_servers import S3Server, use
 from tests.tiny_models import disturb, family_teacher
 
-S3 = [pytest.param(name, marks=pytest.mark.integration) for name in ("rclone_server", "moto_server")]
+S3 = [pytest.param(name, marks=pytest.mark.slow) for name in ("rclone_server", "moto_server")]
 
 
 @pytest.fixture(params=["local", *S3])

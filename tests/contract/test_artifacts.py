@@ -96,7 +96,6 @@ def test_a_half_uploaded_artifact_is_invisible(store: ObjectStore, source: Path,
     assert is_complete(store, "art")
 
 
-@pytest.mark.integration
 def test_work_goes_on_after_the_server_was_away(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run_rclone(tmp_path / "rclone") as rclone:
         store = open_store(use(rclone.server, monkeypatch))

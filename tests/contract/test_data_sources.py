@@ -20,7 +20,7 @@ from tests.fakes.tokenizers import byte_tokenizer
 from tests.s3_servers import RcloneServer, S3Server
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.integration) for name in ("rclone", "moto")])
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in ("rclone", "moto")])
 def prefix(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     found: RcloneServer | S3Server = request.getfixturevalue(f"{request.param}_server")
     server = found.server if isinstance(found, RcloneServer) else found

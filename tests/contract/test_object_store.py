@@ -134,7 +134,6 @@ def test_lists_in_key_order_below_a_directory(store: ObjectStore) -> None:
     assert keys(store.list("a", start_after="a/b/0")) == ["a/b/1", "a/b/c/2", "a/b0"]
 
 
-@pytest.mark.integration
 def test_seaweedfs_lists_a_directorys_own_objects_in_key_order(
     seaweedfs_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +168,6 @@ def test_deletes_a_directory_and_nothing_beside_it(store: ObjectStore) -> None:
         store.delete_prefix("")
 
 
-@pytest.mark.integration
 def test_more_objects_than_one_answer_carries(rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(use(rclone_server.server, monkeypatch))
     names = [f"many/{number:05d}" for number in range(1005)]
@@ -208,7 +206,6 @@ def test_a_presigned_url_needs_no_credentials(s3_store: ObjectStore) -> None:
     assert httpx.get(url).content == b"content"
 
 
-@pytest.mark.integration
 def test_a_tampered_presigned_url_is_refused(rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(use(rclone_server.server, monkeypatch))
     put_all(store, "a", "b")
@@ -217,7 +214,6 @@ def test_a_tampered_presigned_url_is_refused(rclone_server: RcloneServer, monkey
     assert httpx.get(url.replace("/a?", "/b?")).status_code == 403
 
 
-@pytest.mark.integration
 def test_a_wrong_secret_is_refused_and_not_repeated(
     rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +246,6 @@ def test_a_missing_bucket_is_named(s3_store: ObjectStore, monkeypatch: pytest.Mo
             call()
 
 
-@pytest.mark.integration
 def test_a_profile_has_the_credentials(
     rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from swiftkv_platform.local.demo.run import (
     follow_job,
     signals_as_exit,
     step,
+    suited_to_cpu,
 )
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
@@ -50,7 +51,7 @@ _SPEC_LABEL = "demo-spec"
 def llm_spec(*, short: bool = False) -> dict[str, Any]:
     """The recipe; `short` makes it a few minutes, long enough to see every part work and too short to learn from."""
     recipe = files("swiftkv_platform.jobs") / "recipes" / RECIPE
-    spec: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    spec = suited_to_cpu(yaml.safe_load(recipe.read_text(encoding="utf-8")))
     if short:
         for source, count in zip(spec["data"]["sources"], (4, 2), strict=True):
             source["sample_count"] = count

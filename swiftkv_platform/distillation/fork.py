@@ -22,15 +22,13 @@ from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_lo
 from swiftkv_platform.distillation.sequence_parallel import ATTENTION, SequenceGroup
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.decoder import DecoderContext
-from swiftkv_platform.model.masks import PACKED, Masks
+from swiftkv_platform.model.masks import PACKED
 from swiftkv_platform.model.packed_attention import (
     SAMPLES,
     TOKENS_STEP,
     AttentionImplementation,
-    PackedSamples,
-    choose_operator,
-    sample_lengths,
 )
+from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.planning.layers import split_by_size
 from swiftkv_platform.specs import DistillationSpec
@@ -67,7 +65,7 @@ class Fork(nn.Module):
         self._attention = attention
         if sequence is not None:
             student.config._attn_implementation = ATTENTION
-        elif student.config._attn_implementation == "sdpa":
+        elif student.config._attn_implementation == "sdpa" or student.config.decodes_own:
             student.config._attn_implementation = PACKED
         self._spec = spec
         self._first = student.config.num_key_value_layers
@@ -148,10 +146,12 @@ class Fork(nn.Module):
         recorded = self._hidden_index is not None and not measures
         with torch.no_grad():
             context = self._begin(input_ids, position_ids, sample_lengths)
+            own_context = with_turns(context, loss_mask.flatten()) if self.student.config.decodes_own else context
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
             if self.sequence is not None:
                 own = self.sequence.own(context.num_tokens)
-                context, targets, loss_mask = self.sequence.shard(context), targets[:, own], loss_mask[:, own]
+                context, own_context = self.sequence.shard(context), self.sequence.shard(own_context)
+                targets, loss_mask = targets[:, own], loss_mask[:, own]
             counted = loss_mask.flatten().nonzero().squeeze(1)  # [num_counted]
             kept = self._kept(context, loss_mask.flatten(), counted)
         with torch.set_grad_enabled(self.trains_lower and torch.is_grad_enabled()):
@@ -163,7 +163,11 @@ class Fork(nn.Module):
                 teacher_x = kept_teacher.lower(context) if self.trains_lower else x
                 teacher = kept_teacher.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
                 teacher = _rows(teacher, counted)
-        student = decoder.student_upper(x, context, kept=kept, record=student_states if recorded else None)
+        deep = None
+        if self.student.config.decodes_own:
+            deep = DeepTurns(decoder.project_key_values(x, context.rotation))
+        record = student_states if recorded else None
+        student = decoder.student_upper(x, own_context, kept=kept, deep=deep, record=record)
 
         def of_student(state: Tensor) -> Tensor:
             return _rows(state, counted) if kept is None else state[0, : len(counted)]
@@ -190,18 +194,11 @@ class Fork(nn.Module):
 
     def _begin(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int] | None) -> DecoderContext:
         """Begin a pass; where samples attend by their lengths, over all rows end to end."""
-        decoder, device = self.student.model, input_ids.device
+        decoder = self.student.model
         if self.sequence is None and self.student.config._attn_implementation != PACKED:
             return cast("DecoderContext", decoder.begin(input_ids, position_ids=position_ids))
-        lengths = sample_lengths(position_ids) if lengths is None else lengths
-        operator = choose_operator(self._attention, self.student.config, device, self._dtype)
-        samples = PackedSamples.create(
-            self.student.config, lengths, device=device, dtype=self._dtype, operator=operator
-        )
-        masks = Masks((None,) * self.student.config.num_hidden_layers)
-        flat = input_ids.reshape(1, -1)
-        begun = decoder.begin(flat, position_ids=position_ids.reshape(1, -1), masks=masks, **{SAMPLES: samples})
-        return cast("DecoderContext", begun)
+        attention, dtype = self._attention, self._dtype
+        return begin_packed(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
 
     def _kept(self, context: DecoderContext, loss_mask: Tensor, counted: Tensor) -> TokenSelection | None:
         """The tokens that enter the student's layers >= l: those that count, and behind them others that fill up to a

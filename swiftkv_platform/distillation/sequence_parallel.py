@@ -113,7 +113,11 @@ def _attend(
     """Attention of whole samples over this worker's heads; as transformers' functions, of this worker's tokens."""
     group: SequenceGroup = arguments[_GROUP]
     samples: PackedSamples = arguments[SAMPLES]
-    query, key, value = (group.swap(tensor) for tensor in (query, key, value))
+    # Behind keys and values from x there may be as many of the tokens' own.
+    key, value = (
+        torch.cat([group.swap(part) for part in tensor.split(query.shape[2], dim=2)], dim=2) for tensor in (key, value)
+    )
+    query = group.swap(query)
     output = samples.attend(query, key, value, scaling=arguments["scaling"], layer=module.layer_idx)  # type: ignore[arg-type]
     return group.swap(output), None
 

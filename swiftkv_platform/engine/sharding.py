@@ -21,7 +21,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.stored_weights import StoredWeights
 
 INTO_PARTS = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
-"""Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv` may follow."""
+"""Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv`, or `_decode_swiftkv`, may follow."""
 OUT_OF_PARTS = {"o_proj", "down_proj"}
 """Names of those of which a rank keeps a part of the inputs."""
 
@@ -79,7 +79,7 @@ def cut_of(name: str) -> Cut | None:
     *_, module, leaf = name.split(".")
     if leaf in EXPERTS:
         return EXPERTS[leaf]
-    base = module.removesuffix("_swiftkv")
+    base = module.removesuffix("_swiftkv").removesuffix("_decode")
     if base in INTO_PARTS:
         return Cut(0)
     return Cut(1) if base in OUT_OF_PARTS and leaf == "weight" else None

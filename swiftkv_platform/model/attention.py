@@ -23,6 +23,10 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 """Two tensors [batch, num_heads, num_tokens, dim] of one cache layer or one attention: keys with RoPE and values, or
 what stands for them in the cache."""
 
+MakeKeyValue = Callable[["SwiftKVAttentionMixin", torch.Tensor, Rotation], KeyValue]
+"""Function that gives a layer its group's keys and values by head, by the layer's normalised input [batch, num_tokens,
+hidden_size] and rotation."""
+
 
 class SwiftKVAttentionMixin(nn.Module):
     """Mixed into a family's attention module for layers >= l; a kind of attention is a subclass.
@@ -37,6 +41,9 @@ class SwiftKVAttentionMixin(nn.Module):
 
     key_value_modules: ClassVar[tuple[str, ...]]
     """The teacher's modules that group leaders have a twin of, `{name}_swiftkv`."""
+    decode_modules: ClassVar[tuple[str, ...]]
+    """Those of them of which leaders have a second twin, `{name}_decode_swiftkv`, where deep tokens keep K and V of
+    their own."""
     shared_heads: nn.Module | None
     """Stands for this module in attention functions where the student's key-value heads are not the teacher's."""
     # What the family's own attention brings.
@@ -49,11 +56,13 @@ class SwiftKVAttentionMixin(nn.Module):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # the family's own projections
         self.shared_heads = None
-        twins = self.own_modules(config)
+        twins = {f"{name}_swiftkv": name for name in self.own_modules(config)}
         if layer_idx in config.layer_map.leaders:
-            twins += self.key_value_modules
-        for name in twins:
-            setattr(self, f"{name}_swiftkv", copy.deepcopy(getattr(self, name)))
+            twins |= {f"{name}_swiftkv": name for name in self.key_value_modules}
+            if config.decodes_own:
+                twins |= {f"{name}_decode_swiftkv": name for name in self.decode_modules}
+        for twin, name in twins.items():
+            setattr(self, twin, copy.deepcopy(getattr(self, name)))
         if not config.swiftkv_teacher_weights:
             self.drop_teacher()
 
@@ -82,14 +91,25 @@ class SwiftKVAttentionMixin(nn.Module):
         """Projections of a leader that norm_swiftkv(x) enters. Inference makes one matrix product of all."""
         raise NotImplementedError
 
+    @property
+    def decode_projections(self) -> Sequence[nn.Linear]:
+        """Projections of a leader that a deep token's normalised input enters; they put out what `input_projections`
+        do."""
+        return [getattr(self, f"{name}_decode_swiftkv") for name in self.decode_modules]
+
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         """Return what the cache stores of a leader's group.
 
         Args:
-            projected: outputs of `input_projections`, each [batch, num_tokens, out_features].
+            projected: outputs of `input_projections` or `decode_projections`, each [batch, num_tokens, out_features].
             rotation: of these tokens.
         """
         raise NotImplementedError
+
+    def own_key_value(self, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
+        """Return what the cache stores of deep tokens, by this leader's normalised input [batch, num_tokens,
+        hidden_size]."""
+        return self.shape_key_value([projection(hidden_states) for projection in self.decode_projections], rotation)
 
     def expand_key_value(self, stored: KeyValue) -> KeyValue:
         """Keys and values by head of a leader's group, from what its cache layer holds."""
@@ -127,7 +147,7 @@ class SwiftKVAttentionMixin(nn.Module):
         position_embeddings: Rotation,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
-        shared_key_value: KeyValue | None = None,
+        shared_key_value: KeyValue | MakeKeyValue | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention output [batch, num_tokens, hidden_size] and weights (None unless the backend returns them).
@@ -135,8 +155,8 @@ class SwiftKVAttentionMixin(nn.Module):
         Args:
             hidden_states: normalised input of this layer, [batch, num_tokens, hidden_size].
             position_embeddings: rotation of these tokens.
-            shared_key_value: the group's keys and values by head over the whole context; None runs the teacher's
-                attention.
+            shared_key_value: the group's keys and values by head over the whole context, or what makes them of this
+                layer's input; None runs the teacher's attention.
         """
         if shared_key_value is None:
             teacher: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
@@ -147,6 +167,8 @@ class SwiftKVAttentionMixin(nn.Module):
                 **kwargs,
             )
             return teacher
+        if callable(shared_key_value):
+            shared_key_value = shared_key_value(self, hidden_states, position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self if self.shared_heads is None else self.shared_heads,
@@ -183,7 +205,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 class HeadAttentionMixin(SwiftKVAttentionMixin):
     """Keys and values by head (MHA, GQA, MQA), RoPE over the whole head, norms on heads where the family has them."""
 
-    key_value_modules = ("k_proj", "v_proj")
+    key_value_modules = decode_modules = ("k_proj", "v_proj")
     rotate: Callable[[torch.Tensor, Rotation], torch.Tensor] = staticmethod(rotate)
     """An instance may be given a faster one."""
     head_dim: int
@@ -205,7 +227,8 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         self.shared_heads = _SharedHeads(config, layer_idx)
         if layer_idx in config.layer_map.leaders:
             size = config.num_key_value_heads_swiftkv * self.head_dim
-            for name in ("k_proj_swiftkv", "v_proj_swiftkv"):
+            kinds = ("swiftkv", "decode_swiftkv") if config.decodes_own else ("swiftkv",)
+            for name in (f"{module}_{kind}" for module in self.key_value_modules for kind in kinds):
                 twin = getattr(self, name)
                 setattr(self, name, nn.Linear(twin.in_features, size, bias=twin.bias is not None))
 

@@ -22,6 +22,9 @@ from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.model.stored_weights import StoredWeights
 
+_NOT_COUNTED = -100
+"""Label of a position that the loss leaves out."""
+
 
 class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     """Mixed into a family's causal language model."""
@@ -73,6 +76,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         early_exit: ThresholdExits | None = None,
+        prompt_length: int | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [batch, num_kept, vocab_size] of the positions `logits_to_keep` names (0: all), as in transformers.
@@ -80,8 +84,16 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         In student mode only the tokens at these positions run through layers >= l. Labels, hidden states and attentions
         concern all tokens, so with them every token does. With `early_exit`, which `generate()` passes, these are the
         logits of the last token, and rows may stop at layer l with those of the exit head.
+
+        Of a student that keeps K and V of what it writes (`swiftkv_decode_key_value: own`), the last token of the
+        prompt and all behind it are deep. `prompt_length`, padding included, says where that is, for all rows or each,
+        [batch]; without it, it is before the first of `labels` that counts, else `logits_to_keep` names, by a number,
+        the deep tokens, and 0 the last one alone.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if self.config.decodes_own and tokens is not None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            kwargs["first_deep"] = _first_deep(prompt_length, labels, logits_to_keep, tokens.shape[1], int(seen))
         step = None if early_exit is None else ExitStep(early_exit, self.exit_logits)
         kept: Any = None
         if step is not None:
@@ -182,6 +194,27 @@ def _check_mode(config: Any, enabled: bool) -> None:
             field="swiftkv",
             value=False,
         )
+
+
+def _first_deep(
+    prompt_length: int | torch.Tensor | None,
+    labels: torch.Tensor | None,
+    logits_to_keep: int | torch.Tensor,
+    num_tokens: int,
+    num_seen: int,
+) -> int | torch.Tensor:
+    """The first deep one of `num_tokens` tokens behind `num_seen`, or that of each row, [batch]."""
+    if isinstance(prompt_length, torch.Tensor):
+        return (prompt_length - 1 - num_seen).clamp(0, num_tokens)
+    if prompt_length is not None:
+        return min(max(prompt_length - 1 - num_seen, 0), num_tokens)
+    if labels is not None:
+        counts = (labels != _NOT_COUNTED).long()
+        first = torch.where(counts.any(-1), counts.argmax(-1), num_tokens)
+        return (first - 1).clamp(0)
+    if isinstance(logits_to_keep, int):
+        return num_tokens - min(max(logits_to_keep, 1), num_tokens)
+    return num_tokens - 1 if logits_to_keep.numel() else num_tokens
 
 
 def _select_logits(

@@ -22,7 +22,7 @@ from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import load_checked
-from swiftkv_platform.planning import Sharing, shared_key_value_heads, student_layer_map
+from swiftkv_platform.planning import DecodeKeyValue, Sharing, shared_key_value_heads, student_layer_map
 
 
 def convert(
@@ -34,6 +34,7 @@ def convert(
     early_exit: bool = False,
     sharing: Sharing = "gqa",
     own_output_projection: bool = False,
+    decode_key_value: DecodeKeyValue = "shared",
     calibration: Iterable[TokenBatch] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
@@ -52,6 +53,8 @@ def convert(
             is the g at which the cache is as large as another's.
         own_output_projection: give layers >= l an output projection of their own, which a calibrated start fits to the
             values that layers share; copied, it is the teacher's.
+        decode_key_value: where deep tokens, which run through layers >= l, take K and V from: x, as in the paper
+            (`shared`), or their own hidden state (`own`).
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
             projections (k and v: the mean over the group).
         dtype: dtype to load a path in; None keeps the checkpoint's.
@@ -70,6 +73,7 @@ def convert(
         early_exit=early_exit,
         sharing=sharing,
         own_output_projection=own_output_projection,
+        decode_key_value=decode_key_value,
     )
     if isinstance(teacher, str | Path):
         if is_fp8(config):
@@ -117,6 +121,7 @@ def dense_config(student: Any) -> Any:
     dense = copy.deepcopy(student)
     dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
     dense.num_key_value_heads_swiftkv, dense.early_exit, dense.own_output_projection = None, False, False
+    dense.swiftkv_decode_key_value = "shared"
     return dense
 
 
@@ -158,6 +163,7 @@ def make_student_config(
     early_exit: bool,
     sharing: Sharing,
     own_output_projection: bool = False,
+    decode_key_value: DecodeKeyValue = "shared",
 ) -> Any:
     """The student's configuration from its teacher's. Raises what `convert` raises of a configuration alone."""
     if isinstance(teacher, SwiftKVConfigMixin):
@@ -186,6 +192,7 @@ def make_student_config(
         num_key_value_heads_swiftkv=heads,
         early_exit=early_exit,
         own_output_projection=own_output_projection,
+        swiftkv_decode_key_value=decode_key_value,
     )
 
 

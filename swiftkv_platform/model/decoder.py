@@ -22,8 +22,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.attention import Rotation, SwiftKVAttentionMixin
+from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin
 from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
+from swiftkv_platform.model.deep_tokens import DeepGroup, DeepSuffix, DeepWriter
 from swiftkv_platform.model.masks import Masks, make_masks, select_queries
 from swiftkv_platform.model.selection import TokenSelection, select_arguments
 from swiftkv_platform.planning import LayerMap
@@ -184,6 +185,7 @@ class SwiftKVDecoderMixin(nn.Module):
         *,
         kept: TokenSelection | None = None,
         shared: Sequence[Stored] | None = None,
+        deep: DeepWriter | None = None,
         record: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Layers >= l over shared K and V: final normalised hidden state [num_rows, num_kept, hidden_size].
@@ -191,18 +193,27 @@ class SwiftKVDecoderMixin(nn.Module):
         Args:
             kept: the tokens whose hidden states are needed; None: all.
             shared: what `shared_key_values(x, context)` returned, for a caller that computes it apart.
+            deep: takes K and V of deep tokens and hands out those of groups, in the place of `shared`; for a student
+                that `decodes_own`, and only for one.
             record: receives the output of each upper layer, before the final norm.
         """
-        shared = self.shared_key_values(x, context) if shared is None else shared
-        hidden = x
+        assert (deep is not None) == self.config.decodes_own, "a form of its own says which tokens are deep"
+        if shared is None:
+            shared = self.shared_key_values(x, context) if deep is None else ()
+        hidden, leaders = x, self.layer_map.leaders
         if kept is not None:
             hidden, context = kept.take(x), context.select(kept)
-            shared = [take_rows(stored, kept) for stored in shared]
-        first, leaders = self.layer_map.num_key_value_layers, self.layer_map.leaders
-        for i in range(first, len(self.layers)) if hidden.numel() else ():
+        if deep is not None and not hidden.numel():
+            for group in range(len(leaders)):
+                deep.write_shared(group)
+        for i in range(self.layer_map.num_key_value_layers, len(self.layers)) if hidden.numel() else ():
             if i in leaders:
-                stored = read(shared[leaders.index(i)])
-                key_value = self.layers[i].self_attn.expand_key_value(stored)
+                group, leader = leaders.index(i), self.layers[i].self_attn
+                if deep is None:
+                    stored = shared[group] if kept is None else take_rows(shared[group], kept)
+                    key_value = leader.expand_key_value(read(stored))
+                else:
+                    key_value = DeepGroup(group, leader, deep, kept)
             hidden = self.run_layer(i, hidden, context, shared_key_value=key_value)
             if record is not None:
                 record.append(hidden)
@@ -219,6 +230,14 @@ class SwiftKVDecoderMixin(nn.Module):
 
     def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Sequence[Stored]:
         """Return what the cache layer of every group holds, over the whole context; with a cache, appended to it."""
+        shared = self.project_key_values(x, context.rotation)
+        if context.past_key_values is None:
+            return shared
+        first = self.layer_map.num_key_value_layers
+        return [append(context.past_key_values, *kv, first + group) for group, kv in enumerate(shared)]
+
+    def project_key_values(self, x: torch.Tensor, rotation: Rotation) -> list[KeyValue]:
+        """K and V of every group from x [batch, num_tokens, hidden_size], as its cache layer stores them."""
         leaders = self._leaders
         if not leaders:
             return []
@@ -226,24 +245,35 @@ class SwiftKVDecoderMixin(nn.Module):
         hidden = self.norm_swiftkv(x).to(x.dtype)
         if self._fused_key_value is None:
             # Group by group: where groups are sharded apart, each is gathered once.
-            shared = [
-                leader.shape_key_value(
-                    [projection(hidden) for projection in leader.input_projections], context.rotation
-                )
+            return [
+                leader.shape_key_value([projection(hidden) for projection in leader.input_projections], rotation)
                 for leader in leaders
             ]
-        else:
-            rows = [projection.out_features for leader in leaders for projection in leader.input_projections]
-            parts = F.linear(hidden, *self._fused_key_value).split(rows, dim=-1)
-            count = len(parts) // len(leaders)
-            shared = [
-                leader.shape_key_value(parts[i * count : (i + 1) * count], context.rotation)
-                for i, leader in enumerate(leaders)
-            ]
-        if context.past_key_values is None:
-            return shared
-        first = self.layer_map.num_key_value_layers
-        return [append(context.past_key_values, *kv, first + group) for group, kv in enumerate(shared)]
+        rows = [projection.out_features for leader in leaders for projection in leader.input_projections]
+        parts = F.linear(hidden, *self._fused_key_value).split(rows, dim=-1)
+        count = len(parts) // len(leaders)
+        return [
+            leader.shape_key_value(parts[i * count : (i + 1) * count], rotation) for i, leader in enumerate(leaders)
+        ]
+
+    def deep_suffix(
+        self,
+        x: torch.Tensor,
+        context: DecoderContext,
+        first: int | torch.Tensor,
+        kept: TokenSelection | None = None,
+    ) -> DeepSuffix:
+        """The writer of a pass whose rows end with their deep tokens.
+
+        Args:
+            first: the first of them, or of each row, int64 [batch].
+            kept: what `student_upper` gets; deep tokens are among it.
+        """
+        all_deep = isinstance(first, int) and first == 0 and kept is None
+        shared = [] if all_deep else self.project_key_values(x, context.rotation)
+        return DeepSuffix(
+            shared, first, context.num_tokens, kept, context.past_key_values, self.layer_map.num_key_value_layers
+        )
 
     def fuse_shared_key_value(self) -> None:
         """Fuse all groups into one GEMM on norm_swiftkv(x), for inference; the projections become views."""
@@ -271,11 +301,13 @@ class SwiftKVDecoderMixin(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         kept: TokenSelection | Callable[[torch.Tensor], TokenSelection] | None = None,
+        first_deep: int | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Final hidden states of the `kept` tokens (None: all), [num_rows, num_kept, hidden_size].
 
-        `kept` may be chosen from x, once that is known.
+        `kept` may be chosen from x, once that is known. `first_deep`: the first deep token of the pass, or of each row,
+        int64 [batch] (None: the last token), which makes a difference to a student that `decodes_own` alone.
         """
         if use_cache and past_key_values is None:
             past_key_values = make_cache(self.config, swiftkv=self.swiftkv_enabled)
@@ -290,9 +322,29 @@ class SwiftKVDecoderMixin(nn.Module):
         lower = self.lower if self.swiftkv_enabled or self.teacher_lower is None else self.teacher_lower
         x = lower(context)
         kept = kept(x) if callable(kept) else kept
-        if self.swiftkv_enabled:
+        if self.swiftkv_enabled and self.config.decodes_own:
+            hidden = self._own_upper(x, context, kept, context.num_tokens - 1 if first_deep is None else first_deep)
+        elif self.swiftkv_enabled:
             hidden = self.student_upper(x, context, kept=kept)
         else:
             hidden = self.teacher_upper(x, context)
             hidden = hidden if kept is None else kept.take(hidden)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def _own_upper(
+        self, x: torch.Tensor, context: DecoderContext, kept: TokenSelection | None, first: int | torch.Tensor
+    ) -> torch.Tensor:
+        """`student_upper` where rows end with their deep tokens: these run, kept or not."""
+        num_tokens = context.num_tokens
+        run, num_deep = kept, num_tokens - (first if isinstance(first, int) else int(first.min()))
+        if kept is not None and kept.rows is None:
+            if isinstance(kept.tokens, int):
+                run = TokenSelection(max(kept.tokens, num_deep))
+            elif num_deep:
+                run = None
+        if run is not None and run.count(num_tokens) == num_tokens and run.rows is None:
+            run = None
+        hidden = self.student_upper(x, context, kept=run, deep=self.deep_suffix(x, context, first, run))
+        if kept is None or run is kept:
+            return hidden
+        return hidden[:, hidden.shape[1] - kept.tokens :] if isinstance(kept.tokens, int) else kept.take(hidden)

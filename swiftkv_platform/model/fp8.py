@@ -80,7 +80,15 @@ def without_swiftkv(fields: dict[str, Any]) -> dict[str, Any]:
         ignored = [*(fields.get("ignore") or []), "re:.*_swiftkv$", "exit_head"]
         return {**fields, "ignore": ignored}
     names = fields.get("modules_to_not_convert")
-    own = ["q_proj_swiftkv", "k_proj_swiftkv", "v_proj_swiftkv", "o_proj_swiftkv", "exit_head"]
+    own = [
+        "q_proj_swiftkv",
+        "k_proj_swiftkv",
+        "v_proj_swiftkv",
+        "o_proj_swiftkv",
+        "k_proj_decode_swiftkv",
+        "v_proj_decode_swiftkv",
+        "exit_head",
+    ]
     # A list replaces the default, which spares the head.
     return {**fields, "modules_to_not_convert": [*(names if names is not None else ["lm_head"]), *own]}
 

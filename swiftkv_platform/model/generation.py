@@ -98,6 +98,9 @@ class SwiftKVGenerationMixin(nn.Module):
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "differs from past_key_values; leave one of them out")
         if generation_config.use_cache is False and wanted is not None:
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")
+        if generation_config.use_cache is False and self.config.decodes_own:
+            # Each pass runs the answer again, as deep tokens.
+            model_kwargs["prompt_length"] = _mask_length(generation_config, model_kwargs)
         plain_teacher = not self.model.swiftkv_enabled and wanted is None
         if given is not None or generation_config.use_cache is False or plain_teacher:
             family: Any = super()
@@ -155,7 +158,7 @@ class SwiftKVGenerationMixin(nn.Module):
         seen = int(cache.get_seq_length())
         tokens = input_ids if embeddings is None else embeddings
         # A prompt that continues a cache comes whole or as its new tokens alone; its mask's length tells.
-        mask_length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        mask_length = _mask_length(generation_config, model_kwargs)
         new = tokens[:, seen:] if embeddings is not None or mask_length == tokens.shape[1] else tokens
         num_run = (new.shape[1] - 1) // chunk_size * chunk_size
         first_position = 0 if position_ids is None else position_ids.shape[-1] - new.shape[1]
@@ -207,6 +210,12 @@ class SwiftKVGenerationMixin(nn.Module):
             field="cache_implementation",
             value="paged",
         )
+
+
+def _mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
+    """Tokens of the prompt, padding included; transformers lets go of a mask that hides nothing."""
+    mask = model_kwargs.get("attention_mask")
+    return int(getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1])
 
 
 def _kv_cache_dtype(generation_config: Any) -> str:

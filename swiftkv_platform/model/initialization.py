@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-_SUFFIX = "_swiftkv"
+_SUFFIX = re.compile(r"(_decode)?_swiftkv")
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -64,9 +64,9 @@ def copied_start(student: Any) -> Iterator[StartingTensor]:
         heads = (config.num_key_value_heads, config.num_key_value_heads_swiftkv)
     for name, _ in student.named_parameters():
         match = _LAYER_TENSOR.fullmatch(name)
-        if match is None or _SUFFIX not in name:
+        if match is None or not _SUFFIX.search(name):
             continue
-        layer, tensor = int(match[1]), match[2].replace(_SUFFIX, "")
+        layer, tensor = int(match[1]), _SUFFIX.sub("", match[2])
         shared = not tensor.startswith(("self_attn.q_", "self_attn.o_"))
         layers = layer_map.group(layer) if shared else (layer,)
         sources = tuple(f"model.layers.{i}.{tensor}" for i in layers)

@@ -22,6 +22,7 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
     """Queries by a full projection (`q_lora_rank` null) or a low-rank one; keys and values from a shared latent."""
 
     key_value_modules = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+    decode_modules = ("kv_a_proj_with_mqa",)
     q_lora_rank: int | None
     kv_lora_rank: int
     qk_nope_head_dim: int

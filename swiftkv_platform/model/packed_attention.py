@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Self
 
@@ -65,6 +65,29 @@ VarlenOperator = Callable[..., Any]
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Neighbouring deep tokens of one sample."""
+
+    sample: int
+    """First token of the sample, among all."""
+    begin: int
+    end: int
+    """The token behind its last one."""
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Rows of queries that ask, and rows of keys and values that they read, turn by turn, on the host."""
+
+    asking: Tensor
+    read: Tensor
+    sizes: list[int]
+    """Queries of each turn."""
+    num_read: list[int]
+    """Keys of each turn."""
+
+
+@dataclass(frozen=True)
 class PackedSamples:
     """Samples that follow each other in a batch of one row; what lies behind the last one attends to nothing. A
     `SelectsTokens`."""
@@ -80,6 +103,11 @@ class PackedSamples:
     """First token of each sample and the end of the last one, int32 on the device; where there is an operator."""
     kept: Tensor | None = None
     """Tokens that ask, int64 [num_kept]; None: all."""
+    turns: tuple[Turn, ...] | None = None
+    """Turns whose tokens ask, in a student whose deep tokens keep K and V of their own; None: all tokens ask. Where
+    there are any, kept tokens begin with those of all turns."""
+    num_tokens: int = 0
+    """All tokens, with what lies behind the samples; where there are turns."""
 
     @classmethod
     def create(
@@ -93,9 +121,21 @@ class PackedSamples:
     ) -> Self:
         borders = None
         if operator is not None:
-            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            borders = ends.to(device, non_blocking=True)
+            borders = _borders(lengths, device)
         return cls(tuple(lengths), layer_windows(config), dtype, operator, borders)
+
+    def with_turns(self, counts: Tensor) -> Self:
+        """The samples for layers >= l of a student that keeps own K and V, where the tokens that `counts` [num_tokens]
+        marks are deep. They attend to keys and values from x of all tokens with those of the kept tokens behind them.
+        Reads `counts` on the host."""
+        turns: list[Turn] = []
+        deep, begin = counts.tolist(), 0
+        for length in self.lengths:
+            end = begin + length
+            edges = [at for at in range(begin, end + 1) if (at < end and deep[at]) != (at > begin and deep[at - 1])]
+            turns += [Turn(begin, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+            begin = end
+        return replace(self, turns=tuple(turns), num_tokens=len(deep))
 
     def select_tokens(self, selection: TokenSelection) -> Self:
         assert isinstance(selection.tokens, Tensor), "training keeps the tokens that count"
@@ -104,12 +144,54 @@ class PackedSamples:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, layer: int) -> Tensor:
         """Attend within samples: [1, num_tokens, num_heads, dim] from queries, keys and values [1, heads, num_tokens,
         dim], the queries of the kept tokens only."""
+        if self.turns is not None:
+            return self._attend_turns(query, key, value, scaling, self.windows[layer])
         if self.kept is None:
             return self._attend(query, key, value, scaling, self.windows[layer])
         # The kept tokens of a sample may be any, and kernels know causal runs: they ask from their places among all.
         shape = (1, query.shape[1], key.shape[2], query.shape[3])
         asked = query.new_zeros(shape).index_copy(2, self.kept, query)
         return self._attend(asked, key, value, scaling, self.windows[layer]).index_select(1, self.kept)
+
+    @cached_property
+    def _reads(self) -> _Reads:
+        """The turns' tokens as rows of queries, and of keys and values; the same in every layer."""
+        assert self.turns is not None
+        sizes = [turn.end - turn.begin for turn in self.turns]
+        first_rows = [turn.begin for turn in self.turns] if self.kept is None else list(accumulate(sizes, initial=0))
+        asking: list[int] = []
+        read: list[int] = []
+        num_read: list[int] = []
+        for turn, first, size in zip(self.turns, first_rows, sizes, strict=False):
+            own = range(first, first + size)
+            asking += own
+            read += [*range(turn.sample, turn.begin), *(self.num_tokens + row for row in own)]
+            num_read.append(turn.begin - turn.sample + size)
+        return _Reads(torch.tensor(asking), torch.tensor(read), sizes, num_read)
+
+    def _attend_turns(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Attend from the turns' tokens to what their samples have from x before the turn, and to their own; the others
+        get zeros."""
+        output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        if not self.turns:
+            return output + 0.0 * (query.sum() + key.sum() + value.sum())  # other workers wait for its gradients
+        reads, device = self._reads, query.device
+        asking, read = reads.asking.to(device), reads.read.to(device)
+        query, key, value = query.index_select(2, asking), key.index_select(2, read), value.index_select(2, read)
+        if self.operator is None:
+            parts = zip(
+                query.split(reads.sizes, 2), key.split(reads.num_read, 2), value.split(reads.num_read, 2), strict=True
+            )
+            attended = torch.cat(
+                [_attend_causally(*part, scaling, window or self.num_tokens).transpose(1, 2) for part in parts], dim=1
+            )
+        else:
+            borders = [_borders(some, device) for some in (reads.sizes, reads.num_read)]
+            longest = max(reads.sizes), max(reads.num_read)
+            attended = self._run_operator(query, key, value, (borders[0], borders[1]), longest, scaling, window)
+        return output.index_copy(1, asking, attended.to(output.dtype))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         num_tokens, used = query.shape[2], sum(self.lengths)
@@ -123,25 +205,42 @@ class PackedSamples:
     def _attend_at_once(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
+        assert self.borders is not None
+        borders, longest = (self.borders, self.borders), (max(self.lengths),) * 2
+        return self._run_operator(query, key, value, borders, longest, scaling, window)
+
+    def _run_operator(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        borders: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
         assert self.operator is not None
         value_dim = value.shape[-1]
         value = F.pad(value, (0, query.shape[-1] - value_dim))  # MLA's values are narrower, the kernel's are not
         # A trained norm is float32, and under autocast its outputs are.
         query, key, value = (tensor[0].transpose(0, 1).to(self.dtype) for tensor in (query, key, value))
-        longest = max(self.lengths)
         output: Tensor = self.operator(
             query,
             key,
             value,
-            self.borders,
-            self.borders,
-            longest,
-            longest,
+            *borders,
+            *longest,
             scale=scaling,
-            window_size=(-1 if window is None or window >= longest else window - 1, 0),
+            window_size=(-1 if window is None or window >= longest[1] else window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output[..., :value_dim].unsqueeze(0)
+
+
+def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Beginnings of runs that follow each other, and the end of the last one, int32."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return ends.to(device, non_blocking=True)
 
 
 def sample_lengths(position_ids: Tensor) -> list[int]:
@@ -181,7 +280,7 @@ def _attend_in_windows(
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int) -> Tensor:
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = None
-    if num_keys > num_queries:
+    if num_keys > min(num_queries, window):
         positions = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
         keys_at = torch.arange(num_keys, device=query.device)
         mask = (keys_at <= positions) & (keys_at > positions - window)

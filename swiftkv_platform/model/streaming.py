@@ -33,7 +33,7 @@ from swiftkv_platform.model.fp8 import is_fp8, read_tensors, without_swiftkv
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import check_tensors, first_dtype
 from swiftkv_platform.model.tokenizers import check_tokenizer
-from swiftkv_platform.planning import Sharing
+from swiftkv_platform.planning import DecodeKeyValue, Sharing
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
@@ -62,6 +62,7 @@ def convert_checkpoint(
     early_exit: bool = False,
     sharing: Sharing = "gqa",
     own_output_projection: bool = False,
+    decode_key_value: DecodeKeyValue = "shared",
     calibration: Iterable[TokenBatch] | None = None,
     revision: str | None = None,
     files: Files = "link",
@@ -93,6 +94,7 @@ def convert_checkpoint(
         "early_exit": early_exit,
         "sharing": sharing,
         "own_output_projection": own_output_projection,
+        "decode_key_value": decode_key_value,
     }
     config = make_student_config(teacher, **shape)
     fp8 = is_fp8(teacher)

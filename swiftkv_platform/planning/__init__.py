@@ -4,6 +4,7 @@ from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import read_config
 from swiftkv_platform.planning.families import FAMILIES, read_architecture
 from swiftkv_platform.planning.layers import (
+    DecodeKeyValue,
     LayerMap,
     Sharing,
     equal_cache_group_size,
@@ -20,6 +21,7 @@ __all__ = [
     "FAMILIES",
     "Architecture",
     "Components",
+    "DecodeKeyValue",
     "LayerMap",
     "Plan",
     "PrefillComparison",

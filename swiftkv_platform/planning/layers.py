@@ -14,6 +14,10 @@ from swiftkv_platform.errors import InvalidInputError
 Sharing = Literal["gqa", "mqa", "mha"]
 """Heads that layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
 
+DecodeKeyValue = Literal["shared", "own"]
+"""Origin of K and V of tokens that run through layers >= l: x, like a prompt's (the paper's form), or their own hidden
+state in the first layer of each group."""
+
 
 @dataclass(frozen=True)
 class LayerMap:

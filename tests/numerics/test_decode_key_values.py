@@ -1,0 +1,176 @@
+"""Students whose deep tokens keep their own K and V: however they run, it is what the second implementation does."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from swiftkv_platform.data.packing import PackedRows, Samples, pack
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.engine.varlen import reference_varlen_attn
+from swiftkv_platform.model import convert
+from swiftkv_platform.model.packed_attention import to_tensors
+from swiftkv_platform.specs import DistillationSpec
+from tests import reference
+from tests.parameters import in_turn
+from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
+
+PROMPT = random_tokens(40)
+LAYER_MAPS = ((2, 2), (2, 1), (1, 2))
+"""l and g, of 5 layers."""
+NEW_TOKENS = 12
+THRESHOLD = 0.5
+
+
+def make_student(name: str, l: int = 2, g: int = 2, **shape: Any) -> Any:  # noqa: E741  # the paper's l
+    arguments = {"num_key_value_layers": l, "key_value_group_size": g, "decode_key_value": "own", **shape}
+    return disturb(convert(family_teacher(name), **arguments)).eval()
+
+
+def expected_logits(student: Any, ids: torch.Tensor, turns: torch.Tensor | None) -> torch.Tensor:
+    inv_freq = student.model.rotary_emb.inv_freq
+    return reference.logits(student.state_dict(), student.config, ids, inv_freq, swiftkv=True, turns=turns)
+
+
+def one_turn(prompt_length: int) -> torch.Tensor:
+    return torch.where(torch.arange(len(PROMPT)) >= prompt_length - 1, 0, -1)
+
+
+@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS))
+@torch.no_grad()
+def test_the_forward_pass_equals_the_reference(name: str, layer_map: tuple[int, int]) -> None:
+    student = make_student(name, *layer_map)
+    for implementation in ("sdpa", "eager"):
+        student.set_attn_implementation(implementation)
+        for length in (1, 17, 40):
+            expected = expected_logits(student, PROMPT, one_turn(length))
+            for use_cache in (False, True):
+                actual = student(PROMPT[None], use_cache=use_cache, prompt_length=length).logits[0]
+                torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+            lengths, both = torch.tensor([length, 3]), PROMPT.repeat(2, 1)
+            actual = student(both, use_cache=False, prompt_length=lengths).logits[0]
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+        labels = PROMPT.where(torch.arange(40) >= 17, -100)[None]
+        torch.testing.assert_close(
+            student(PROMPT[None], labels=labels).logits[0], expected_logits(student, PROMPT, one_turn(17))
+        )
+        last = student(PROMPT[None], logits_to_keep=3, prompt_length=5).logits[0]
+        torch.testing.assert_close(last, expected_logits(student, PROMPT, one_turn(5))[-3:], atol=1e-4, rtol=1e-4)
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 256}
+WAYS: dict[str, dict[str, Any]] = {
+    "cache": {},
+    "chunks": {"prefill_chunk_size": 7},
+    "static cache": {"cache_implementation": "static"},
+    "drafts": {"prompt_lookup_num_tokens": 3},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS))
+@torch.no_grad()
+def test_generate_writes_the_text_of_the_reference(name: str, layer_map: tuple[int, int]) -> None:
+    """A token may differ where two are within 1e-4; the prompt is longer than windows."""
+    student = make_student(name, *layer_map)
+    for way, settings in WAYS.items():
+        written = student.generate(PROMPT[None], **settings, **GREEDY)[0]
+        turns = torch.where(torch.arange(len(written)) >= len(PROMPT) - 1, 0, -1)
+        logits = expected_logits(student, written, turns)[len(PROMPT) - 1 : -1]
+        tokens = written[len(PROMPT) :]
+        assert len(tokens) == NEW_TOKENS
+        assert (logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]).max() < 1e-4, way
+
+
+@torch.no_grad()
+def test_rows_that_exit_keep_shared_keys_and_values() -> None:
+    """A token that stops at layer l has no other; the tokens behind it read those."""
+    student = make_student("llama", early_exit=True)
+    student.exit_head.weight.mul_(2.0)
+    batch = torch.stack([PROMPT, PROMPT.flip(0), PROMPT.roll(5)])
+    early_exit = {"mode": "threshold", "threshold": THRESHOLD}
+    output = student.generate(batch, **GREEDY, early_exit=early_exit, return_dict_in_generate=True)
+    assert 0 < int(output.num_exited_tokens.sum()) < output.num_exited_tokens.numel() * NEW_TOKENS
+    for row in output.sequences:
+        turns = torch.full((len(row),), -1)
+        for at in range(len(PROMPT), len(row)):
+            ids = row[:at]
+            x = student.model.lower(student.model.begin(ids[None]))
+            head = student.exit_logits(x[0, -1])
+            exits = head.softmax(-1).max() >= THRESHOLD
+            turns[at - 1] = -1 if exits else 0
+            logits = head if exits else expected_logits(student, ids, turns[:at])[-1]
+            assert logits.max() - logits[row[at]] < 1e-4
+
+
+COUNTED = ((10, 24), (30, 39)), ((5, 23),), (), ((0, 19),), ((7, 8),)
+"""Runs of counted tokens of each sample: two turns, one, none, all but the last, and a single token."""
+LENGTHS = (40, 24, 30, 20, 9)
+
+
+def packed_rows() -> PackedRows:
+    starts = np.cumsum([0, *LENGTHS])
+    counts = np.zeros(starts[-1], dtype=bool)
+    for start, runs in zip(starts, COUNTED, strict=False):
+        for begin, end in runs:
+            counts[start + begin : start + end] = True
+    ids = random_tokens(int(starts[-1])).numpy().astype(np.int32)
+    return pack(Samples(ids, counts, starts), np.arange(len(LENGTHS)), max_length=64, pad_token_id=0, packing=True)
+
+
+def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of the KL at temperature 2, times 4, of the student and of its exit head."""
+    decoder, state, inv_freq = student.model, student.state_dict(keep_vars=True), student.model.rotary_emb.inv_freq
+    student_loss, exit_loss = torch.zeros(()), torch.zeros(())
+    for row in range(len(rows)):
+        batch, begin = to_tensors(rows.batch([row])), 0
+        for length in rows.lengths(row).tolist():
+            ids, counted = (batch[name][0, begin : begin + length] for name in ("input_ids", "loss_mask"))
+            begin += length
+            begins = counted & ~torch.cat((torch.tensor([False]), counted[:-1]))
+            turns = torch.where(counted, begins.cumsum(0) - 1, -1)
+            with torch.no_grad():
+                teacher = reference.logits(state, student.config, ids, inv_freq, swiftkv=False)[counted]
+                x = decoder.lower(decoder.begin(ids[None]))[0]
+            log_p = (teacher / 2.0).log_softmax(-1)
+
+            def loss(logits: torch.Tensor, log_p: torch.Tensor = log_p) -> torch.Tensor:
+                return 4.0 * (log_p.exp() * (log_p - (logits / 2.0).log_softmax(-1))).sum()
+
+            mine = reference.logits(state, student.config, ids, inv_freq, swiftkv=True, turns=turns)[counted]
+            student_loss = student_loss + loss(mine)
+            exit_loss = exit_loss + loss(student.exit_logits(x)[counted])
+    return student_loss, exit_loss
+
+
+@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS))
+@pytest.mark.parametrize("way", ["kept tokens", "all tokens", "operator"])
+def test_a_training_step_equals_the_reference(name: str, layer_map: tuple[int, int], way: str) -> None:
+    """Losses and gradients: each turn reads what lies before it as a prompt, and keeps its own."""
+    student = make_student(name, *layer_map, early_exit=True)
+    rows = packed_rows()
+    fork = Fork(student, DistillationSpec(), dtype=torch.float32)
+    fork.keeps_shapes = way == "all tokens"
+    parameters = student.swiftkv_parameters()
+    expected = reference_losses(student, rows)
+    wanted = torch.autograd.grad(sum(expected), list(parameters.values()), allow_unused=True)
+    batch, lengths = rows.end_to_end(range(len(rows)), multiple=64)
+
+    def operator(*args: Any, **kwargs: Any) -> torch.Tensor:
+        used = args[4].diff()
+        return reference_varlen_attn(*args, **kwargs, seqused_k=used, block_table=None)
+
+    chosen = operator if way == "operator" else None
+    with patch("swiftkv_platform.model.packed_pass.choose_operator", return_value=chosen):
+        sums = fork(**to_tensors(batch), sample_lengths=lengths)
+    torch.testing.assert_close(sums["logits_loss"], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums["exit_loss"], expected[1], rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(sum(sums.values()), list(parameters.values()), allow_unused=True)
+    for parameter, mine, theirs in zip(parameters, found, wanted, strict=True):
+        assert mine is not None, parameter
+        assert theirs is not None, parameter
+        assert (mine - theirs).abs().max() <= 1e-4 * max(float(theirs.abs().max()), 1e-2), parameter

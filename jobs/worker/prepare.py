@@ -121,7 +121,14 @@ def _prepare_rows(
     with tempfile.TemporaryDirectory(prefix="objects-") as directory:
         remote = StoreFiles(Path(directory))
         return prepare_data(
-            spec.data, tokenizer, rows, seed=spec.training.seed, remote=remote, access=access, written=written
+            spec.data,
+            tokenizer,
+            rows,
+            seed=spec.training.seed,
+            remote=remote,
+            access=access,
+            written=written,
+            splits=spec.swiftkv.decode_key_value == "own",
         )
 
 
@@ -153,6 +160,7 @@ def student_shape(spec: JobSpec) -> dict[str, Any]:
         "early_exit": spec.swiftkv.early_exit,
         "sharing": spec.swiftkv.sharing,
         "own_output_projection": spec.swiftkv.own_output_projection,
+        "decode_key_value": spec.swiftkv.decode_key_value,
     }
 
 

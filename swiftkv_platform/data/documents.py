@@ -53,11 +53,23 @@ class Encoded:
 
 
 class DocumentEncoder:
-    """Turns samples into token ids for one tokenizer and data spec."""
+    """Turns samples into token ids for one tokenizer and data spec.
+
+    Args:
+        splits: let no sample count as a whole. One of which all tokens are targets begins with a prompt, of a length
+            that its content decides, and what the teacher wrote counts without its prompt: for students of which
+            counted tokens keep their own K and V, and prompts do not.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int, train_on: Literal["assistant", "all"]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        train_on: Literal["assistant", "all"],
+        splits: bool = False,
     ) -> None:
+        self._splits = splits
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer.for_tokenizer(tokenizer)
         self.max_length = max_length
@@ -130,7 +142,7 @@ class DocumentEncoder:
         """A prompt with the answer the teacher wrote to it, token for token."""
         ids = np.array([*prompt, *answer], dtype=np.int32)
         is_target = np.ones(len(ids), dtype=np.bool_)
-        if self._assistant_only:
+        if self._assistant_only or self._splits:
             is_target[: len(prompt)] = False
         kept = ids[: self.max_length]
         counts = np.append(is_target[1 : len(kept)], False)
@@ -152,6 +164,8 @@ class DocumentEncoder:
         for begin in range(0, len(ids), self.max_length):
             window = slice(begin, begin + self.max_length)
             counts = np.append(is_target[window][1:], False)
+            if self._splits and draft.assistant is None:
+                counts[: _prompt_length(draft.digest, begin, len(counts))] = False
             if counts.any():
                 samples.append((ids[window], counts))
         return Encoded(samples, num_tokens, was_cut=num_tokens > self.max_length)
@@ -167,6 +181,12 @@ class DocumentEncoder:
         if eos is not None and (not len(ids) or ids[-1] != eos):
             ids, is_target = np.append(ids, np.int32(eos)), np.append(is_target, ends_in_target)
         return ids, is_target
+
+
+def _prompt_length(digest: int, begin: int, num_tokens: int) -> int:
+    """Tokens of a sample before its first counted one: any number that leaves one to count, as likely as any other."""
+    draw = np.random.default_rng((digest, begin))
+    return int(draw.integers(max(num_tokens - 1, 1)))
 
 
 def _inside(offsets: IntArray, spans: Sequence[Span]) -> BoolArray:

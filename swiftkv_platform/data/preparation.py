@@ -39,6 +39,7 @@ def prepare_data(
     remote: RemoteFiles | None = None,
     access: Access = OPEN,
     written: WrittenBy | None = None,
+    splits: bool = False,
 ) -> PreparedData:
     """Read, tokenize and pack every source of `spec`.
 
@@ -49,6 +50,7 @@ def prepare_data(
         remote: brings `s3://` sources to this machine.
         access: what sources may read.
         written: what the teacher has written to the prompts of sources with `complete`.
+        splits: let no sample count as a whole, see `DocumentEncoder`.
 
     Raises:
         DataError: a source is missing, undecodable, empty or without the columns of a known format, or nothing is left
@@ -56,7 +58,7 @@ def prepare_data(
         InvalidInputError: an `s3://` source without `remote`.
         StorageError: the hub does not answer.
     """
-    encoder = DocumentEncoder(tokenizer, max_length=spec.max_length, train_on=spec.train_on)
+    encoder = DocumentEncoder(tokenizer, max_length=spec.max_length, train_on=spec.train_on, splits=splits)
     collector = DocumentCollector(directory, vocab_size=max(tokenizer.get_vocab().values()) + 1)
     sources = []
     for index, source in enumerate(spec.sources):

@@ -16,7 +16,9 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.model.masks import PACKED
 from swiftkv_platform.model.packed_attention import to_tensors
+from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
 from swiftkv_platform.model.workers import Workers
 
 _LOGITS_PER_CHUNK = 1 << 22
@@ -156,16 +158,23 @@ def measure(
 
 
 def _measure_batch(model: Any, batch: dict[str, torch.Tensor]) -> Totals:
-    """One forward pass, the layers below l computed once where they are the same; tensors are [rows, max_length]."""
-    decoder = model.model
-    context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
-    x = decoder.lower(context)
-    counted = batch["loss_mask"]
+    """One forward pass, the layers below l computed once where they are the same; tensors are [rows, max_length].
+    Positions that count are deep tokens, each run of them a turn."""
+    decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
+    if decoder.config.decodes_own:
+        context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], dtype=model.dtype)
+    else:
+        context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
+    x = decoder.lower(context)
     teacher_x = x if decoder.teacher_lower is None else decoder.teacher_lower(context)
-    teacher = decoder.teacher_upper(teacher_x, context)[counted]  # [num_positions, hidden_size]
-    student = decoder.student_upper(x, context)[counted]
-    exits = x[counted] if model.config.early_exit else None
+    teacher = _rows(decoder.teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
+    deep = None
+    if decoder.config.decodes_own:
+        deep = DeepTurns(decoder.project_key_values(x, context.rotation))
+        context = with_turns(context, counted.flatten())
+    student = _rows(decoder.student_upper(x, context, deep=deep), counted)
+    exits = _rows(x, counted) if model.config.early_exit else None
     places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
     totals = Totals()
@@ -176,6 +185,11 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor]) -> Totals:
         if exits is not None:
             totals += Totals(exit_head=_exit_counts(model.exit_logits(exits[chunk]), logits.argmax(-1)))
     return totals
+
+
+def _rows(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The states of the positions that count, [num_positions, size]; rows may have come end to end."""
+    return states.flatten(0, 1)[counted.flatten()]
 
 
 def _exit_counts(logits: torch.Tensor, student: torch.Tensor) -> ExitCounts:
@@ -253,9 +267,20 @@ def _compare(
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Run a SwiftKV model without dropout; it is left as it came, in its mode."""
-    mode, was_training = model.model.swiftkv_enabled, model.training
+    decoder = model.model
+    mode, was_training = decoder.swiftkv_enabled, model.training
+    changed: list[tuple[Any, str]] = []
+    if model.config.decodes_own:
+        kept = (getattr(layers, "__self__", decoder) for layers in (decoder.teacher_lower, decoder.teacher_upper))
+        changed = [
+            (one, one.config._attn_implementation) for one in {id(one): one for one in (decoder, *kept)}.values()
+        ]
     model.eval()
     try:
+        for one, _ in changed:
+            one.set_attn_implementation(PACKED)  # without samples it is SDPA
         yield
     finally:
+        for one, attention in changed:
+            one.set_attn_implementation(attention)
         model.swiftkv(mode).train(was_training)

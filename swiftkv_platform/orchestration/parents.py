@@ -31,6 +31,7 @@ _ALIKE = (
     "swiftkv.sharing",
     "swiftkv.early_exit",
     "swiftkv.own_output_projection",
+    "swiftkv.decode_key_value",
 )
 """Fields in which a job does not differ from its parent's."""
 _TRAINED = ("qkv", "tail", "all")

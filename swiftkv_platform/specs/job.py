@@ -64,6 +64,12 @@ class SwiftKVSpec(Spec):
     """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
     which is trained with q, k and v. It makes up for most of what a group loses, and costs nothing when it is served;
     engines other than this project's do not know it."""
+    decode_key_value: Literal["shared", "own"] = "shared"
+    """Origin of K and V in layers >= l of tokens that run through them: of a prompt's last token and of all that is
+    generated. `shared`: x, as for the rest of a prompt (the paper's form). `own`: their own hidden state in the first
+    layer of each group, as in the teacher, by projections that are trained too; prefill costs the same, and far less of
+    the teacher's quality is lost. A text of which all tokens count is then split at random into a prompt, which is read
+    and not counted, and the rest."""
     initialization: Literal["calibrated", "copied", "refitted"] = "calibrated"
     """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
     `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's

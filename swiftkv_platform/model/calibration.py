@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from torch import nn
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.calibration_heads import HEADS
 from swiftkv_platform.model.calibration_latent import LATENTS
-from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Method, Regression, ridge_factor
+from swiftkv_platform.model.calibration_statistics import (
+    CalibrationStatistics,
+    Method,
+    OwnSums,
+    Regression,
+    ridge_factor,
+)
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 
 TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -40,18 +47,36 @@ class _Recorder:
     def __init__(self, layers: Mapping[int, Any], method: Method) -> None:
         self.outputs: dict[tuple[int, str], torch.Tensor] = {}
         self.queries: dict[int, torch.Tensor] = {}
+        self.inputs: dict[int, torch.Tensor] = {}
+        """Inputs of layers' projections, [batch, num_tokens, hidden_size]."""
         self._handles: list[Any] = []
         for i, layer in layers.items():
             attention = layer.self_attn
             for name in method.recorded:
                 self._follow(getattr(attention, name), self.outputs, (i, name))
             self._follow(getattr(attention, attention.query_modules(attention.config)[-1]), self.queries, i)
+            first = getattr(attention, method.recorded[0])
+            self._handles.append(first.register_forward_pre_hook(partial(self._keep_input, i)))
 
     def _follow(self, module: nn.Module, outputs: dict[Any, torch.Tensor], key: Any) -> None:
         def keep(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             outputs[key] = output.flatten(0, -2).double()
 
         self._handles.append(module.register_forward_hook(keep))
+
+    def _keep_input(self, i: int, _module: nn.Module, inputs: Any) -> None:
+        self.inputs[i] = inputs[0]
+
+    def own_sums(self, layer_map: Any) -> dict[int, OwnSums]:
+        """The sums of every group of several layers."""
+        sums = {}
+        for leader in layer_map.leaders:
+            group = layer_map.group(leader)
+            if len(group) > 1:
+                n = with_intercept(self.inputs[leader])
+                cross = {key: n.T @ output for key, output in self.outputs.items() if key[0] in group}
+                sums[leader] = OwnSums(n.T @ n, cross)
+        return sums
 
     def close(self) -> None:
         for handle in self._handles:
@@ -104,8 +129,7 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
             context = decoder.begin(**decoder_inputs(batch, decoder))
             x = decoder.lower(context)
             final = decoder.teacher_upper(x, context)
-            hidden = decoder.norm_swiftkv(x).flatten(0, 1).double()
-            hidden = torch.cat((hidden, hidden.new_ones(hidden.shape[0], 1)), dim=1)
+            hidden = with_intercept(decoder.norm_swiftkv(x))
             sums = CalibrationStatistics(
                 gram=hidden.T @ hidden,
                 cross={key: hidden.T @ output for key, output in recorder.outputs.items()},
@@ -115,11 +139,18 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
                 },
                 exits=exit_sums(model.exit_norm(x), final) if config.early_exit else (),
                 num_tokens=hidden.shape[0],
+                own=recorder.own_sums(config.layer_map) if config.decodes_own else {},
             )
             statistics = sums if statistics is None else statistics.add_(sums)
     if statistics is None:
         raise InvalidInputError("calibration got no tokens; give at least one batch of token ids", field="calibration")
     return statistics
+
+
+def with_intercept(states: torch.Tensor) -> torch.Tensor:
+    """[batch, num_tokens, hidden_size] -> [batch * num_tokens, hidden_size + 1] in float64, with ones at the end."""
+    states = states.flatten(0, 1).double()
+    return torch.cat((states, states.new_ones(states.shape[0], 1)), dim=1)
 
 
 def exit_sums(inputs: torch.Tensor, final: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +169,8 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
     regression = Regression(statistics, intercept=fitted.bias is not None)
     for leader in leaders:
         group = layer_map.group(leader)
-        method.fit([layers[i].self_attn for i in group], group, statistics, regression)
+        of_group = regression.of_group(layers[leader].self_attn, leader, statistics)
+        method.fit([layers[i].self_attn for i in group], group, of_group)
     if statistics.exits:
         gram, cross = statistics.exits
         head = model.lm_head.weight

@@ -29,10 +29,8 @@ import torch
 
 from swiftkv_platform.model.calibration_statistics import (
     RIDGE,
-    CalibrationStatistics,
+    GroupRegression,
     Method,
-    Regression,
-    assign,
     share_components,
 )
 from swiftkv_platform.model.initialization import share_heads
@@ -47,7 +45,7 @@ class _Layer:
     num_heads: int
     """Shared key-value heads."""
     keys: list[torch.Tensor]
-    """Predicted from h, [inputs, num_heads * head_dim] a member, as `values`."""
+    """Maps of h, [rows, num_heads * head_dim] a member, as `values`."""
     values: list[torch.Tensor]
     queries: list[torch.Tensor]
     """Summed squared queries, [query heads, head_dim] a member."""
@@ -55,15 +53,15 @@ class _Layer:
     """The teacher's head that joins each shared head."""
 
     @classmethod
-    def of(cls, attention: Any, i: int, statistics: CalibrationStatistics, regression: Regression) -> _Layer:
+    def of(cls, attention: Any, i: int, regression: GroupRegression) -> _Layer:
         config = attention.config
         num_heads: int = config.num_key_value_heads_swiftkv or config.num_key_value_heads
         merged = max(config.num_key_value_heads // num_heads, 1)
         keys, values = (
-            _members(regression.solve(statistics.cross[i, name]), config.num_key_value_heads, num_heads)
+            _members(regression.predict(i, name), config.num_key_value_heads, num_heads)
             for name in ("k_proj", "v_proj")
         )
-        by_head = statistics.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
+        by_head = regression.statistics.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
         queries = [heads.flatten(0, 1) for heads in by_head]
         return cls(attention, num_heads, keys, values, queries, range(num_heads))
 
@@ -96,11 +94,9 @@ class _Layer:
         self.attention.o_proj_swiftkv.weight.copy_(torch.stack(turned, dim=2).flatten(1))
 
 
-def _fit(
-    attentions: Sequence[Any], layers: Sequence[int], statistics: CalibrationStatistics, regression: Regression
-) -> None:
+def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegression) -> None:
     leader, config = attentions[0], attentions[0].config
-    group = [_Layer.of(attention, i, statistics, regression) for attention, i in zip(attentions, layers, strict=True)]
+    group = [_Layer.of(attention, i, regression) for attention, i in zip(attentions, layers, strict=True)]
     num_heads, merged = group[0].num_heads, len(group[0].keys)
     if config.own_output_projection and not leader.normalises_heads and num_heads == config.num_key_value_heads:
         firsts = [(layer.keys[0], layer.queries[0]) for layer in group]
@@ -117,14 +113,14 @@ def _fit(
         for n, layer in enumerate(group):
             of_layer = torch.stack(factors[n * merged : (n + 1) * merged], dim=1)
             layer.turn_query(of_layer.flatten(0, 1))
-    assign(leader.k_proj_swiftkv, shared.T)
+    regression.assign("k_proj", shared)
     if config.own_output_projection and len(values) > 1:
         value, maps = share_values(values, outputs, regression.gram, num_heads)
         for n, layer in enumerate(group):
             layer.turn_output(maps[n * merged : (n + 1) * merged])
     else:
         value = merge_values(values, outputs, num_heads)
-    assign(leader.v_proj_swiftkv, value.T)
+    regression.assign("v_proj", value)
 
 
 HEADS = Method(

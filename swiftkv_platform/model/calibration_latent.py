@@ -26,10 +26,9 @@ import torch
 from swiftkv_platform.model.calibration_heads import map_outputs, merge_keys, merge_values, share_values
 from swiftkv_platform.model.calibration_statistics import (
     CalibrationStatistics,
+    GroupRegression,
     Method,
-    Regression,
     Weighted,
-    assign,
     root_and_inverse,
     share_components,
 )
@@ -40,20 +39,18 @@ def _second_moments(queries: torch.Tensor) -> torch.Tensor:
     return torch.einsum("thd,the->hde", queries, queries)
 
 
-def _fit(
-    attentions: Sequence[Any], layers: Sequence[int], statistics: CalibrationStatistics, regression: Regression
-) -> None:
-    leader = attentions[0]
+def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegression) -> None:
+    leader, statistics = attentions[0], regression.statistics
     rank, plain = leader.kv_lora_rank, leader.qk_nope_head_dim
-    compressed = [regression.solve(statistics.cross[i, "kv_a_proj_with_mqa"]) for i in layers]
+    compressed = [regression.predict(i, "kv_a_proj_with_mqa") for i in layers]
     if len(attentions) == 1:
-        assign(leader.kv_a_proj_with_mqa_swiftkv, compressed[0].T)
+        regression.assign("kv_a_proj_with_mqa", compressed[0])
         return
     queries = [statistics.queries[i] / statistics.num_tokens for i in layers]
     energies = [_halves(moments.diagonal(dim1=-2, dim2=-1)[:, plain:]) for moments in queries]
     rotary, factors = merge_keys([_halves(w[:, rank:]) for w in compressed], energies, regression.gram, 1)
 
-    latents = [regression.solve(statistics.cross[i, "kv_a_layernorm"]) for i in layers]
+    latents = [regression.predict(i, "kv_a_layernorm") for i in layers]
     expanded = [
         (latent @ attention.kv_b_proj.weight.double().T).unflatten(1, (-1, plain + attention.v_head_dim))
         for latent, attention in zip(latents, attentions, strict=True)
@@ -65,7 +62,7 @@ def _fit(
     down, up = _factorise(keys, values, rank, statistics.num_tokens, regression)
     down = down * torch.stack([_size(w[:, :rank], statistics, regression) for w in compressed]).mean()
 
-    assign(leader.kv_a_proj_with_mqa_swiftkv, torch.cat((down, _pairs(rotary)), dim=1).T)
+    regression.assign("kv_a_proj_with_mqa", torch.cat((down, _pairs(rotary)), dim=1))
     leader.kv_a_layernorm_swiftkv.weight.fill_(1.0)
     leader.kv_b_proj_swiftkv.weight.copy_(up.flatten(1).T)
     for attention, linear, factor in zip(attentions, maps, factors, strict=True):
@@ -75,7 +72,9 @@ def _fit(
 LATENTS = Method(recorded=("kv_a_proj_with_mqa", "kv_a_layernorm"), query_statistic=_second_moments, fit=_fit)
 
 
-def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any], regression: Regression) -> Weighted:
+def _merge_weighted_values(
+    values: list[torch.Tensor], attentions: Sequence[Any], regression: GroupRegression
+) -> Weighted:
     """One value by head for a group; an error counts by what the layers' o_proj make of it."""
     num_heads, dim = values[0].shape[1:]
     outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
@@ -92,18 +91,20 @@ def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any]
 
 
 def _factorise(
-    keys: Weighted, values: Weighted, rank: int, num_tokens: int, regression: Regression
+    keys: Weighted, values: Weighted, rank: int, num_tokens: int, regression: GroupRegression
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Down projection [inputs, rank] to latents of mean square 1, and up projection [rank, heads, dim] from there.
+    """Down projection [rows, rank] to latents of mean square 1, and up projection [rank, heads, dim] from there.
 
     dim is the keys' and the values' together.
     """
-    images = [torch.einsum("ni,nhd->ihd", regression.factor, part.weights) for part in (keys, values)]
+    of_h, factor = slice(regression.num_inputs), regression.regression.factor
+    images = [torch.einsum("ni,nhd->ihd", factor, part.weights[of_h]) for part in (keys, values)]
     sizes = [image.norm() for image in images]  # keys and values count alike
     target = torch.cat([(image / size).flatten(1) for image, size in zip(images, sizes, strict=True)], dim=1)
     scores, energies, components = torch.linalg.svd(target, full_matrices=False)
     scores = scores[:, :rank] * energies[:rank]
-    down = torch.linalg.solve_triangular(regression.factor.T, scores, upper=True)
+    maps = [(part.weights / size).flatten(1) for part, size in zip((keys, values), sizes, strict=True)]
+    down = torch.cat(maps, dim=1) @ components[:rank].T
     norm = (scores.square().sum() / (rank * num_tokens)).sqrt()
     split = (components[:rank] * norm).split([part.weights[0].numel() for part in (keys, values)], dim=1)
     up = [
@@ -113,8 +114,8 @@ def _factorise(
     return down / norm, torch.cat(up, dim=-1)
 
 
-def _size(weights: torch.Tensor, statistics: CalibrationStatistics, regression: Regression) -> torch.Tensor:
-    """Root mean square of what `weights` [inputs, outputs] make of h."""
+def _size(weights: torch.Tensor, statistics: CalibrationStatistics, regression: GroupRegression) -> torch.Tensor:
+    """Root mean square of what `weights` [rows, outputs] make of h."""
     total = torch.einsum("no,nm,mo->", weights, regression.gram, weights)
     return (total / (statistics.num_tokens * weights.shape[1])).sqrt()
 

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 RIDGE = 1e-4
 """Ridge penalty as a share of the mean diagonal of the Gram matrix."""
 _FLOOR = 1e-3
 """Least eigenvalue of a metric that is inverted, as a share of the mean one."""
+
+
+@dataclass
+class OwnSums:
+    """Sums over tokens for what deep tokens write for a group, by the input n of its leader's projections."""
+
+    gram: torch.Tensor
+    """Sum of [n, 1]^T [n, 1], [hidden_size + 1, hidden_size + 1]."""
+    cross: dict[tuple[int, str], torch.Tensor]
+    """Sum of [n, 1]^T output, [hidden_size + 1, outputs], by layer of the group and recorded module."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield self.gram
+        yield from (self.cross[key] for key in sorted(self.cross))
 
 
 @dataclass
@@ -29,6 +44,8 @@ class CalibrationStatistics:
     """Sums of n^T n and n^T final, each [hidden_size, hidden_size], with an exit head: n = exit_norm(x), final the
     teacher's final hidden states; else empty."""
     num_tokens: int
+    own: dict[int, OwnSums] = field(default_factory=dict)
+    """By leader of a group of several layers, where deep tokens keep their own K and V."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every sum, in a fixed order, so that workers can reduce them in place."""
@@ -36,6 +53,8 @@ class CalibrationStatistics:
         yield from (self.cross[key] for key in sorted(self.cross))
         yield from (self.queries[layer] for layer in sorted(self.queries))
         yield from self.exits
+        for leader in sorted(self.own):
+            yield from self.own[leader].tensors()
 
     def add_(self, other: CalibrationStatistics) -> CalibrationStatistics:
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
@@ -102,12 +121,74 @@ class Regression:
     """Ridge regression of recorded outputs on h, with an intercept where the projection that is fitted has a bias."""
 
     def __init__(self, statistics: CalibrationStatistics, *, intercept: bool) -> None:
-        self.gram = statistics.gram if intercept else statistics.gram[:-1, :-1]
+        self._inputs = slice(None if intercept else -1)
+        self.gram = statistics.gram[self._inputs, self._inputs]
         self.factor = ridge_factor(self.gram)
 
     def solve(self, cross: torch.Tensor) -> torch.Tensor:
         """[hidden_size + 1, outputs] of the statistics -> weights [inputs, outputs]."""
-        return torch.cholesky_solve(cross[: len(self.gram)], self.factor)
+        return torch.cholesky_solve(cross[self._inputs], self.factor)
+
+    def of_group(self, leader: Any, layer: int, statistics: CalibrationStatistics) -> GroupRegression:
+        """That of a group, by its leader's attention and number."""
+        own, factor = statistics.own.get(layer), None
+        if own is not None:
+            factor = ridge_factor(own.gram[self._inputs, self._inputs])
+        return GroupRegression(self, leader, layer, statistics, factor)
+
+
+@dataclass(frozen=True)
+class GroupRegression:
+    """Regressions of what the layers of one group put out: on h, and, where deep tokens keep own K and V, on the input
+    n of the leader's projections too.
+
+    Maps have one row for each input: those of h, and those of n behind them. Merging the layers of a group is linear in
+    their maps, and chosen by `gram`, which weighs h alone: so a deep token writes what h would be taken for, if it told
+    as much as n does.
+    """
+
+    regression: Regression
+    leader: Any
+    layer: int
+    statistics: CalibrationStatistics
+    own_factor: torch.Tensor | None
+
+    @property
+    def num_inputs(self) -> int:
+        """Rows of h."""
+        return len(self.regression.gram)
+
+    @property
+    def keeps_own(self) -> bool:
+        return bool(self.leader.config.decodes_own)
+
+    @property
+    def gram(self) -> torch.Tensor:
+        """Sum of h^T h, with zeros for n, [rows, rows]."""
+        gram = self.regression.gram
+        return F.pad(gram, (0, len(gram), 0, len(gram))) if self.keeps_own else gram
+
+    def predict(self, i: int, name: str) -> torch.Tensor:
+        """The map to what the module `name` of layer i's attention puts out, [rows, outputs]."""
+        solved = self.regression.solve(self.statistics.cross[i, name])
+        if not self.keeps_own:
+            return solved
+        if i == self.layer and name in self.leader.decode_modules:
+            projection = getattr(self.leader, name)
+            own = projection.weight.double().T
+            if len(own) < self.num_inputs:
+                own = torch.cat((own, projection.bias.double()[None]))
+        else:
+            assert self.own_factor is not None, "a group of several layers has sums of its own"
+            cross = self.statistics.own[self.layer].cross[i, name]
+            own = torch.cholesky_solve(cross[: self.num_inputs], self.own_factor)
+        return torch.cat((solved, own.to(solved.device)))
+
+    def assign(self, name: str, maps: torch.Tensor) -> None:
+        """Write maps [rows, outputs] into the leader's twins of the module `name`."""
+        assign(getattr(self.leader, f"{name}_swiftkv"), maps[: self.num_inputs].T)
+        if self.keeps_own:
+            assign(getattr(self.leader, f"{name}_decode_swiftkv"), maps[self.num_inputs :].T)
 
 
 @dataclass(frozen=True)
@@ -118,7 +199,7 @@ class Method:
     """Modules of the teacher's attention whose outputs are regressed on h."""
     query_statistic: Callable[[torch.Tensor], torch.Tensor]
     """Queries before RoPE, [num_tokens, num_attention_heads, dim] -> what is summed of them."""
-    fit: Callable[[Sequence[Any], Sequence[int], CalibrationStatistics, Regression], None]
+    fit: Callable[[Sequence[Any], Sequence[int], GroupRegression], None]
     """Set the SwiftKV projections of one group: its attention modules (the leader first) and their layers."""
 
 

@@ -26,8 +26,15 @@ from swiftkv_platform.model.calibration import (
     exit_sums,
     method_of,
     recording,
+    with_intercept,
 )
-from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, OutputSums, Regression, refit_output
+from swiftkv_platform.model.calibration_statistics import (
+    CalibrationStatistics,
+    OutputSums,
+    OwnSums,
+    Regression,
+    refit_output,
+)
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
@@ -105,6 +112,8 @@ class _Stream:
         """The student's hidden states, by row."""
         self._targets: dict[int, list[KeptTensor]] = {}
         """The teacher's hidden states behind the attention of the layers of a group, by row."""
+        self._own_inputs: list[KeptTensor] = []
+        """Inputs of the projections of a group's leader, by row, where deep tokens keep their own K and V."""
         self._scale = 1.0
         """0 for a worker without rows, whose one token keeps it in step with the others."""
 
@@ -129,10 +138,10 @@ class _Stream:
             for leader in layer_map.leaders:
                 for i in layer_map.group(leader):
                     with self._filled(decoder.layers[i]):
-                        self._observe(i, sums)
+                        self._observe(i, sums, leader)
                 if regression is not None or self._refits:
                     yield from self._fit(layer_map.group(leader), sums, regression)
-                sums.cross, sums.queries = {}, {}
+                sums.cross, sums.queries, sums.own, self._own_inputs = {}, {}, {}, []
         if self._config.early_exit:
             yield from self._fit_exit_head()
 
@@ -167,8 +176,7 @@ class _Stream:
 
     def _inputs(self, row: int) -> torch.Tensor:
         """[num_tokens, hidden_size + 1]: h, and 1 for the intercept."""
-        hidden = self._decoder.norm_swiftkv(self._x[row].load(self._device)).flatten(0, 1).double()
-        return torch.cat((hidden, hidden.new_ones(hidden.shape[0], 1)), dim=1) * self._scale
+        return with_intercept(self._decoder.norm_swiftkv(self._x[row].load(self._device))) * self._scale
 
     def _gram(self) -> torch.Tensor:
         total: torch.Tensor | None = None
@@ -178,9 +186,12 @@ class _Stream:
         assert total is not None, "there is a row, or one that counts nothing"
         return self._workers.sum_(total)
 
-    def _observe(self, i: int, sums: CalibrationStatistics) -> None:
+    def _observe(self, i: int, sums: CalibrationStatistics, leader: int) -> None:
         """Run an upper layer of the teacher, and add what calibration needs of it over all workers."""
         config, queries = self._config, None
+        takes_own = config.decodes_own and len(config.layer_map.group(leader)) > 1
+        own_gram: torch.Tensor | None = None
+        own_cross: dict[tuple[int, str], torch.Tensor] = {}
         cross: dict[tuple[int, str], torch.Tensor] = {}
         layer, targets = self._decoder.layers[i], list[KeptTensor]()
         with recording({i: layer}, self._method) as recorder, _inputs_of(layer.post_attention_layernorm) as attended:
@@ -193,12 +204,25 @@ class _Stream:
                 for key, output in recorder.outputs.items():
                     product = inputs.T @ output
                     cross[key] = product if key not in cross else cross[key].add_(product)
+                if takes_own:
+                    if i == leader:
+                        self._own_inputs.append(self._store.keep(recorder.inputs[i]))
+                    n = with_intercept(self._own_inputs[row].load(self._device)) * self._scale
+                    if i == leader:
+                        own_gram = n.T @ n if own_gram is None else own_gram.addmm_(n.T, n)
+                    for key, output in recorder.outputs.items():
+                        product = n.T @ output
+                        own_cross[key] = product if key not in own_cross else own_cross[key].add_(product)
                 by_head = recorder.queries[i].unflatten(-1, (config.num_attention_heads, -1))
                 statistic = self._method.query_statistic(by_head) * self._scale
                 queries = statistic if queries is None else queries.add_(statistic)
         assert queries is not None, "there is a row, or one that counts nothing"
         sums.cross |= {key: self._workers.sum_(cross[key]) for key in sorted(cross)}
         sums.queries[i] = self._workers.sum_(queries)
+        if own_gram is not None:
+            sums.own[leader] = OwnSums(self._workers.sum_(own_gram), {})
+        if takes_own:
+            sums.own[leader].cross |= {key: self._workers.sum_(own_cross[key]) for key in sorted(own_cross)}
         self._targets[i] = targets
 
     def _fit(
@@ -210,7 +234,7 @@ class _Stream:
         for attention in attentions:
             self._source.fill(attention)
         if regression is not None:
-            self._method.fit(attentions, layers, sums, regression)
+            self._method.fit(attentions, layers, regression.of_group(attentions[0], layers[0], sums))
         if self._refits:
             for attention in attentions:
                 self._share(_own_parameters(attention).values())

@@ -92,6 +92,13 @@ class SwiftKVSpec(Spec):
                 "use swiftkv.own_output_projection true, or swiftkv.initialization calibrated",
                 {"field": "swiftkv.initialization", "value": self.initialization},
             )
+        if self.initialization == "refitted" and self.decode_key_value == "own":
+            raise PydanticCustomError(
+                "initialization",
+                "swiftkv.initialization is 'refitted', which fits to students whose tokens all share K and V; use "
+                "calibrated, or swiftkv.decode_key_value shared",
+                {"field": "swiftkv.initialization", "value": self.initialization},
+            )
         return self
 
     @property

@@ -50,12 +50,11 @@ class Subject:
         return cls(load_model(directory, EngineConfig()), plain.eval())
 
     @torch.no_grad()
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
+    def logits(self, token_ids: list[int], turns: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the independent reference, [num_tokens, vocab_size]."""
-        model = self.plain
-        return reference.logits(
-            model.state_dict(), model.config, torch.tensor(token_ids), model.model.rotary_emb.inv_freq, swiftkv=True
-        )
+        model, ids = self.plain, torch.tensor(token_ids)
+        inv_freq = model.model.rotary_emb.inv_freq
+        return reference.logits(model.state_dict(), model.config, ids, inv_freq, swiftkv=True, turns=turns)
 
     @torch.no_grad()
     def exit_logits(self, token_ids: list[int]) -> torch.Tensor:
@@ -183,13 +182,18 @@ def _check_tokens(subject: Subject, params: SamplingParams, output: RequestOutpu
         return
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
     whole = prompt + answer[:-1]
-    full = subject.logits(whole)[len(prompt) - 1 :]
+    turns = torch.where(torch.arange(len(whole)) >= len(prompt) - 1, 0, -1)  # tokens that exit are not deep
+    margins = torch.full((len(answer),), -1.0)
+    heads = torch.empty(0)
+    if params.early_exit.mode == "threshold":
+        heads = subject.exit_logits(whole)[len(prompt) - 1 :]
+        margins = heads.softmax(-1).amax(-1) - params.early_exit.threshold
+        turns[len(prompt) - 1 :][margins > 0] = -1
+    full = subject.logits(whole, turns)[len(prompt) - 1 :]
     sources = [[logits] for logits in full]  # by token, the logits that may have chosen it
     num_exits = [0, 0]  # at least, at most
     if params.early_exit.mode == "threshold":
-        heads = subject.exit_logits(whole)[len(prompt) - 1 :]
-        for at, head in enumerate(heads):
-            margin = float(head.softmax(-1).max()) - params.early_exit.threshold
+        for at, (head, margin) in enumerate(zip(heads, margins.tolist(), strict=True)):
             sources[at] = [head] if margin > TIE else [full[at]] if margin < -TIE else [head, full[at]]
             num_exits[0] += margin > TIE
             num_exits[1] += margin > -TIE

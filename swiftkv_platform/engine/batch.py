@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +67,22 @@ class Batch:
     """Rows, by index into the schedule, whose logits are asked for as prompt log-probabilities."""
     first_rows: tuple[int, ...]
     """Each sequence's first row, and the number of all."""
+    recomputed_rows: dict[int, list[int]]
+    """Rows, by index into the schedule, of tokens that go through layers >= l once more, for the K and V that they keep
+    there; those of `next_token_rows` are not among them."""
 
     def upper_rows(self, exits: Container[int]) -> list[int]:
         """The rows that go through layers >= l, ascending; `exits` are the sequences that have their token already."""
-        return _upper_rows(self.next_token_rows, self.prompt_rows, exits)
+        rows = _rows(self.next_token_rows, exits) | _rows(self.recomputed_rows)
+        return sorted(rows.union(*self.prompt_rows.values()))
+
+    def deep_rows(self, exits: Container[int]) -> set[int]:
+        """Those among them that keep K and V of their own, where a student does."""
+        return _rows(self.next_token_rows, exits) | _rows(self.recomputed_rows)
 
 
-def _upper_rows(
-    next_token_rows: dict[int, range], prompt_rows: dict[int, range], exits: Container[int] = ()
-) -> list[int]:
-    rows = {row for index, some in next_token_rows.items() if index not in exits for row in some}
-    return sorted(rows.union(*prompt_rows.values()))
+def _rows(by_index: Mapping[int, Iterable[int]], exits: Container[int] = ()) -> set[int]:
+    return {row for index, some in by_index.items() if index not in exits for row in some}
 
 
 def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tensor) -> DecoderContext:
@@ -92,11 +97,13 @@ def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tenso
     )
 
 
-def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache) -> Batch:
-    """Lay the scheduled tokens, and the drafts that are known already, end to end."""
+def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, keeps_own: bool = False) -> Batch:
+    """Lay the scheduled tokens, and the drafts that are known already, end to end. `keeps_own`: deep tokens, from a
+    prompt's last one on, keep K and V of their own, which after a preemption they compute again."""
     spans: list[Span] = []
     next_token_rows: dict[int, range] = {}
     prompt_rows: dict[int, range] = {}
+    recomputed_rows: dict[int, list[int]] = {}
     first_rows = [0]
     for index, item in enumerate(scheduled):
         sequence, row = item.sequence, first_rows[-1]
@@ -107,12 +114,18 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache) -> Batch:
         first_rows.append(row + len(token_ids))
         if item.needs_token:
             next_token_rows[index] = range(row + item.num_scheduled_tokens - 1, first_rows[-1])
+        if keeps_own and sequence.generates:
+            stop = first_rows[-1] if index not in next_token_rows else next_token_rows[index].start
+            deep = range(max(sequence.num_prompt_tokens - 1, first), first + stop - row)
+            again = [row + at - first for at in deep if at not in sequence.exited_positions]
+            recomputed_rows |= {index: again} if again else {}
         if sequence.wants_prompt_logprobs:
             known = len(sequence.prompt_logprobs)  # the next one to find belongs to the token at this position
             begin, stop = max(known - 1, first), min(end, sequence.num_prompt_tokens - 1)
             prompt_rows[index] = range(row + begin - first, row + stop - first)
-    layout = lay_out(spans, cache, _upper_rows(next_token_rows, prompt_rows))
-    return Batch(layout, next_token_rows, prompt_rows, tuple(first_rows))
+    rows = _rows(next_token_rows) | _rows(recomputed_rows)
+    layout = lay_out(spans, cache, sorted(rows.union(*prompt_rows.values())))
+    return Batch(layout, next_token_rows, prompt_rows, tuple(first_rows), recomputed_rows)
 
 
 def lay_out(spans: Sequence[Span], cache: KVCache, selected: Sequence[int] = ()) -> Layout:

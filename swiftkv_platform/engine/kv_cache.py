@@ -158,10 +158,14 @@ class StepCache:
     ) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
         """Write the step's tokens, each tensor [1, num_heads, num_tokens, dim]. Returns the layer's storage; or, for a
         model that expands what it caches, all contexts end to end, [1, num_heads, sum of context lengths, dim]."""
+        self.write(first, second, layer)
+        return self.read(layer)
+
+    def write(self, first: torch.Tensor, second: torch.Tensor, layer: int) -> None:
+        """What `update` writes."""
         stored_first, stored_second = self.cache.layers[layer]
         stored_first.write(self.slots, first[0])
         stored_second.write(self.slots, second[0])
-        return self.read(layer)
 
     def read(self, layer: int) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
         """Return what is stored, as `update` returns it."""

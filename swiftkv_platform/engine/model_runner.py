@@ -16,6 +16,7 @@ import torch
 
 from swiftkv_platform.engine.attention import PAGED
 from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch
+from swiftkv_platform.engine.deep_rows import DeepRows, write_shared
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.sampler import SamplingRow, choose, log_probs, logprobs
@@ -56,6 +57,7 @@ class ModelRunner:
         self._decoder = decoder or model.model
         self._cache = cache
         self._drafting = drafting
+        self._keeps_own: bool = model.config.decodes_own
         self._has_upper_layers = model.config.num_hidden_layers > model.config.num_key_value_layers
 
     @property
@@ -82,17 +84,18 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """Compute the scheduled tokens' KV, and what follows from them, one result a sequence."""
-        batch = make_batch(scheduled, self._cache)
+        batch = make_batch(scheduled, self._cache, keeps_own=self._keeps_own)
         context = self._begin(batch.layout)
         x = self._decoder.lower(context)  # [1, num_tokens, hidden_size]
-        shared = self._decoder.shared_key_values(x, context)
         exits = exiting(self._model, x, scheduled, batch)
-        drafts = self._draft(x, scheduled, batch)
         rows = batch.upper_rows(exits.at)
+        deep = batch.deep_rows(exits.at) if self._keeps_own else set()
+        shared = self._share(x, context, deep)
+        drafts = self._draft(x, scheduled, batch)
         if drafts.tokens:
-            logits = self._verify(x, scheduled, batch, drafts, rows)
+            logits = self._verify(x, scheduled, batch, drafts, rows, deep)
         else:
-            logits = self._upper(x, context, shared, batch.layout, rows)
+            logits = self._upper(x, context, shared, batch.layout, rows, deep)
         results = [StepResult() for _ in scheduled]
         self._choose(scheduled, batch, logits, exits, drafts, results)
         self._score_prompts(scheduled, batch, logits, results)
@@ -110,18 +113,38 @@ class ModelRunner:
         def lower(layout: Layout) -> torch.Tensor:
             context = self._begin(layout)
             drafted: torch.Tensor = self._decoder.lower(context)
-            self._decoder.shared_key_values(drafted, context)
+            if not self._keeps_own:
+                self._decoder.shared_key_values(drafted, context)
             return drafted
 
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
 
+    def _share(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
+        """K and V of all layers >= l from x, into the cache: of all tokens but the `deep` rows, which keep their own.
+        What the cache then holds by group, where layers >= l read that."""
+        if not self._keeps_own:
+            shared: Sequence[Any] = self._decoder.shared_key_values(x, context)
+            return shared
+        others = [row for row in range(x.shape[1]) if row not in deep]
+        if others:
+            write_shared(self._decoder, x, context, others)
+        return ()
+
     def _upper(
-        self, x: torch.Tensor, context: DecoderContext, shared: list[Any], layout: Layout, rows: list[int]
+        self,
+        x: torch.Tensor,
+        context: DecoderContext,
+        shared: Sequence[Any],
+        layout: Layout,
+        rows: list[int],
+        deep: set[int],
     ) -> RowLogits:
         """Logits of the rows, in float32. Without rows nothing runs."""
         if not rows:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
-        hidden = self._decoder.student_upper(x, context, kept=layout.select(rows), shared=shared)
+        kept = layout.select(rows)
+        writer = DeepRows.of(self._decoder, context, rows, deep) if self._keeps_own else None
+        hidden = self._decoder.student_upper(x, context, kept=kept, shared=shared, deep=writer)
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
     def _verify(
@@ -131,6 +154,7 @@ class ModelRunner:
         batch: Batch,
         drafts: ExitDrafts,
         upper_rows: list[int],
+        deep: set[int],
     ) -> RowLogits:
         """Logits of `_upper`'s rows and of the exit head's drafts, whose rows follow those of the batch."""
         spans: list[Span] = []
@@ -146,9 +170,14 @@ class ModelRunner:
                 rows += [*own, *(num_rows + row for row in drafted)]
         hidden = take(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
         context = self._begin(lay_out(spans, self._cache), hidden)
-        layer_map, cache = self._decoder.layer_map, context.past_key_values
-        shared = [cache.read(layer_map.cache_layer(leader)) for leader in layer_map.leaders]  # type: ignore[union-attr]
-        hidden = self._decoder.student_upper(hidden, context, shared=shared)
+        if self._keeps_own:
+            writing = {at for at, row in enumerate(rows) if row >= num_rows or row in deep}
+            writer = DeepRows.of(self._decoder, context, range(len(rows)), writing)
+            hidden = self._decoder.student_upper(hidden, context, deep=writer)
+        else:
+            layer_map, cache = self._decoder.layer_map, context.past_key_values
+            shared = [cache.read(layer_map.cache_layer(leader)) for leader in layer_map.leaders]  # type: ignore[union-attr]
+            hidden = self._decoder.student_upper(hidden, context, shared=shared)
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
     def _choose(

@@ -83,9 +83,16 @@ class _TeacherDecoder:
         return []
 
     def student_upper(
-        self, x: torch.Tensor, _context: DecoderContext, *, shared: Sequence[Any], kept: TokenSelection | None = None
+        self,
+        x: torch.Tensor,
+        _context: DecoderContext,
+        *,
+        shared: Sequence[Any],
+        kept: TokenSelection | None = None,
+        deep: None = None,
     ) -> torch.Tensor:
         assert not shared, "a teacher's layers compute their own K and V"
+        assert deep is None, "a teacher's layers compute their own K and V"
         return x if kept is None else kept.take(x)
 
 

@@ -107,8 +107,15 @@ class LeadingDecoder:
         return self._decoder.shared_key_values(x, context)
 
     def student_upper(
-        self, x: torch.Tensor, context: DecoderContext, *, shared: Sequence[Any], kept: TokenSelection | None = None
+        self,
+        x: torch.Tensor,
+        context: DecoderContext,
+        *,
+        shared: Sequence[Any] = (),
+        kept: TokenSelection | None = None,
+        deep: None = None,
     ) -> torch.Tensor:
+        assert deep is None, "`check_divides` refuses students that keep own K and V"
         if self.layer_map.leaders:  # in a dense model all layers are lower ones
             self._announce(context, x, upper=True, kept=kept)
         hidden: torch.Tensor = self._decoder.student_upper(x, context, kept=kept, shared=shared)

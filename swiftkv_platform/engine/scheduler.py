@@ -55,7 +55,11 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         draft_planner: DraftPlanner | None = None,
+        keeps_own: bool = False,
     ) -> None:
+        """`keeps_own`: tokens from a prompt's last one on keep K and V of their own, which another sequence that has
+        them in its prompt cannot use; so their blocks are not shared."""
+        self._keeps_own = keeps_own
         self._blocks = blocks
         self._draft_planner = draft_planner
         self._max_num_seqs = max_num_seqs
@@ -120,8 +124,13 @@ class Scheduler:
         its known tokens are free again."""
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
-        self._blocks.commit(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens, sequence.tenant)
+        num_shared = min(sequence.num_computed_tokens, self._num_shareable(sequence))
+        self._blocks.commit(sequence.block_table, sequence.token_ids, num_shared, sequence.tenant)
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
+
+    def _num_shareable(self, sequence: Sequence) -> int:
+        """Leading tokens whose K and V are the same in every sequence that begins with them."""
+        return sequence.num_prompt_tokens - 1 if self._keeps_own else sequence.num_tokens
 
     def check(self) -> None:
         """Assert that no block is lost or held without an owner."""
@@ -181,7 +190,10 @@ class Scheduler:
         while self._waiting and budget and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
             table, token_ids = sequence.block_table, sequence.token_ids
-            matched = self._blocks.match_prefix(table, token_ids, sequence.tenant) if sequence.may_reuse_prefix else []
+            matched = []
+            if sequence.may_reuse_prefix:
+                known = token_ids[: self._num_shareable(sequence) + 1]  # one more, as one token is left to run
+                matched = self._blocks.match_prefix(table, known, sequence.tenant)
             # Each running sequence may soon need one block more: to admit what they then push out again is wasted work.
             if not self._blocks.can_allocate(matched, len(token_ids), spare=len(self._running)):
                 return

@@ -71,6 +71,8 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_exited_tokens = 0
+        self.exited_positions: set[int] = set()
+        """Positions of tokens that stopped at layer l, where the next one was chosen: they have shared K and V."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.drafts = DraftHistory()
@@ -159,7 +161,9 @@ class Sequence:
             self.num_prefill_layers_skipped_tokens += result.num_skipped_tokens
         self.prompt_logprobs += result.prompt_logprobs
         self.num_draft_tokens += result.num_draft_tokens
-        self.num_exited_tokens += result.exited
+        if result.exited:
+            self.num_exited_tokens += 1
+            self.exited_positions.add(self.num_tokens - 1)
         for at, token_id in enumerate(result.token_ids):
             self.num_accepted_tokens += at < result.num_accepted_tokens
             self.logprobs += result.logprobs[at : at + 1]

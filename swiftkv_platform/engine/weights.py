@@ -24,6 +24,9 @@ SIBLINGS = (
     ("q_proj", "kv_a_proj_with_mqa"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
+    ("k_proj_decode_swiftkv", "v_proj_decode_swiftkv", "q_proj_swiftkv"),
+    ("kv_a_proj_with_mqa_decode_swiftkv", "q_proj_swiftkv"),
+    ("kv_a_proj_with_mqa_decode_swiftkv", "q_a_proj_swiftkv"),
 )
 """Names of linear modules of one parent that read the same input, in the order they are called in."""
 SILU = (nn.SiLU, SiLUActivation)

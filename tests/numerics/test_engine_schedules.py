@@ -35,6 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "g2": {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True},
     "short-group": {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True},
     "dense": {},
+    "own-g1": {"num_key_value_layers": 3, "early_exit": True, "decode_key_value": "own"},
+    "own-g2": {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True, "decode_key_value": "own"},
 }
 
 

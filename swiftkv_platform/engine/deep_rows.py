@@ -1,0 +1,61 @@
+"""K and V in layers >= l of a student that keeps own ones: which rows of a step write what. It knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from swiftkv_platform.engine.kv_cache import StepCache
+from swiftkv_platform.engine.transfers import index_tensor, take
+from swiftkv_platform.model.attention import KeyValue
+from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.selection import TokenSelection
+
+
+def write_shared(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
+    """Write K and V from x of some rows, ascending, to the cache layers of all groups."""
+    cache: Any = context.past_key_values
+    rotation, first = context.rotation, decoder.layer_map.num_key_value_layers
+    if len(rows) < x.shape[1]:
+        kept = TokenSelection(index_tensor(rows, x.device))
+        x, cache = kept.take(x), replace(cache, slots=take(cache.slots, rows))
+        rotation = tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation)
+    for group, key_value in enumerate(decoder.project_key_values(x, rotation)):
+        cache.write(*key_value, first + group)
+
+
+@dataclass(frozen=True)
+class DeepRows:
+    """Rows of a step that run through layers >= l. A `DeepWriter`: the deep ones write before any of them attends."""
+
+    cache: StepCache
+    """The cache at the slots of the deep rows."""
+    first_cache_layer: int
+    deep: Sequence[int] | None
+    """Places of the deep rows among those that run; None: all."""
+
+    @classmethod
+    def of(cls, decoder: Any, context: DecoderContext, rows: Sequence[int], deep: AbstractSet[int]) -> DeepRows:
+        """`rows` of the pass run, and those among them that are `deep` write."""
+        cache: Any = context.past_key_values
+        writing = [row for row in rows if row in deep]
+        places = None if len(writing) == len(rows) else [at for at, row in enumerate(rows) if row in deep]
+        if len(writing) < len(cache.slots):
+            cache = replace(cache, slots=take(cache.slots, writing))
+        return cls(cache, decoder.layer_map.num_key_value_layers, places)
+
+    def write(self, group: int, own: KeyValue) -> Any:
+        layer = self.first_cache_layer + group
+        if self.deep is None:
+            return self.cache.update(*own, layer)
+        if self.deep:
+            keys, values = (take(part, self.deep, dim=2) for part in own)
+            self.cache.write(keys, values, layer)
+        return self.cache.read(layer)
+
+    def write_shared(self, group: int) -> None:
+        """Nothing: what comes from x is written by `write_shared`."""

@@ -73,6 +73,11 @@ class Attention:
         return sum(linear.parameters for linear in (*self.key_value, *self.expansion)) + self.key_norms
 
     @property
+    def decode_parameters(self) -> int:
+        """Parameters of the projections by which deep tokens make cache entries of their own."""
+        return sum(linear.parameters for linear in self.key_value)
+
+    @property
     def output_parameters(self) -> int:
         return sum(linear.parameters for linear in self.output)
 
@@ -106,3 +111,5 @@ class Architecture:
     """l of a student's configuration; None in a teacher's."""
     key_value_group_size: int
     early_exit: bool
+    decodes_own: bool
+    """Whether deep tokens of the student keep K and V of their own in layers >= l."""

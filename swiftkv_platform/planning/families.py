@@ -227,4 +227,5 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
         num_key_value_layers=fields.optional_count("num_key_value_layers"),
         key_value_group_size=fields.count("key_value_group_size", default=1),
         early_exit=fields.flag("early_exit"),
+        decodes_own=fields.text("swiftkv_decode_key_value", default="shared") == "own",
     )

@@ -24,6 +24,7 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
         compiled=spec.training.compile,
         early_exit=spec.swiftkv.early_exit,
         own_output_projection=spec.swiftkv.own_output_projection,
+        decodes_own=spec.swiftkv.decode_key_value == "own",
         refitted=spec.swiftkv.is_refitted,
         trainable=spec.distillation.trainable,
         objective=spec.distillation.objective,

@@ -46,6 +46,7 @@ def student_parameters(
     *,
     early_exit: bool = False,
     own_output_projection: bool = False,
+    decodes_own: bool = False,
     trainable: Trainable = "qkv",
 ) -> Parameters:
     """Count the parameters of a student that keeps its teacher's projections, as distillation holds it."""
@@ -55,7 +56,8 @@ def student_parameters(
     of_output = own_output_projection * own.output_parameters
     own_of_layer = own.query_parameters + of_output
     twins = len(upper) * own_of_layer
-    key_value = len(layer_map.leaders) * model.shared_attention.key_value_parameters
+    decode = decodes_own * own.decode_parameters
+    key_value = len(layer_map.leaders) * (own.key_value_parameters + decode)
     exit_head = early_exit * (vocabulary + hidden)
     added = twins + key_value + hidden + exit_head
     total = dense_parameters(model) + added
@@ -74,8 +76,9 @@ def student_parameters(
         trained += lower
         total += lower
     first = layer_map.num_key_value_layers
+    own_of_layer += decode  # of leaders, which those of any kind of layer are among
     largest = max(_layer(model, layer) + (i >= first) * own_of_layer for i, layer in enumerate(model.layers))
-    projecting = sum(linear.parameters for linear in own.key_value) + own.key_norms
+    projecting = own.decode_parameters + own.key_norms
     runs = split_by_size([projecting] * len(layer_map.leaders), largest)
     return Parameters(
         frozen=total - trained,
@@ -104,13 +107,15 @@ def _layer(model: Architecture, layer: Layer) -> int:
     return projections + maps + 2 * model.hidden_size
 
 
-def served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, int]:
+def served_parameters(model: Architecture, layer_map: LayerMap, *, decodes_own: bool | None = None) -> tuple[int, int]:
     """Count the parameters of a student without its teacher's projections (a dense map: of the teacher): in the layers,
     and outside."""
     first, hidden = layer_map.num_key_value_layers, model.hidden_size
+    decodes_own = model.decodes_own if decodes_own is None else decodes_own
     layers = sum(_layer(model, layer) for layer in model.layers)
     for i, layer in enumerate(model.layers[first:], start=first):
         layers -= layer.attention.query_parameters + layer.attention.key_value_parameters
         layers += model.shared_attention.query_parameters
-        layers += (i in layer_map.leaders) * model.shared_attention.key_value_parameters
+        own = model.shared_attention
+        layers += (i in layer_map.leaders) * (own.key_value_parameters + decodes_own * own.decode_parameters)
     return layers, _embeddings(model) + hidden * (1 + bool(layer_map.leaders))

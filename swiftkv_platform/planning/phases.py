@@ -88,9 +88,11 @@ def calibration_rows(setup: TrainingSetup, calibration_tokens: int) -> int:
 
 def waiting_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, calibration_tokens: int) -> int:
     """Bytes of the activations of a worker's rows that wait for the next layer, with those of layer l; for a refitted
-    start also the student's, and the teacher's behind the attention of each layer of a group."""
+    start also the student's, and the teacher's behind the attention of each layer of a group; where deep tokens keep
+    their own K and V, the inputs of a group's leader."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
-    states = 2 + setup.refitted * (1 + layer_map.key_value_group_size)
+    several = layer_map.key_value_group_size > 1
+    states = 2 + setup.refitted * (1 + layer_map.key_value_group_size) + (setup.decodes_own and several)
     return calibration_rows(setup, calibration_tokens) * setup.sequence_length * states * narrow * model.hidden_size
 
 
@@ -100,12 +102,16 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
     key_value, query = sum(linear.out_features for linear in own.key_value), own.num_heads * own.query_size
     states, layer = layer_buffers(model, setup, num_tokens=tokens)
     # Sums of squares with their factors, and those of a group with its outputs.
-    sums = _DOUBLE * (2 * (hidden + 1) ** 2 + (layer_map.key_value_group_size - 1) * (hidden + 1) * key_value)
+    size = layer_map.key_value_group_size
+    sums = _DOUBLE * (2 * (hidden + 1) ** 2 + (size - 1) * (hidden + 1) * key_value)
+    if setup.decodes_own and size > 1:
+        sums += _DOUBLE * (2 * (hidden + 1) ** 2 + size * (hidden + 1) * key_value)
     recorded = _DOUBLE * tokens * (key_value + query)
     running = narrow * largest_teacher_layer(model) + states + layer + recorded
     # A projection of queries is turned in float64: itself, its complex parts, their product and its parts again.
     of_output = setup.own_output_projection * own.output_parameters
-    twins = narrow * 2 * (own.query_parameters + of_output + own.key_value_parameters)
+    of_decode = setup.decodes_own * own.decode_parameters
+    twins = narrow * 2 * (own.query_parameters + of_output + own.key_value_parameters + of_decode)
     turning = twins + 4 * _DOUBLE * max(hidden * query, of_output)
     fitting = max(sums + running, sums + turning, narrow * model.vocab_size * hidden + states)
     if not setup.refitted:

@@ -113,7 +113,8 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     """Matrix products of the samples, divided by their tokens.
 
     Attention counts the pairs of a token and one that it sees in its own sample. The student's layers run for the
-    positions that the loss counts, but for keys, values and attention.
+    positions that the loss counts, but for keys, values and attention; that too where deep tokens keep their own K and
+    V, taken to end their samples.
     """
     first = layer_map.num_key_value_layers
     lower = sum(_layer(layer, setup) for layer in model.layers[:first])
@@ -125,14 +126,17 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         teacher += setup.needs_teacher * lower
         backward, recomputed = 2 * lower, lower
     for i, layer in enumerate(model.layers[first:], start=first):
-        query, attention = share * maps_flops(own.query), _attention(layer, setup)
-        key_value = (i in layer_map.leaders) * maps_flops((*own.key_value, *own.expansion))
+        query = share * maps_flops(own.query)
+        attention = _attention(layer, setup, setup.counted_share if setup.decodes_own else 1.0)
+        leads, written = i in layer_map.leaders, setup.decodes_own * share
+        key_value = leads * (maps_flops(own.key_value) + (1 + written) * maps_flops(own.expansion))
+        deep = leads * written * maps_flops(own.key_value)
         rest = share * maps_flops((*own.output, *layer.mlp))
-        student += query + key_value + attention + rest
+        student += query + key_value + deep + attention + rest
         # x needs no gradient, nor does the first layer's normalised input unless that norm is trained.
-        into_x = share * own.query[0].flops if i == first and not tail else 0
-        backward += (2 * query - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
-        recomputed += query + attention + rest
+        into_x = share * own.query[0].flops + deep if i == first and not tail else 0
+        backward += (2 * query + 2 * deep - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
+        recomputed += query + deep + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
     # The exit head is trained, and asks for the teacher's logits again.
@@ -163,7 +167,9 @@ def _layer(layer: Layer, setup: TrainingSetup) -> float:
     return maps_flops(maps) + _attention(layer, setup)
 
 
-def _attention(layer: Layer, setup: TrainingSetup) -> float:
+def _attention(layer: Layer, setup: TrainingSetup, asking: float = 1.0) -> float:
+    """`asking`: share of each sample's tokens, its last ones, that have queries."""
     samples = setup.samples or ((setup.sequence_length, 1),)
-    pairs = sum(number * attention_pairs(length, 0, layer.window) for length, number in samples)
+    queries = [(number, round(asking * length), length) for length, number in samples]
+    pairs = sum(number * attention_pairs(count, length - count, layer.window) for number, count, length in queries)
     return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)

@@ -35,6 +35,8 @@ class TrainingSetup:
     compiled: bool = False
     early_exit: bool = False
     own_output_projection: bool = False
+    decodes_own: bool = False
+    """`swiftkv.decode_key_value: own`."""
     refitted: bool = False
     """Whether the start is fitted to the student's own states as well."""
     trainable: Trainable = "qkv"
@@ -71,5 +73,6 @@ class TrainingSetup:
             layer_map,
             early_exit=self.early_exit,
             own_output_projection=self.own_output_projection,
+            decodes_own=self.decodes_own,
             trainable=self.trainable,
         )

@@ -76,7 +76,7 @@ def volumes(
     exported = own.total
     if setup.trainable != "qkv":
         exit_head = setup.early_exit * (model.vocab_size + 1) * model.hidden_size
-        exported = sum(served_parameters(model, layer_map)) + exit_head
+        exported = sum(served_parameters(model, layer_map, decodes_own=setup.decodes_own)) + exit_head
     moments = 1 if spec.optimizer.name == "muon" else 2
     tokens = inputs.tokens or 0
     return Volumes(

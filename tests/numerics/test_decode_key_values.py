@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
-from swiftkv_platform.model import convert
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import convert, export
+from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.packed_attention import to_tensors
+from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import DistillationSpec
 from tests import reference
 from tests.parameters import in_turn
@@ -174,3 +182,102 @@ def test_a_training_step_equals_the_reference(name: str, layer_map: tuple[int, i
         assert mine is not None, parameter
         assert theirs is not None, parameter
         assert (mine - theirs).abs().max() <= 1e-4 * max(float(theirs.abs().max()), 1e-2), parameter
+
+
+PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, num_lookup_tokens=4)
+CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, kv_cache_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(("name", "by_tables"), in_turn(FAMILY_CONFIGS, [False, True]))
+@torch.no_grad()
+def test_every_family_is_served(name: str, by_tables: bool, tmp_path: Path) -> None:
+    """Chunks, batches, text drafts; attention reads runs of slots, or block tables. Prompts are scored as prompts."""
+    student = make_student(name)
+    student.save_pretrained(tmp_path)
+    prompts = [random_tokens(size, seed=size).tolist() for size in (40, 3, 25)]
+    with patch.object(memory, "choose_operator", return_value=reference_varlen_attn if by_tables else None):
+        engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
+    for params in (PARAMS, replace(PARAMS, prompt_logprobs=0)):
+        for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+            text, size = torch.tensor(prompt + output.token_ids), len(prompt)
+            turns = torch.where(torch.arange(len(text)) >= size - 1, 0, -1)
+            logits = expected_logits(student, text, turns)[:-1]
+            behind = logits.amax(-1) - logits.gather(1, text[1:, None])[:, 0]
+            assert len(output.token_ids) == NEW_TOKENS
+            assert behind[size - 1 :].max() < 1e-4
+            if output.prompt_logprobs is not None:
+                expected = logits.log_softmax(-1).gather(1, text[1:, None])[: size - 1, 0].tolist()
+                found = [next(iter(one.values())) for one in output.prompt_logprobs if one is not None]
+                assert found == pytest.approx(expected, abs=1e-3)
+    engine.check()
+
+
+def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:
+    """Who sends an answer back reads it as a prompt; who asks again what was asked finds the prompt."""
+    make_student("llama").save_pretrained(tmp_path)
+    engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
+    prompt = PROMPT.tolist()
+    (first,) = engine.generate([prompt], PARAMS)
+    (again,) = engine.generate([prompt], PARAMS)
+    (further,) = engine.generate([prompt + first.token_ids], PARAMS)
+    assert again.token_ids == first.token_ids
+    assert (first.num_cached_tokens, again.num_cached_tokens, further.num_cached_tokens) == (0, 36, 36)
+
+
+def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    make_student("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="swiftkv_decode_key_value 'own' runs in one process; use 1"):
+        LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update={"tensor_parallel_size": 2}))
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "llama-biased", "qwen3", "deepseek_v2", "deepseek_v2-lora"])
+@torch.no_grad()
+def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, group_size: int) -> None:
+    """A group of one keeps its teacher's own K and V, so that a text of one prompt token is its teacher's; streamed by
+    layers, the start is the same."""
+    teacher = family_teacher(name)
+    batches = [random_tokens(4, 32, seed=seed) for seed in range(6)]
+    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": group_size, "decode_key_value": "own"}
+    student = convert(teacher, **shape, calibration=batches).eval()
+    if group_size == 1 and "deepseek" not in name:
+        ids = random_tokens(1, 48, seed=99)
+        ours, theirs = student(ids, prompt_length=1).logits, teacher(ids).logits
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    streamed = dict(calibrate_streamed(Filled(convert(teacher, **shape)), batches, workers=Workers()))
+    for parameter, values in student.swiftkv_parameters().items():
+        torch.testing.assert_close(streamed[parameter], values, atol=2e-3, rtol=2e-3, msg=parameter)
+
+
+class Filled:
+    """A student in memory as a `LayerSource`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def fill(self, module: torch.nn.Module, *, own: bool = True) -> None:
+        """Its weights are there."""
+
+    def release(self, module: torch.nn.Module) -> None:
+        """They stay."""
+
+
+def test_a_checkpoint_says_its_form(tmp_path: Path) -> None:
+    """Fields and tensors are written and read; without the tensors it is refused, and so is a form of no kind."""
+    student = make_student("llama")
+    student.save_pretrained(tmp_path / "own")
+    export(tmp_path / "own", tmp_path / "served", teacher=False)
+    ids = PROMPT[None]
+    for path in ("own", "served"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / path)
+        assert loaded.config.swiftkv_decode_key_value == "own"
+        assert torch.equal(loaded(ids).logits, student(ids).logits)
+    convert(family_teacher("llama"), num_key_value_layers=2).save_pretrained(tmp_path / "shared")
+    config = json.loads((tmp_path / "shared" / "config.json").read_text())
+    del config["swiftkv_decode_key_value"]  # as in files of others
+    (tmp_path / "shared" / "config.json").write_text(json.dumps(config))
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path / "shared").config.decodes_own
+    for form, message in (("own", "k_proj_decode_swiftkv"), ("neither", "shared and own are accepted")):
+        (tmp_path / "shared" / "config.json").write_text(json.dumps({**config, "swiftkv_decode_key_value": form}))
+        with pytest.raises(ModelError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "shared")

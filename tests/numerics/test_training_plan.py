@@ -103,6 +103,23 @@ def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> No
 
 
 @pytest.mark.usefixtures("squares")
+@pytest.mark.parametrize(("name", "trainable"), in_turn(["llama", "qwen3", "deepseek_v2"], ["qkv", "tail"]))
+def test_flops_of_students_that_keep_their_own(name: str, trainable: Any) -> None:
+    """The second half of each sample is deep."""
+    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "decode_key_value": "own"}
+    student = countable(convert(make_teacher(name), **shape))
+    batch = make_batch(258, 1, 20, packed=False)
+    batch["loss_mask"][:, :10] = False
+    rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
+    setup = TrainingSetup(**rows, trainable=trainable, decodes_own=True)
+    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
+    planned = plan_training(student.config.to_dict(), setup)
+    assert count_step(fork, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
+    assert planned.trained_parameters == sum(p.numel() for p in fork.parameters() if p.requires_grad)
+    assert planned.parameters == sum(p.numel() for p in fork.parameters())
+
+
+@pytest.mark.usefixtures("squares")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flops_of_every_family(name: str) -> None:
     student = countable(convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2))

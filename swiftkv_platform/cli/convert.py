@@ -31,6 +31,7 @@ _DESCRIBED = (
     "num_key_value_heads_swiftkv",
     "early_exit",
     "own_output_projection",
+    "swiftkv_decode_key_value",
 )
 """Fields of a student's configuration that `convert` prints."""
 Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
@@ -61,6 +62,10 @@ def convert(
     own_output_projection: Annotated[
         bool, typer.Option("--own-output-projection", help="Give later layers an output projection of their own.")
     ] = False,
+    decode_key_value: Annotated[
+        Literal["shared", "own"],
+        typer.Option(help="K and V of generated tokens in later layers: from x as in the paper, or the token's own."),
+    ] = "shared",
     calibration: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Text to calibrate the start on; repeatable. Loads the teacher."),
@@ -90,6 +95,7 @@ def convert(
             sharing=sharing,
             early_exit=early_exit,
             own_output_projection=own_output_projection,
+            decode_key_value=decode_key_value,
             calibration=read_calibration_text(path, calibration, calibration_tokens) if calibration else None,
             files="copy" if copy else "link",
             progress=report,

@@ -42,6 +42,13 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 "num_key_value_heads_swiftkv",
                 heads,
             )
+        if config.swiftkv and config.decodes_own:
+            raise _refusal(
+                "swiftkv_decode_key_value is 'own', and here layers >= l read the KV cache and never write it; "
+                f"{_NATIVE} serves this student",
+                "swiftkv_decode_key_value",
+                config.swiftkv_decode_key_value,
+            )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
             raise _refusal(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",

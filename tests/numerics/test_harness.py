@@ -24,12 +24,15 @@ from swiftkv_platform.evaluation.harness.needle import needle_tasks
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
 from swiftkv_platform.evaluation.harness.shared import SharedModel
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
+from swiftkv_platform.evaluation.parts import NoParts
 from swiftkv_platform.model import convert
+from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
+from tests import reference
 from tests.checkpoints import save
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.parameters import WIDE
-from tests.tiny_models import random_teacher
+from tests.tiny_models import disturb, random_teacher
 
 QUESTIONS = [
     {"text": "The grass is", "choices": [" green", " loud", " seven"], "answer": 0},
@@ -105,6 +108,40 @@ def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: 
         expected = [log_likelihood(student.swiftkv(mode), *pair) for pair in pairs]
         assert answers[-1] == pytest.approx(expected, rel=1e-5, abs=1e-4)
     assert abs(answers[0][0] - answers[1][0]) > 0.1, "the modes do differ"
+
+
+def test_contexts_are_prompts_of_students_that_keep_their_own(student: Any) -> None:
+    """In the paper's form it makes no difference, and answers are the harness's; in the other they are those of the
+    second implementation."""
+    nothing: Any = lambda *_: None  # noqa: E731
+    pairs = [(row["text"], choice) for row in QUESTIONS for choice in row["choices"]]
+    pairs += [("Fire", " is hot")]
+    requests = [Instance("loglikelihood", {}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
+
+    def shared(model: Any) -> SharedModel:
+        return SharedModel(
+            model.swiftkv(), byte_tokenizer(), Workers(), batch_size=4, progress=nothing, parts=NoParts()
+        )
+
+    def answers(model: Any) -> list[tuple[float, bool]]:
+        found: list[tuple[float, bool]] = shared(model).loglikelihood(requests)
+        return found
+
+    encoded = [(pair, *shared(student)._encode_pair(*pair)) for pair in pairs]
+    for mine, theirs in zip(shared(student)._score(encoded), answers(student), strict=True):
+        assert mine == (pytest.approx(theirs[0], abs=1e-4), theirs[1])
+    shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": 2, "decode_key_value": "own"}
+    own = disturb(convert(random_teacher(initializer_range=0.3, max_position_embeddings=2048), **shape)).eval()
+    for (context, continuation), (score, _) in zip(pairs, answers(own), strict=True):
+        ids = torch.tensor(byte_tokenizer()(context + continuation, add_special_tokens=False)["input_ids"])
+        size = len(context.encode())
+        turns = torch.where(torch.arange(len(ids)) >= size - 1, 0, -1)
+        with torch.no_grad():
+            logits = reference.logits(
+                own.state_dict(), own.config, ids, own.model.rotary_emb.inv_freq, swiftkv=True, turns=turns
+            )
+        wanted = logits[size - 1 : -1].log_softmax(-1).gather(1, ids[size:, None]).sum()
+        assert score == pytest.approx(float(wanted), abs=1e-3)
 
 
 @pytest.mark.soak("the harness loads in a process of its own, half a minute")

@@ -117,7 +117,9 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         for index, request in enumerate(requests):
             _, context, continuation = request
             shared = (*context, *continuation[:-1])
-            piece = by_context.setdefault(shared, _Piece([], [], len(shared)))
+            # Where a prompt ends makes a difference where deep tokens keep their own K and V.
+            key = (len(context), *shared) if self._model.config.decodes_own else shared
+            piece = by_context.setdefault(key, _Piece([], [], len(shared)))
             piece.indices.append(index)
             piece.requests.append(request)
         return self._deal("loglikelihood", list(by_context.values()), len(requests))
@@ -217,6 +219,8 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         for batch in mine:
             if name == "generate":
                 answers = super().generate_until(batch.requests, disable_tqdm=True)
+            elif self._model.config.decodes_own:
+                answers = self._score(batch.requests)
             else:
                 answers = super()._loglikelihood_tokens(batch.requests, disable_tqdm=True)
             if batch.counts:
@@ -224,6 +228,26 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             if self._workers.is_first:
                 self._progress(len(answered), total)
         return self._workers.gather(answered)
+
+    @torch.no_grad()
+    def _score(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """The harness's answers, log-probability and whether it is what greedy search writes, with each context as a
+        prompt: by it a student's deep tokens are told from others."""
+        texts = [(*context, *continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in requests]
+        padded = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        sizes = [len(continuation) for _, _, continuation in requests]
+        prompts = torch.tensor([len(text) - size + 1 for text, size in zip(texts, sizes, strict=True)])
+        inputs, prompts = padded.to(self.device), prompts.to(self.device)
+        logits = self._model(inputs, prompt_length=prompts, use_cache=False).logits
+        answers = []
+        for (_, _, continuation), text, size, row in zip(requests, texts, sizes, logits, strict=True):
+            found = row[len(text) - size : len(text)].log_softmax(-1, dtype=torch.float32)
+            tokens = torch.tensor(continuation, device=found.device)
+            chosen = found.gather(1, tokens[:, None])
+            answers.append((float(chosen.sum()), bool((found.argmax(-1) == tokens).all())))
+        return answers
 
 
 def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -> list[list[_Batch]]:

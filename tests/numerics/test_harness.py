@@ -115,7 +115,7 @@ def test_contexts_are_prompts_of_students_that_keep_their_own(student: Any) -> N
     second implementation."""
     nothing: Any = lambda *_: None  # noqa: E731
     pairs = [(row["text"], choice) for row in QUESTIONS for choice in row["choices"]]
-    pairs += [("Fire", " is hot")]
+    pairs += [("Water", " is wet")]
     requests = [Instance("loglikelihood", {}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
 
     def shared(model: Any) -> SharedModel:

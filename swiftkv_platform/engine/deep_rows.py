@@ -37,6 +37,8 @@ class DeepRows:
     first_cache_layer: int
     deep: Sequence[int] | None
     """Places of the deep rows among those that run; None: all."""
+    rows: tuple[int, ...]
+    """The deep rows."""
 
     @classmethod
     def of(cls, decoder: Any, context: DecoderContext, rows: Sequence[int], deep: AbstractSet[int]) -> DeepRows:
@@ -46,7 +48,7 @@ class DeepRows:
         places = None if len(writing) == len(rows) else [at for at, row in enumerate(rows) if row in deep]
         if len(writing) < len(cache.slots):
             cache = replace(cache, slots=take(cache.slots, writing))
-        return cls(cache, decoder.layer_map.num_key_value_layers, places)
+        return cls(cache, decoder.layer_map.num_key_value_layers, places, tuple(writing))
 
     def write(self, group: int, own: KeyValue) -> Any:
         layer = self.first_cache_layer + group

@@ -19,6 +19,7 @@ from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_o
 from swiftkv_platform.engine.deep_rows import DeepRows, write_shared
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
+from swiftkv_platform.engine.ranks import LeadingDecoder
 from swiftkv_platform.engine.sampler import SamplingRow, choose, log_probs, logprobs
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.speculative import (
@@ -126,7 +127,9 @@ class ModelRunner:
             shared: Sequence[Any] = self._decoder.shared_key_values(x, context)
             return shared
         others = [row for row in range(x.shape[1]) if row not in deep]
-        if others:
+        if others and isinstance(self._decoder, LeadingDecoder):
+            self._decoder.write_shared(x, context, others)
+        elif others:
             write_shared(self._decoder, x, context, others)
         return ()
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from swiftkv_platform.engine.attention_metadata import PagedAttention
 from swiftkv_platform.engine.batch import begin_pass, place
+from swiftkv_platform.engine.deep_rows import DeepRows, write_shared
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection
@@ -84,6 +85,15 @@ class Pass:
     """Shape of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
     kept: tuple[int, ...] | None = None
     """Rows that go on to layers >= l; None: all."""
+    deep: tuple[int, ...] = ()
+    """Rows among them that write K and V of their own, of a student that keeps such."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rank 0 to the others: write K and V of layers >= l from x for some rows of the last pass of layers < l."""
+
+    rows: tuple[int, ...]
 
 
 class LeadingDecoder:
@@ -97,7 +107,8 @@ class LeadingDecoder:
         self.layer_map = decoder.layer_map
 
     def lower(self, context: DecoderContext) -> torch.Tensor:
-        """Run the decoder's `lower`. The others go on to `shared_key_values` by themselves."""
+        """Run the decoder's `lower`. The others go on to `shared_key_values` by themselves, unless deep tokens keep own
+        K and V."""
         self._announce(context, context.hidden, upper=False)
         self._x = self._decoder.lower(context)
         return self._x
@@ -113,16 +124,27 @@ class LeadingDecoder:
         *,
         shared: Sequence[Any] = (),
         kept: TokenSelection | None = None,
-        deep: None = None,
+        deep: DeepRows | None = None,
     ) -> torch.Tensor:
-        assert deep is None, "`check_divides` refuses students that keep own K and V"
         if self.layer_map.leaders:  # in a dense model all layers are lower ones
-            self._announce(context, x, upper=True, kept=kept)
-        hidden: torch.Tensor = self._decoder.student_upper(x, context, kept=kept, shared=shared)
+            self._announce(context, x, upper=True, kept=kept, deep=() if deep is None else deep.rows)
+        hidden: torch.Tensor = self._decoder.student_upper(x, context, kept=kept, shared=shared, deep=deep)
         return hidden
 
+    def write_shared(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
+        """Have every rank write its heads of K and V from x, for some rows of the last pass of layers < l."""
+        assert x is self._x, "it follows `lower`"
+        self._leader.tell(Share(tuple(rows)))
+        write_shared(self._decoder, x, context, rows)
+
     def _announce(
-        self, context: DecoderContext, hidden: torch.Tensor, *, upper: bool, kept: TokenSelection | None = None
+        self,
+        context: DecoderContext,
+        hidden: torch.Tensor,
+        *,
+        upper: bool,
+        kept: TokenSelection | None = None,
+        deep: tuple[int, ...] = (),
     ) -> None:
         known = upper and hidden is self._x
         self._leader.tell(
@@ -131,6 +153,7 @@ class LeadingDecoder:
                 attention=context.layer_arguments["paged"].on_host(),
                 hidden_shape=None if known else tuple(hidden.shape),
                 kept=None if kept is None else kept.indices,
+                deep=deep,
             )
         )
         if not known:
@@ -178,7 +201,7 @@ class Leader:
                     "model; its own output says why"
                 ) from error
 
-    def tell(self, message: Allocate | Pass) -> None:
+    def tell(self, message: Allocate | Pass | Share) -> None:
         """Raises `OSError` if one of the others is gone."""
         for connection in self._connections:
             connection.send(message)
@@ -193,7 +216,9 @@ def join(rank: int, port: int, config: EngineConfig) -> Ranks:
 def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) -> None:
     """Run what rank 0 announces until it is gone. `make_cache`: number of blocks -> the KV cache."""
     decoder, x = model.model, torch.empty(0)
+    keeps_own: bool = model.config.decodes_own
     cache: Any = None
+    context: Any = None
     while True:
         try:
             message = connection.recv()
@@ -203,6 +228,9 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
             cache = None  # its memory goes before another's is taken
             cache = make_cache(message.num_blocks)
             continue
+        if isinstance(message, Share):
+            write_shared(decoder, x, context, message.rows)
+            continue
         hidden = x
         if message.hidden_shape is not None:
             hidden = ranks.broadcast(torch.empty(message.hidden_shape, dtype=model.dtype, device=ranks.device))
@@ -210,12 +238,18 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
         context = begin_pass(decoder, layout, cache, hidden)
         if message.upper:
             kept = None if message.kept is None else layout.select(message.kept)
+            if keeps_own:
+                rows = range(hidden.shape[1]) if message.kept is None else message.kept
+                writer = DeepRows.of(decoder, context, rows, set(message.deep))
+                decoder.student_upper(hidden, context, kept=kept, deep=writer)
+                continue
             stored = context.past_key_values
-            shared = [stored.read(decoder.layer_map.cache_layer(i)) for i in decoder.layer_map.leaders]  # type: ignore[union-attr]
+            shared = [stored.read(decoder.layer_map.cache_layer(i)) for i in decoder.layer_map.leaders]
             decoder.student_upper(hidden, context, kept=kept, shared=shared)
         else:
             x = decoder.lower(context)
-            decoder.shared_key_values(x, context)
+            if not keeps_own:
+                decoder.shared_key_values(x, context)
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

@@ -40,12 +40,6 @@ class Ranks(Protocol):
 def check_divides(config: Any, size: int) -> None:
     """Raises `ModelError` where heads or columns cannot be cut into `size` equal parts."""
     text = config.get_text_config()
-    if getattr(config, "decodes_own", False):
-        raise ModelError.of(
-            "tensor_parallel_size",
-            size,
-            ", and a student with swiftkv_decode_key_value 'own' runs in one process; use 1",
-        )
     latent = getattr(text, "kv_lora_rank", None) is not None
     names = ["num_attention_heads", "intermediate_size", "moe_intermediate_size"]
     names += [] if latent else ["num_key_value_heads", "num_key_value_heads_swiftkv"]

@@ -224,12 +224,6 @@ def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:
     assert (first.num_cached_tokens, again.num_cached_tokens, further.num_cached_tokens) == (0, 36, 36)
 
 
-def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
-    make_student("llama").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="swiftkv_decode_key_value 'own' runs in one process; use 1"):
-        LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update={"tensor_parallel_size": 2}))
-
-
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "llama-biased", "qwen3", "deepseek_v2", "deepseek_v2-lora"])
 @torch.no_grad()

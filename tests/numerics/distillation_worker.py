@@ -42,12 +42,15 @@ def tiny_teacher() -> Any:
     return random_teacher(**small, **special, num_attention_heads=4, initializer_range=0.2)
 
 
-def tiny_student(*, group_size: int = 2, early_exit: bool = False, family: str | None = None) -> Any:
+def tiny_student(
+    *, group_size: int = 2, early_exit: bool = False, family: str | None = None, decode_key_value: Any = "shared"
+) -> Any:
     return convert(
         tiny_teacher() if family is None else family_teacher(family),
         num_key_value_layers=NUM_KEY_VALUE_LAYERS,
         key_value_group_size=group_size,
         early_exit=early_exit,
+        decode_key_value=decode_key_value,
     )
 
 
@@ -81,6 +84,7 @@ class Run:
     stop_requests: dict[int, StopRequest] = field(default_factory=dict)
     """Stop request that the last worker gets after a step."""
     early_exit: bool = False
+    decode_key_value: str = "shared"
     family: str | None = None
     """Family among `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
     teacher: str | None = None
@@ -150,7 +154,12 @@ def run(scenario: Run) -> Outcome:
     """Train over the default process group."""
     spec = job_spec(scenario.spec)
     dtype = getattr(torch, spec.model.dtype)
-    lazy, student = None, tiny_student(early_exit=scenario.early_exit, family=scenario.family)
+    lazy, student = (
+        None,
+        tiny_student(
+            early_exit=scenario.early_exit, family=scenario.family, decode_key_value=scenario.decode_key_value
+        ),
+    )
     if scenario.teacher is not None:
         shape: dict[str, Any] = {"num_key_value_layers": NUM_KEY_VALUE_LAYERS, "key_value_group_size": 2}
         shape |= {"prefill_reduction": None, "early_exit": scenario.early_exit, "sharing": "gqa"}

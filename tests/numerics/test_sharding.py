@@ -102,6 +102,11 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
         for each in {sharding, "ddp"}:
             sections = {"distillation": {"trainable": trainable}}
             add(f"{family}-{trainable}-{each}", each, sections, family=None if family == "llama" else family)
+    for sharding in STRATEGIES:
+        own = {"decode_key_value": "own", "early_exit": False}
+        add(f"{sharding}-own", sharding, **own)
+        if sharding == "fsdp2" or SOAK:
+            add(f"{sharding}-own-resumed", sharding, after=f"{sharding}-own", **own)
     for began, then in ALL_LAYERS if SOAK else ():
         sections = {"distillation": {"trainable": "all"}}
         add(f"llama-all-{began}-to-{then}", then, sections, after=f"llama-all-{began}")
@@ -158,6 +163,13 @@ def _assert_same_losses(actual: Outcome, expected: Outcome, *, since: int = 0) -
 def _assert_resumed(resumed: Outcome, whole: Outcome) -> None:
     assert [m.step for m in resumed.steps] == list(range(MIDDLE + 1, NUM_STEPS + 1))
     assert_equal_weights(resumed, whole)
+
+
+@pytest.mark.parametrize("sharding", STRATEGIES[1:])
+def test_students_that_keep_their_own_are_sharded_alike(outcomes: dict[str, Outcome], sharding: str) -> None:
+    _assert_same_losses(outcomes[f"{sharding}-own"], outcomes["ddp-own"])
+    if sharding == "fsdp2" or SOAK:
+        _assert_resumed(outcomes[f"{sharding}-own-resumed"], outcomes[f"{sharding}-own"])
 
 
 @pytest.mark.parametrize("cut", CUTS)

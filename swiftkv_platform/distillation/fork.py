@@ -146,7 +146,10 @@ class Fork(nn.Module):
         recorded = self._hidden_index is not None and not measures
         with torch.no_grad():
             context = self._begin(input_ids, position_ids, sample_lengths)
-            own_context = with_turns(context, loss_mask.flatten()) if self.student.config.decodes_own else context
+            own_context = context
+            if self.student.config.decodes_own:
+                deep = loss_mask if self.sequence is None else self.sequence.union(loss_mask)
+                own_context = with_turns(context, deep.flatten())
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
             if self.sequence is not None:
                 own = self.sequence.own(context.num_tokens)
@@ -163,11 +166,11 @@ class Fork(nn.Module):
                 teacher_x = kept_teacher.lower(context) if self.trains_lower else x
                 teacher = kept_teacher.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
                 teacher = _rows(teacher, counted)
-        deep = None
+        writer = None
         if self.student.config.decodes_own:
-            deep = DeepTurns(decoder.project_key_values(x, context.rotation))
+            writer = DeepTurns(decoder.project_key_values(x, context.rotation))
         record = student_states if recorded else None
-        student = decoder.student_upper(x, own_context, kept=kept, deep=deep, record=record)
+        student = decoder.student_upper(x, own_context, kept=kept, deep=writer, record=record)
 
         def of_student(state: Tensor) -> Tensor:
             return _rows(state, counted) if kept is None else state[0, : len(counted)]

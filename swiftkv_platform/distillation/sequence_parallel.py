@@ -64,6 +64,12 @@ class SequenceGroup:
             layer_arguments={**context.layer_arguments, _GROUP: self},
         )
 
+    def union(self, mask: Tensor) -> Tensor:
+        """Positions that any worker of the group marks, of masks of whole rows: each marks those of its own tokens."""
+        marked = mask.to(torch.int32)
+        dist.all_reduce(marked, group=self.group)
+        return marked > 0
+
     def swap(self, tensor: Tensor) -> Tensor:
         """Exchange parts: every worker keeps its part of axis 1, and gets all parts of axis 2, be axis 1 the heads and
         axis 2 the tokens or the other way round: [batch, n, m / size, dim] -> [batch, n / size, m, dim]."""

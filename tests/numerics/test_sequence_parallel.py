@@ -21,19 +21,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": {"strategy": "ddp"}, "distillation": {"hidden_loss_weight": 1.0}},
     "fsdp2": {"sharding": {"strategy": "fsdp2"}, "training": {"gradient_checkpointing": True, "micro_batch_size": 2}},
     "zero2": {"sharding": {"strategy": "deepspeed", "zero_stage": 2}},
+    "own": {"sharding": {"strategy": "fsdp2"}},
     "lm": {"sharding": {"strategy": "fsdp2"}, "distillation": {"objective": "lm", "trainable": "tail"}},
 }
 SOAK = "SWIFTKV_SOAK" in os.environ
 WORKERS = 4 if SOAK else 2
 """Four are two groups of two."""
-NAMES = list(SETTINGS) if SOAK else ["ddp", "fsdp2"]
+NAMES = list(SETTINGS) if SOAK else ["ddp", "fsdp2", "own"]
 
 
 def _alone(path: Path, name: str) -> Run:
     sections = SETTINGS[name]
     training = {"batch_size": 4, "max_steps": NUM_STEPS, **sections.get("training", {})}
     spec = {**sections, "sharding": {"strategy": "ddp"}, "training": training}
-    return Run(store=str(path / f"{name}-alone"), early_exit=name == "ddp", spec=spec)
+    form = "own" if name == "own" else "shared"
+    return Run(store=str(path / f"{name}-alone"), early_exit=name == "ddp", decode_key_value=form, spec=spec)
 
 
 def _together(path: Path, name: str) -> Run:

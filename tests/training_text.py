@@ -65,12 +65,14 @@ def prepare(
     tokenizer: Any = None,
     remote: Any = None,
     directory: Path | None = None,
+    splits: bool = False,
     **settings: Any,
 ) -> PreparedData:
     entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
     spec = DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
     directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
-    return prepare_data(spec, tokenizer or byte_tokenizer(chat_template=template), directory, seed=seed, remote=remote)
+    tokenizer = tokenizer or byte_tokenizer(chat_template=template)
+    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits)
 
 
 def texts(rows: PackedRows) -> list[str]:

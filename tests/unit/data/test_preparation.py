@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,34 @@ def test_conversations_count_what_train_on_says(
 ) -> None:
     prepared = prepare(write([{"messages": talk}]), template=template, train_on=train_on, max_length=128)
     assert (texts(prepared.train), targets(prepared.train)) == ([text], [target])
+
+
+def test_with_splits_what_counts_as_a_whole_begins_with_a_prompt(write: Write) -> None:
+    """Texts, each window of a long one, and conversations with `train_on: all`; answers are counted as without."""
+    rows = [{"text": f"document {i} says little, but says it at length " * (1 + i % 4)} for i in range(60)]
+    talks = [{"messages": TALK}] * 3
+    lengths, begins = [], []
+    for source, settings in ((rows, {}), (talks, {"train_on": "all"})):
+        path = write(source, f"{len(lengths)}.jsonl")
+        split = prepare(path, template=CHAT, splits=True, **settings).train
+        whole = prepare(path, template=CHAT, **settings).train
+        assert np.array_equal(split.samples.tokens, whole.samples.tokens)
+        for first, end in pairwise(split.samples.starts):
+            counts = split.samples.counts[first:end]
+            begin = int(counts.argmax())
+            assert counts[begin:-1].all()
+            assert not counts[-1]
+            lengths.append(len(counts))
+            begins.append(begin)
+    assert {0 <= begin < length - 1 for begin, length in zip(begins, lengths, strict=True)} == {True}
+    assert np.mean(np.array(begins) / (np.array(lengths) - 1)) == pytest.approx(0.5, abs=0.1)
+    assert len(set(begins[-3:])) == 1, "equal content is split alike"
+    path = write(talks)
+    answers = [prepare(path, template=CHAT, splits=splits, train_on="assistant") for splits in (False, True)]
+    assert answers[0].fingerprint == answers[1].fingerprint
+    encoder = documents.DocumentEncoder(byte_tokenizer(), max_length=64, train_on="all", splits=True)
+    [(_, counts)] = encoder.encode_written([1, 2, 3], [4, 5]).samples
+    assert counts.tolist() == [False, False, True, True, False], "what the teacher wrote begins behind its prompt"
 
 
 def test_characters_of_several_tokens_count_whole(write: Write) -> None:

@@ -66,6 +66,14 @@ def test_shared_heads_of_another_count(sharing: str, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
+def test_students_that_keep_their_own_key_values(tmp_path: Path) -> None:
+    """Their teacher is served."""
+    make_student(tmp_path, shape={"num_key_value_layers": 2, "decode_key_value": "own"})
+    with pytest.raises(ModelError, match=r"swiftkv_decode_key_value is 'own'.* this project's own engine serves"):
+        configure(tmp_path)
+    configure(tmp_path, hf_overrides={"swiftkv": False})
+
+
 def test_teacher_mode_of_an_export_without_the_teacher(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "served")
     with pytest.raises(ModelError, match="exported without"):

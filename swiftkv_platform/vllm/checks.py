@@ -44,8 +44,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             )
         if config.swiftkv and config.decodes_own:
             raise _refusal(
-                "swiftkv_decode_key_value is 'own', and vLLM's prefix cache and preemption do not tell blocks that hold "
-                f"tokens' own K and V from others; {_NATIVE} serves this student",
+                "swiftkv_decode_key_value is 'own', and vLLM's prefix cache and preemption do not tell blocks of an "
+                f"answer, which hold its own K and V, from a prompt's; {_NATIVE} serves this student",
                 "swiftkv_decode_key_value",
                 config.swiftkv_decode_key_value,
             )

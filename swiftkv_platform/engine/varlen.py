@@ -65,6 +65,7 @@ class VarlenArguments:
         # A single query is a context's last and sees all of it. Said so, FlashAttention 2 reads a key head once for all
         # query heads that share it.
         right = -1 if self.max_q == 1 else 0
+        grouped = query.shape[1] != key.shape[-2]
         output: torch.Tensor = operator(
             query,
             key,
@@ -75,11 +76,22 @@ class VarlenArguments:
             self.max_k,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, right),
-            enable_gqa=query.shape[1] != key.shape[-2],
+            enable_gqa=grouped,
             seqused_k=self.seqused_k,
             block_table=self.block_table,
+            num_splits=self.num_splits(grouped=grouped, window=window),
         )
         return output
+
+    def num_splits(self, *, grouped: bool, window: int | None) -> int | None:
+        """Splits of the keys that one run's attention is computed by; None: as many as the kernel likes.
+
+        With block tables and several splits FlashAttention 2 combines every run's parts into the first one's place
+        (pytorch/pytorch#194167), without an error. Only where single queries of grouped heads see their whole context,
+        it lays them out otherwise, and splitting pays.
+        """
+        decodes_grouped = self.max_q == 1 and grouped and window is None
+        return None if self.block_table is None or decodes_grouped else 1
 
 
 def reference_varlen_attn(
@@ -96,8 +108,11 @@ def reference_varlen_attn(
     enable_gqa: bool,
     seqused_k: torch.Tensor,
     block_table: torch.Tensor | None,
+    num_splits: int | None = None,
 ) -> torch.Tensor:
-    """`varlen_attn` for any device and type: contexts are gathered and padded to the longest, and masks written out."""
+    """`varlen_attn` for any device and type: contexts are gathered and padded to the longest, and masks written out.
+    Keys are never split."""
+    del num_splits
     device, num_tokens = query.device, query.shape[0]
     starts, lengths = cu_seq_q[:-1, None].long(), cu_seq_q.diff()[:, None]  # [num_runs, 1]
     rows = torch.arange(max_q, device=device)

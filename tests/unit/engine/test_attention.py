@@ -19,6 +19,7 @@ from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQ
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run, StorageFormat, TensorShape
 from swiftkv_platform.engine.varlen import (
     Pages,
+    VarlenArguments,
     block_size_for,
     choose_operator,
     consecutive_runs,
@@ -247,3 +248,26 @@ def test_an_engine_on_block_tables_answers_as_one_on_runs(model_dir: Path) -> No
         engine = LLMEngine.from_pretrained(model_dir, config)
     assert engine._runner.cache.pages is not None
     assert [one.token_ids for one in engine.generate(prompts, GREEDY)] == [one.token_ids for one in plain]
+
+
+@pytest.mark.parametrize("max_q", [1, 2, 300])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("by_tables", [False, True])
+def test_keys_are_split_only_where_the_kernel_does_it_right(
+    max_q: int, grouped: bool, window: int | None, by_tables: bool
+) -> None:
+    """pytorch/pytorch#194167 is silent, so nothing but the rule can be held here."""
+    table = torch.zeros(2, 1, dtype=torch.int32) if by_tables else None
+    borders = torch.tensor([0, max_q, 2 * max_q], dtype=torch.int32)
+    arguments = VarlenArguments(borders, borders, borders.diff(), table, max_q, max_q)
+    query, key = torch.zeros(2 * max_q, 4, 8), torch.zeros(4, 16, 2 if grouped else 4, 8)
+    asked: list[Any] = []
+
+    def operator(query: torch.Tensor, *_: Any, num_splits: int | None, **__: Any) -> torch.Tensor:
+        asked.append(num_splits)
+        return query
+
+    arguments.attend(operator, query, key, key, scaling=1.0, window=window)
+    splits_right = not by_tables or (max_q == 1 and grouped and window is None)
+    assert asked == [None if splits_right else 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import vllm
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from swiftkv_platform.errors import ModelError
@@ -67,6 +67,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         vllm_config.cache_config.kv_sharing_fast_prefill = skips
         if skips:
             _refuse_prompt_logprobs(vllm_config)
+            _keep_graphs_piecewise(vllm_config)
 
 
 def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
@@ -78,6 +79,23 @@ def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
     if vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner:
         config = vllm_config.model_config
         config.logits_processors = [*(config.logits_processors or ()), _REQUEST_CHECK]
+
+
+def _keep_graphs_piecewise(vllm_config: VllmConfig) -> None:
+    """Leave no full CUDA graphs beside drafts. Decode steps of 1 + k tokens are captured without the indices that fast
+    prefill builds its metadata from, and the engine would not start."""
+    compilation = vllm_config.compilation_config
+    if vllm_config.speculative_config is None:
+        return
+    if compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    elif compilation.cudagraph_mode.has_full_cudagraphs():
+        raise _refusal(
+            f"cudagraph_mode is {compilation.cudagraph_mode.name}, and a SwiftKV model with drafts has no full graphs; "
+            "use PIECEWISE, or leave it out",
+            "compilation_config.cudagraph_mode",
+            compilation.cudagraph_mode.name,
+        )
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
+from swiftkv_platform.vllm.checks import _keep_graphs_piecewise
 from tests.outside.vllm.engines import DEFAULTS, complete, expected, make_student, prompts, serving
 
 
@@ -42,6 +45,26 @@ def test_options(options: dict[str, Any], message: str, llama: Path) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         configure(llama, **options)
     assert caught.value.field
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
+
+def test_drafts_leave_no_full_graphs(llama: Path) -> None:
+    """vLLM's own mode beside drafts has full ones, which a student's metadata cannot be built for; its teacher may."""
+    for given, settled in (({}, "PIECEWISE"), ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE")):
+        config: Any = SimpleNamespace(compilation_config=CompilationConfig(**given), speculative_config=NGRAM)
+        _keep_graphs_piecewise(config)
+        assert config.compilation_config.cudagraph_mode == CUDAGraphMode[settled]
+    assert configure(llama, speculative_config=NGRAM).compilation_config.cudagraph_mode in (
+        CUDAGraphMode.NONE,  # on a CPU
+        CUDAGraphMode.PIECEWISE,
+    )
+    full = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    with pytest.raises(ModelError, match=r"cudagraph_mode is FULL_AND_PIECEWISE.*use PIECEWISE"):
+        configure(llama, speculative_config=NGRAM, compilation_config=full)
+    configure(llama, compilation_config=full)
+    configure(llama, hf_overrides={"swiftkv": False}, speculative_config=NGRAM, compilation_config=full)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])

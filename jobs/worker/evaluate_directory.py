@@ -140,6 +140,13 @@ def _rows(
         raise DataError("the directory is no job's artifact: name text to measure on with --data", field="data")
     rows = workspace / "rows"
     rows.mkdir()
-    prepared = prepare_data(spec, tokenizer, rows, seed=seed, remote=StoreFiles(workspace / "objects"))
+    prepared = prepare_data(
+        spec,
+        tokenizer,
+        rows,
+        seed=seed,
+        remote=StoreFiles(workspace / "objects"),
+        splits=student.config.decodes_own,
+    )
     # A source may bring held-out text of its own; of any other all is measured.
     return prepared.train if data and not len(prepared.held_out) else prepared.held_out

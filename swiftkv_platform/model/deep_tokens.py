@@ -81,17 +81,10 @@ class DeepSuffix:
         kept, first = self.kept or TokenSelection(), self.first
         if kept.rows is None and isinstance(first, int) and own.shape[2] == self.num_tokens - first:
             return own if first == 0 else torch.cat((self.shared[group][which][:, :, :first], own), dim=2)
-        shared = self.shared[group][which]
-        at = kept.positions(self.num_tokens, own.device)
-        rows = shared if kept.rows is None else shared.index_select(0, kept.rows)
-        written = rows.index_copy(2, at, own.to(shared.dtype))
-        if kept.rows is not None:
-            written = shared.index_copy(0, kept.rows, written)
-        positions = torch.arange(self.num_tokens, device=own.device)
+        shared, at = self.shared[group][which], kept.positions(self.num_tokens, own.device)
+        own = own.to(shared.dtype)
+        if kept.rows is not None:  # the others' last tokens stopped at layer l, and keep what x gave them
+            return shared.index_copy(0, kept.rows, shared.index_select(0, kept.rows).index_copy(2, at, own))
         begins = first if isinstance(first, int) else first[:, None]
-        deep = (positions >= begins).view(-1, 1, self.num_tokens, 1)
-        merged = torch.where(deep, written, shared)
-        if kept.rows is not None:
-            others = torch.ones(len(shared), dtype=torch.bool, device=own.device).index_fill(0, kept.rows, False)
-            merged = torch.where(others[:, None, None, None], shared, merged)
-        return merged
+        deep = (torch.arange(self.num_tokens, device=own.device) >= begins).view(-1, 1, self.num_tokens, 1)
+        return torch.where(deep, shared.index_copy(2, at, own), shared)

@@ -29,7 +29,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
         _limits(report),
         _origin(lineage, report),
         _licence(teacher, licence),
-        _serving(name),
+        _serving(name, by_vllm=not _keeps_own(lineage)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -110,6 +110,8 @@ def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     data = ", ".join(f"`{each['name_or_path']}`" for each in sources)
     lines = ["## How it was made", "", f"- data: {data or 'unknown'}"]
     lines.append(f"- prompts run {shape}; {swiftkv.get('key_value_group_size', 1)} layers share a KV cache layer")
+    if _keeps_own(lineage):
+        lines.append("- generated tokens keep K and V of their own; what is measured stands behind prompts")
     if report.get("tokens_trained") is not None:
         lines.append(f"- tokens trained on: {report['tokens_trained']:,}")
     parent = lineage.get("parent")
@@ -131,18 +133,23 @@ def _licence(teacher: str, licence: str | None) -> str:
     return f"## Licence\n\n{said}"
 
 
-def _serving(name: str) -> str:
+def _keeps_own(lineage: Mapping[str, Any]) -> bool:
+    """Whether the student's generated tokens keep K and V of their own."""
+    swiftkv: Mapping[str, Any] = (lineage.get("spec") or {}).get("swiftkv") or {}
+    return swiftkv.get("decode_key_value") == "own"
+
+
+def _serving(name: str, *, by_vllm: bool) -> str:
+    vllm = ["```bash", "pip install 'swiftkv-platform[vllm]'", f"vllm serve ./{name}", "```", ""]
     return "\n".join(
         [
             "## Use",
             "",
-            "With vLLM and SwiftKV Platform's plugin, or with transformers:",
+            "With vLLM and SwiftKV Platform's plugin, or with transformers:"
+            if by_vllm
+            else "With SwiftKV Platform's engine (deployments with `engine.backend: native`), or with transformers:",
             "",
-            "```bash",
-            "pip install 'swiftkv-platform[vllm]'",
-            f"vllm serve ./{name}",
-            "```",
-            "",
+            *(vllm if by_vllm else []),
             "```python",
             "import swiftkv_platform.model  # registers the SwiftKV classes",
             "from transformers import AutoModelForCausalLM",

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation import fork
-from swiftkv_platform.model import calibration_heads
+from swiftkv_platform.model import calibration_heads, packed_pass
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.packed_attention import (
     AttentionImplementation,
@@ -174,7 +173,7 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
             if spec.resources.gpus_per_worker:
                 patched.enter_context(patch.dict(LOGITS_PER_CHUNK, cpu=LOGITS_PER_CHUNK["cuda"]))
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
-                patched.enter_context(patch.object(fork, "choose_operator", _choose_operator))
+                patched.enter_context(patch.object(packed_pass, "choose_operator", _choose_operator))
             patched.enter_context(patch.object(calibration_heads, "assign_heads", _assign_heads))
             patched.enter_context(
                 patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)

@@ -151,19 +151,31 @@ def measure(
     taken = [*indices, *not_counted]
     with evaluation_mode(model):
         for start in range(0, len(taken), batch_size):
-            batch = to_tensors(rows.batch(taken[start : start + batch_size]))
+            chosen = taken[start : start + batch_size]
+            batch = to_tensors(rows.batch(chosen))
             batch["loss_mask"][max(len(indices) - start, 0) :] = False
-            totals += _measure_batch(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
+            on_device = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            totals += _measure_batch(model, on_device, _sample_lengths(rows, chosen))
     return totals
 
 
-def _measure_batch(model: Any, batch: dict[str, torch.Tensor]) -> Totals:
+def _sample_lengths(rows: PackedRows, indices: Sequence[int]) -> list[int]:
+    """Lengths of the samples of some rows; what fills a row up belongs to its last one."""
+    lengths: list[int] = []
+    for index in indices:
+        own = [int(length) for length in rows.lengths(index)]
+        own[-1] += rows.max_length - sum(own)
+        lengths += own
+    return lengths
+
+
+def _measure_batch(model: Any, batch: dict[str, torch.Tensor], lengths: Sequence[int]) -> Totals:
     """One forward pass, the layers below l computed once where they are the same; tensors are [rows, max_length].
-    Positions that count are deep tokens, each run of them a turn."""
+    Positions that count are deep tokens, each run of them a turn. `lengths`: of the rows' samples."""
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     if decoder.config.decodes_own:
-        context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], dtype=model.dtype)
+        context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], lengths, dtype=model.dtype)
     else:
         context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
     x = decoder.lower(context)

@@ -162,7 +162,7 @@ class StepCache:
         return self.read(layer)
 
     def write(self, first: torch.Tensor, second: torch.Tensor, layer: int) -> None:
-        """What `update` writes."""
+        """Write as `update`, and read nothing."""
         stored_first, stored_second = self.cache.layers[layer]
         stored_first.write(self.slots, first[0])
         stored_second.write(self.slots, second[0])

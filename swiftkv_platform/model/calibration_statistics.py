@@ -130,7 +130,7 @@ class Regression:
         return torch.cholesky_solve(cross[self._inputs], self.factor)
 
     def of_group(self, leader: Any, layer: int, statistics: CalibrationStatistics) -> GroupRegression:
-        """That of a group, by its leader's attention and number."""
+        """Return the regressions of a group, by its leader's attention and number."""
         own, factor = statistics.own.get(layer), None
         if own is not None:
             factor = ridge_factor(own.gram[self._inputs, self._inputs])

@@ -213,7 +213,7 @@ def test_every_family_is_served(name: str, by_tables: bool, tmp_path: Path) -> N
 
 
 def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:
-    """Who sends an answer back reads it as a prompt; who asks again what was asked finds the prompt."""
+    """An answer that is sent back is read as a prompt; a prompt that is sent again is found."""
     make_student("llama").save_pretrained(tmp_path)
     engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
     prompt = PROMPT.tolist()

@@ -7,12 +7,12 @@ Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.planning import DecodeKeyValue, LayerMap
 
-DECODE_KEY_VALUES = ("shared", "own")
+DECODE_KEY_VALUES = get_args(DecodeKeyValue)
 
 
 class SwiftKVConfigMixin:

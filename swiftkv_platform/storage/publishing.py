@@ -63,7 +63,7 @@ def _to_store(
     marked = _manifest_at(target, _MARK)
     if before is None and marked is None and next(target.list(""), None) is not None:
         raise ConflictError(
-            f"{_FIELD} is {target.uri!r}, which holds something else than a model; an empty place would do",
+            f"{_FIELD} is {target.uri!r}, which holds something else than a model; use an empty place",
             field=_FIELD,
             value=target.uri,
         )
@@ -85,7 +85,7 @@ def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
         return None
     except ValueError as error:
         raise ConflictError(
-            f"{_FIELD} is {store.uri!r}, whose {key} is no manifest of a model; an empty place would do",
+            f"{_FIELD} is {store.uri!r}, whose {key} is no manifest of a model; use an empty place",
             field=_FIELD,
             value=store.uri,
         ) from error
@@ -145,7 +145,7 @@ def _hub_errors(repository: str) -> Iterator[None]:
         first = redact(str(error)).strip().splitlines()
         raise StorageError(
             f"{_FIELD} is 'hf://{repository}', and the hub refuses it ({first[0] if first else type(error).__name__}); "
-            "a repository that the workers' HF_TOKEN may write would do",
+            "use a repository that the workers' HF_TOKEN may write",
             field=_FIELD,
             value=f"hf://{repository}",
         ) from error

@@ -61,7 +61,7 @@ class StillClock(Clock):
 
 @dataclass
 class Server:
-    """A control plane behind a client. Its own loops sleep; `tick` does what they would do."""
+    """A control plane behind a client. Its own loops sleep; `tick` runs a round of each."""
 
     client: httpx.Client
     parts: Components

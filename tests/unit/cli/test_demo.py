@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.jobs.worker import prepare
 from swiftkv_platform.local.demo import run
 from swiftkv_platform.local.demo.llm import llm_spec
 from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
@@ -141,3 +142,16 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32(
     dtype = "bfloat16" if fast else "float32"
     for spec in (job_spec(None), job_spec("some/model"), llm_spec(short=True)):
         assert JobSpec.model_validate(spec).model.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("fast", "dtype", "warns"), [(False, "bfloat16", True), (False, "float32", False), (True, "bfloat16", False)]
+)
+def test_a_job_warns_of_slow_products(fast: bool, dtype: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "multiplies_bfloat16", lambda: fast)
+    spec = JobSpec.model_validate({"name": "job", "model": {"dtype": dtype}})
+    messages = list(prepare._slow_products(spec))
+    assert [is_warning for _, is_warning in messages] == [True] * warns
+    assert all("use float32" in message for message, _ in messages)
+    on_gpus = JobSpec.model_validate({"name": "job", "resources": {"gpus_per_worker": 1}})
+    assert list(prepare._slow_products(on_gpus)) == []

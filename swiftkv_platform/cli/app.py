@@ -12,6 +12,8 @@ from swiftkv_platform.cli.files import files_app
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.models import models_app
 from swiftkv_platform.cli.output import ReportingGroup
+from swiftkv_platform.cli.recipes import recipes_app
+from swiftkv_platform.cli.serve import serve
 
 app = typer.Typer(
     cls=ReportingGroup,
@@ -24,6 +26,7 @@ _MACHINE: tuple[Callable[..., None], ...] = (local.up, local.down, local.status,
 _WORK: tuple[Callable[..., None], ...] = (
     distill.distill,
     distill.evaluate,
+    serve,
     analyze.analyze,
     plan.plan,
     convert.convert,
@@ -39,6 +42,7 @@ _WORK: tuple[Callable[..., None], ...] = (
 for command in _MACHINE:
     app.command()(command)
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(recipes_app, name="recipes")
 app.add_typer(files_app, name="files")
 app.add_typer(models_app, name="models")
 app.add_typer(deployments.deployments_app, name="deployments")

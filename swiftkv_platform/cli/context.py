@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
@@ -23,6 +23,8 @@ from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.web.hostile_json import dotted
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_RETRIES = 2
 """A person waits at the keyboard; the client's own patience is for programs."""
@@ -75,6 +77,19 @@ def read_spec(path: Path) -> JobSpec:
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path} is neither YAML nor JSON: {error}", field="file", value=str(path)) from error
+
+
+def checked(model: type[Model], values: Mapping[str, Any]) -> Model:
+    """The model of these values, which are options. Raises `InvalidInputError` naming each that is wrong."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInputError(
+            f"The options are refused:\n{_describe(error, model)}",
+            field=".".join(str(part) for part in first["loc"]),
+            value=first["input"],
+        ) from error
 
 
 def _describe(error: ValidationError, model: type[BaseModel]) -> str:

@@ -7,33 +7,82 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+import yaml
 
-from swiftkv_platform.cli.context import Json, SpecFile, read_spec
+from swiftkv_platform.cli.context import Json, checked
+from swiftkv_platform.cli.job_options import job_document, save_beside
+from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
-from swiftkv_platform.errors import SwiftKVError, TrainingError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.changes import with_changes
 
 if TYPE_CHECKING:
     from swiftkv_platform.evaluation.report import Report
 
 
 def distill(
-    file: SpecFile,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes: a new or empty directory.")
     ],
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="In place of a spec: directory, .gguf file, builtin:python-5m or hub id."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", "-d", help="With --model: text to train on, a file, directory or data set. Repeatable."),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=0, help="With --model: GPUs of this machine, a worker each.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="With --model: training steps. Default: 200; on GPUs two epochs.")
+    ] = None,
+    num_key_value_layers: Annotated[
+        int | None,
+        typer.Option("--num-key-value-layers", "-l", min=1, help="With --model: layers that prompts run. [half]"),
+    ] = None,
+    key_value_group_size: Annotated[
+        int, typer.Option("--key-value-group-size", "-g", min=1, help="With --model: later layers per KV-cache layer.")
+    ] = 1,
+    set_: SpecChanges = None,
     json: Json = False,
 ) -> None:
-    """Distil a model here and now, on a Ray of its own that ends with the command."""
-    artifact = _run(read_spec(file), output.expanduser().resolve())
+    """Distil a model here and now, on a Ray of its own that ends with the command.
+
+    What to do is in a job spec (--file), or in a few options (--model and --data), whose spec is saved as DIR.yaml.
+    """
+    output = output.expanduser().resolve()
+    if (file is None) == (model is None) or (model is None) != (not data):
+        raise InvalidInputError("use --file with a job spec, or --model together with --data", field="file")
+    if model is None:
+        spec = chosen_spec(file, None, set_)
+    else:
+        document = job_document(
+            model,
+            data or (),
+            name=output.name,
+            gpus=gpus,
+            steps=steps,
+            num_key_value_layers=num_key_value_layers,
+            key_value_group_size=key_value_group_size,
+        )
+        document = with_changes(document, dict(map(spec_change, set_ or ())))
+        spec = checked(JobSpec, document)
+        save_beside(output, yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    artifact = _run(spec, output)
     evaluation = jsonlib.loads((artifact / "evaluation.json").read_text(encoding="utf-8"))
     distilled, teacher = evaluation["distilled"], evaluation["teacher"]
     line = (
         f"{artifact}: perplexity {distilled['perplexity']:.2f} (teacher {teacher['perplexity']:.2f}), "
-        f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}"
+        f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}. "
+        f"`swiftkv serve {artifact}` answers with it."
     )
     tell({"output": str(artifact), **evaluation}, line, json=json)
 

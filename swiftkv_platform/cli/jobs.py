@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -11,7 +11,7 @@ import psutil
 import typer
 import yaml
 
-from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, connect, read_spec
+from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, checked, connect, read_spec
 from swiftkv_platform.cli.estimates import describe_estimate, foresee, print_phases
 from swiftkv_platform.cli.job_outputs import artifacts, checkpoints, download, events, metrics, wandb_sync
 from swiftkv_platform.cli.output import (
@@ -27,10 +27,12 @@ from swiftkv_platform.cli.output import (
     tell_fields,
     tell_table,
 )
+from swiftkv_platform.cli.recipes import recipe
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.changes import with_changes
 
 SpecChanges = Annotated[
     list[str] | None,
@@ -44,14 +46,21 @@ for command in (events, metrics, checkpoints, artifacts, download, wandb_sync):
 
 @jobs_app.command()
 def submit(
-    file: SpecFile,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False),
+    ] = None,
+    recipe_: Annotated[
+        str | None, typer.Option("--recipe", metavar="NAME", help="In its place: one of `swiftkv recipes list`.")
+    ] = None,
+    set_: SpecChanges = None,
     follow_: Annotated[bool, typer.Option("--follow", help="Show the job until it has finished.")] = False,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key submits the same job only once.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
     """Submit a job."""
-    spec = read_spec(file)
+    spec = chosen_spec(file, recipe_, set_)
     with connect(url) as client:
         job = client.jobs.create(spec, idempotency_key)
         if follow_:
@@ -214,6 +223,17 @@ def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors that complete and check YAML as it is written."""
     print_schema(JobSpec)
+
+
+def chosen_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
+    """The spec of a file or a recipe, with changes. Raises `InvalidInputError`: neither is given, or both."""
+    if (file is None) == (recipe_ is None):
+        raise InvalidInputError("use --file with a job spec, or --recipe with a name, one of them", field="file")
+    spec = read_spec(file if recipe_ is None else recipe(recipe_))  # type: ignore[arg-type]
+    if not changes:
+        return spec
+    document = spec.model_dump(mode="json", exclude_unset=True)
+    return checked(JobSpec, with_changes(document, dict(map(spec_change, changes))))
 
 
 def spec_change(text: str) -> tuple[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.state import RunDirectory, StackState
 from tests.documented import Block, blocks
+from tests.surface.replicas import save_chat_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.soak("types whole pages, minutes"), pytest.mark.timeout(900)]
 
@@ -128,7 +132,51 @@ def test_the_serving_page_from_top_to_bottom(reader: Reader) -> None:
     assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
 
 
+def test_a_model_of_ones_own_from_top_to_bottom(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    save_llama(tmp_path / "my-llama")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
+    chats = [[words[i % 9 :], words[: i % 7 + 2]] for i in range(200)]
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(
+            json.dumps({"messages": [{"role": role, "content": f"{' '.join(part)} {i}"} for role, part in turn]}) + "\n"
+            for i, turn in enumerate([("user", asked), ("assistant", said)] for asked, said in chats)
+        )
+    )
+    *shown, ask = [block for block in blocks(Path("docs/your-model.md")) if not block.not_run]
+    for block in shown:
+        reader.follow(block)
+    assert json.loads((tmp_path / "student" / "evaluation.json").read_text())["distilled"]["kl"] < 1
+    command = [Path(sys.executable).parent / "swiftkv", "serve", "student", "--port", "0", "--json"]
+    with subprocess.Popen(command, cwd=tmp_path, env=reader.environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        assert ask.language == "python"
+        reader.printed([sys.executable, "-c", ask.text.replace("http://127.0.0.1:8080", url)], ask.place)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+
+
+def save_llama(directory: Path) -> None:
+    """A random Llama of four layers, with a tokenizer and a chat template."""
+    save_chat_model(directory, 512, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    shutil.rmtree(directory)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
 def test_only_what_installs_is_marked_as_not_run() -> None:
-    pages = (Path("docs/quickstart.md"), Path("docs/serving.md"))
+    pages = (Path("docs/quickstart.md"), Path("docs/serving.md"), Path("docs/your-model.md"))
     commands = [command for page in pages for block in blocks(page) if block.not_run for command in block.commands()]
-    assert commands == ["make demo", "make install && source .venv/bin/activate"]
+    install = "make install && source .venv/bin/activate"
+    assert commands == ["make demo", install, install, "swiftkv serve student"]

@@ -21,9 +21,9 @@ from swiftkv_platform.orchestration.deploying import check_engine_options
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
-from swiftkv_platform.serve.deployment import load_version, model_card
 from swiftkv_platform.serve.loading import Loaded, Surroundings, choose_backend, load
 from swiftkv_platform.serve.metrics import Metrics
+from swiftkv_platform.serve.versions import load_version, model_card
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig

@@ -1,0 +1,75 @@
+"""One model behind HTTP in this process: the routes of a replica without Ray and without a control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.serve.args import ReplicaArgs, Served
+from swiftkv_platform.serve.current import Current, Observer
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
+from swiftkv_platform.serve.versions import load_version
+
+_DRAIN_TIMEOUT_S = 5
+"""Seconds that answers which have begun may go on for once the server is told to stop."""
+
+
+def serve(
+    served: Served, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None] = lambda _: None
+) -> None:
+    """Load a model and answer until SIGINT or SIGTERM. Blocks.
+
+    Args:
+        port: 0 takes a free one.
+        on_ready: told the address once requests are answered.
+
+    Raises:
+        InvalidInputError: the address is taken or none of this machine; raised before the model is loaded.
+        SwiftKVError: as `load_version`.
+    """
+    with _listening(host, port) as listener:
+        asyncio.run(_serve(served, args, listener, on_ready))
+
+
+async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    version = await load_version(args, served)
+    tracing = configured_tracing()
+    observers: list[Observer] = [RequestLog(with_text=args.log_text), *([tracing] if tracing else [])]
+    credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)
+    app = create_http_app(Current(version, observers=observers), key_ring=credentials)
+
+    @asynccontextmanager
+    async def running(_app: FastAPI) -> AsyncIterator[None]:
+        host, port = listener.getsockname()[:2]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        yield
+        await version.engine.aclose()
+
+    app.router.lifespan_context = running
+    options = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_TIMEOUT_S)
+    await uvicorn.Server(options).serve(sockets=[listener])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that connections to the address wait at until they are accepted."""
+    try:
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+    except OSError as error:
+        raise InvalidInputError(
+            f"{host}:{port} cannot be listened at ({os.strerror(error.errno or 0)}); use another --port, or 0 for any "
+            "free one",
+            field="port",
+            value=port,
+        ) from error

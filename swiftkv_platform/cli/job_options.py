@@ -1,0 +1,83 @@
+"""The job spec of a few options: a model, a file and a machine. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swiftkv_platform.cli.sources import model_config
+from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.planning.config import Fields
+from swiftkv_platform.planning.machines import multiplies_bfloat16
+
+_CPU_ROW, _GPU_ROW = 512, 4096
+"""Most tokens of a row."""
+_CPU_STEPS = 200
+
+
+def job_document(
+    model: str,
+    data: Sequence[str],
+    *,
+    name: str,
+    gpus: int,
+    steps: int | None,
+    num_key_value_layers: int | None,
+    key_value_group_size: int,
+) -> dict[str, Any]:
+    """A job spec that distils `model` on `data` with what this machine has.
+
+    Rows are as long as the model's context, at most 512 tokens on a CPU and 4,096 on a GPU. Quality is measured and
+    reported; no gate refuses the result.
+
+    Args:
+        data: files, directories or hub data sets.
+        gpus: one worker each; 0 trains on all CPUs, in one worker.
+        steps: None: 200 on a CPU, else two epochs.
+
+    Raises:
+        ModelError: no configuration of the model is to be had.
+    """
+    context = Fields(model_config(model)).optional_count("max_position_embeddings", "n_positions")
+    longest = _GPU_ROW if gpus else _CPU_ROW
+    layers = {} if num_key_value_layers is None else {"num_key_value_layers": num_key_value_layers}
+    document: dict[str, Any] = {
+        "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "student",
+        "model": {"name_or_path": model, "dtype": "bfloat16" if gpus or multiplies_bfloat16() else "float32"},
+        "swiftkv": {**layers, "key_value_group_size": key_value_group_size, "decode_key_value": "own"},
+        "data": {
+            "sources": [{"name_or_path": each} for each in data],
+            "max_length": longest if context is None else min(longest, context),
+            "train_on": "assistant",
+            "validation_fraction": 0.05,
+        },
+        "training": {} if steps is None else {"max_steps": steps},
+        "evaluation": {"max_tokens": 16384, "max_kl": None, "min_top1_agreement": None, "max_needle_drop": None},
+    }
+    if gpus:
+        document["training"] |= {"gradient_checkpointing": True}
+        document["sharding"] = {"strategy": "ddp" if gpus == 1 else "fsdp2"}
+        document["resources"] = {"num_workers": gpus, "gpus_per_worker": 1, "cpus_per_worker": 1}
+    else:
+        document["training"] |= {"max_steps": steps or _CPU_STEPS, "batch_size": 4, "micro_batch_size": 4}
+        document["evaluation"] |= {"needle_lengths": []}  # minutes for each hundred on a CPU
+        document["sharding"] = {"strategy": "ddp"}
+        document["resources"] = {"num_workers": 1, "cpus_per_worker": os.cpu_count() or 1}
+    return document
+
+
+def save_beside(output: Path, text: str) -> Path:
+    """Write the spec to `{output}.yaml`, which is returned. Raises `ConflictError` where another one is there."""
+    path = output.with_name(f"{output.name}.yaml")
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ConflictError(
+            f"{path} exists and is another spec; use another --output, or `--file {path.name}` to run it",
+            field="output",
+            value=str(output),
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

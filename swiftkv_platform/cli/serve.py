@@ -1,0 +1,83 @@
+"""`swiftkv serve`: a model behind `/generate` and OpenAI's routes on this machine, without a control plane."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swiftkv_platform.cli.context import Json, checked
+from swiftkv_platform.cli.output import err, needs_extra, tell
+from swiftkv_platform.cli.sources import model_path
+from swiftkv_platform.cli.spec_options import spec_options
+from swiftkv_platform.contract.attempts import MANIFEST
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.logs import configure_logging
+from swiftkv_platform.specs.engine import EngineConfig
+
+_DEPLOYMENT = "local"
+"""Name of the deployment in `/health` and in the log."""
+
+
+@spec_options(EngineConfig)
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="What `swiftkv distill`, `convert` or `jobs download` wrote; a Hugging Face directory, a .gguf file, "
+            "builtin:python-5m or a hub id.",
+        ),
+    ],
+    given: dict[str, Any],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes any free one.")] = 8080,
+    name: Annotated[
+        str | None, typer.Option(help="Name that requests call the model by. Default: the directory's, or the hub id.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Jinja template of chats, in place of the model's.")
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Keys that `swiftkv keys create` wrote. Default: no key needed."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Serve a model on this machine with `/generate` and OpenAI's routes, until Ctrl-C."""
+    with needs_extra("Serving here"):
+        from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, Served
+        from swiftkv_platform.serve.standalone import serve as answer
+    directory = Path(model_path(model)).expanduser()
+    is_local = directory.is_dir()
+    if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise InvalidInputError.of(
+            "model", model, ", no directory here; a directory, a .gguf file or a hub id is accepted"
+        )
+    called = name or (directory.resolve().name if is_local and not model.startswith("builtin:") else model)
+    served = Served(
+        model=called,
+        artifact_uri=str(directory.resolve()) if is_local else f"{HUB_PREFIX}{model}",
+        engine=checked(EngineConfig, given),
+        verify=(directory / MANIFEST).is_file(),
+        chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
+    )
+    args = ReplicaArgs(id=_DEPLOYMENT, api_keys_file=None if api_keys_file is None else str(api_keys_file))
+    configure_logging()
+
+    spinner = err().status(f"Loading {called}")
+
+    def ready(url: str) -> None:
+        spinner.stop()
+        line = f"{called} answers at {url}/v1 (OpenAI's routes) and {url}/generate. Ctrl-C ends it."
+        tell({"url": url, "model": called}, line, json=json)
+
+    try:
+        with spinner:
+            answer(served, args, host=host, port=port, on_ready=ready)
+    except KeyboardInterrupt:  # how it is meant to end
+        return

@@ -1,0 +1,101 @@
+"""From one's own model and file to an answer: `swiftkv distill --model`, `serve`, `recipes`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli import distill
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.specs import JobSpec
+from tests.surface.replicas import save_chat_model
+
+SWIFTKV = Path(sys.executable).parent / "swiftkv"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner(env={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}).invoke(app, [str(each) for each in arguments])
+
+
+@pytest.mark.slow("a process of its own, which loads a model")
+def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "student", 128, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    command = [SWIFTKV, "serve", "student", "--port", "0", "--max-num-seqs", "3", "--json"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        (model,) = client.models.list().data
+        messages = [{"role": "user", "content": "hi"}]
+        answer = client.chat.completions.create(model=model.id, messages=messages, max_tokens=4)  # type: ignore[call-overload]
+        assert (model.id, answer.usage.completion_tokens) == ("student", 4)
+        generated = httpx.post(f"{url}/generate", json={"prompt": "hi", "max_tokens": 2}).json()
+        assert generated["usage"]["completion_tokens"] == 2
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+
+
+def test_what_cannot_be_served_is_said_before_it_is_loaded(tmp_path: Path) -> None:
+    for arguments, words in (
+        (["serve", "nosuch"], "model is 'nosuch', no directory"),
+        (["serve", tmp_path, "--dtype", "float8"], "dtype: Input should be"),
+        (["serve", tmp_path, "--host", "192.0.2.1"], "use another --port"),
+    ):
+        result = run(*arguments)
+        assert (result.exit_code, words in result.stderr) == (1, True), result.stderr
+
+
+def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text("{}\n")
+    ran: list[JobSpec] = []
+
+    def fake(spec: JobSpec, output: Path) -> Path:
+        ran.append(spec)
+        output.mkdir(parents=True, exist_ok=True)
+        figures = {"perplexity": 1.0, "kl": 0.0, "top1_agreement": 1.0}
+        (output / "evaluation.json").write_text(json.dumps({"distilled": figures, "teacher": figures}))
+        return output
+
+    monkeypatch.setattr(distill, "_run", fake)
+    base = ["distill", "--model", tiny_teacher, "--data", "chats.jsonl", "-o", "my student"]
+    result = run(*base, "-l", "2", "--set", "training.seed=3")
+    assert result.exit_code == 0, result.output
+    saved = JobSpec.model_validate(yaml.safe_load(Path("my student.yaml").read_text()))
+    assert saved == ran[0]
+    context = json.loads((tiny_teacher / "config.json").read_text())["max_position_embeddings"]
+    assert (saved.name, saved.swiftkv.num_key_value_layers, saved.training.seed) == ("my-student", 2, 3)
+    assert saved.data.max_length == min(context, 512)
+    assert saved.data.sources[0].name_or_path == "chats.jsonl"
+
+    assert run(*base, "-l", "2", "--set", "training.seed=3").exit_code == 0  # the same again
+    refused = run(*base, "-l", "1")
+    assert (refused.exit_code, "is another spec" in refused.stderr) == (1, True)
+    assert run("distill", "--file", "my student.yaml", "--set", "training.seed=4", "-o", "b").exit_code == 0
+    assert ran[-1].training.seed == 4
+
+    run(*base[:-1], "gpus", "--gpus", "2")
+    assert (ran[-1].sharding.strategy, ran[-1].resources.gpus_per_worker) == ("fsdp2", 1)
+    for wrong in (base[:3], ["distill", "--data", "x"], [*base[:-2], "-f", "my student.yaml"]):
+        result = run(*wrong, "-o", "c")
+        assert (result.exit_code, "--model together with --data" in result.stderr) == (1, True), result.output
+
+
+def test_a_recipe_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "builtin-python-5m" in run("recipes", "list").stdout
+    assert run("recipes", "copy", "builtin-python-5m").exit_code == 0
+    assert run("jobs", "validate", "-f", "builtin-python-5m.yaml").exit_code == 0
+    assert "exists; name another" in run("recipes", "copy", "builtin-python-5m").stderr
+    assert "one of these is accepted" in run("recipes", "copy", "nosuch").stderr
+    assert "one of them" in run("jobs", "submit").stderr

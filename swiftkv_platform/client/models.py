@@ -92,6 +92,11 @@ class JobEvent(_Answer):
     message: str = ""
     data: dict[str, Any] = {}
 
+    @property
+    def time(self) -> float:
+        """Unix seconds, by its writer's clock."""
+        return float(self.created_at)
+
 
 class MetricPoint(_Answer):
     """The metrics of one step; evaluation metrics (`eval_*`) are extra fields."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from swiftkv_platform.contract.pace import Pace
 
 _STYLES = {"info": "dim", "warn": "yellow", "error": "bold red"}
 _PLAIN_LINES = 10
@@ -32,6 +32,11 @@ class Event(Protocol):
     @property
     def data(self) -> Mapping[str, Any]: ...
 
+    @property
+    def time(self) -> float:
+        """Unix seconds, by its writer's clock."""
+        ...
+
 
 @dataclass
 class JobView:
@@ -42,6 +47,7 @@ class JobView:
     total_steps: int | None = None
     point: dict[str, Any] = field(default_factory=dict)
     """The last step's metrics."""
+    pace: Pace | None = None
 
     def apply(self, event: Event) -> None:
         """Take an event in."""
@@ -49,9 +55,12 @@ class JobView:
             self.status = str(event.data.get("status", self.status))
         elif event.type == "metrics":
             self.total_steps = event.data.get("total_steps") or self.total_steps
-            for point in event.data.get("points", []):
-                self.point = point
-                self.step = int(point["step"])
+            points = event.data.get("points", [])
+            if points:
+                self.point = points[-1]
+                step = int(self.point["step"])
+                self.pace = Pace.after(self.pace, step, event.time, last_step=self.step)
+                self.step = step
 
     @property
     def steps(self) -> str:
@@ -67,17 +76,20 @@ class JobView:
             parts.append(f"{self.point['tokens_per_second']:,.0f} tokens/s")
         return "  ".join(parts)
 
+    @property
+    def time_left(self) -> str:
+        """Time to the last step as the API tells it; empty without a pace, and at the end."""
+        left = None if self.pace is None else self.pace.seconds_remaining(self.step, self.total_steps)
+        return f"ETA {duration(left)}" if left else ""
+
 
 class JobDisplay:
     """Shows events as they come, from any thread; what is not a metric stays on the screen, one line an event."""
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._clock = clock
         self._view = JobView()
         self._lines_shown = 0
-        self._first: tuple[int, float] | None = None
-        """Step and time of the first metrics that came."""
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
@@ -85,8 +97,7 @@ class JobDisplay:
             TextColumn("{task.fields[view].steps}"),
             TextColumn("[cyan]{task.fields[view].numbers}"),
             TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[view].time_left}"),
             console=console,
             disable=not console.is_terminal,
         )
@@ -105,7 +116,6 @@ class JobDisplay:
         if event.type != "metrics":
             self._print(escape(event.message), style=_STYLES[event.level])
         elif not self._console.is_terminal:
-            self._first = self._first or (self._view.step, self._clock())
             self._print_share()
         view = self._view
         self._bar.update(self._task, description=view.status, completed=view.step, total=view.total_steps)
@@ -115,15 +125,7 @@ class JobDisplay:
         lines = view.step * _PLAIN_LINES // view.total_steps if view.total_steps else 0
         if lines != self._lines_shown:
             self._lines_shown = lines
-            self._print(f"step {view.steps}  {view.numbers}{self._time_left()}")
-
-    def _time_left(self) -> str:
-        """Minutes to the last step at the pace since the first metrics; empty without a pace, and at the end."""
-        view = self._view
-        if self._first is None or not view.total_steps or not self._first[0] < view.step < view.total_steps:
-            return ""
-        pace = (self._clock() - self._first[1]) / (view.step - self._first[0])
-        return f"  ETA {math.ceil(pace * (view.total_steps - view.step) / 60)} min"
+            self._print("  ".join(part for part in (f"step {view.steps}", view.numbers, view.time_left) if part))
 
     def _print(self, line: str, style: str | None = None) -> None:
         self._console.print(f"  {line}", style=style, highlight=False, soft_wrap=True)

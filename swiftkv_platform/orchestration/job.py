@@ -18,6 +18,7 @@ from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import Level
+from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.specs import JobSpec
 
@@ -100,17 +101,6 @@ class Progress:
     """Trained on so far."""
     percent: float = 0.0
     seconds_remaining: int | None = None
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Starting point of a speed measurement: the first point of an uninterrupted stretch of steps."""
-
-    step: int
-    time: float
-    """Unix seconds."""
-    last_time: float = 0.0
-    """Unix seconds of the newest point."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from swiftkv_platform.contract.events import (
     StatusEvent,
     TrackingEvent,
 )
+from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.orchestration.job import (
     Event,
     EventType,
@@ -31,7 +32,6 @@ from swiftkv_platform.orchestration.job import (
     Job,
     JobStatus,
     MetricPoint,
-    Pace,
     Progress,
     Reason,
     new_id,
@@ -138,11 +138,8 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
     step, tokens = points[-1]["step"], points[-1].get("tokens")
     most = int(max(point.get("memory_bytes", 0) for point in points))
     total = event.data.get("total_steps", job.progress.total_steps)
-    pace = job.attempt.pace
-    if pace is None or step <= job.progress.step:
-        pace = Pace(step, event.time)  # a fresh start, or steps repeated from a checkpoint
-    pace = replace(pace, last_time=event.time)
-    remaining = _seconds_remaining(pace, step, event.time, total)
+    pace = Pace.after(job.attempt.pace, step, event.time, last_step=job.progress.step)
+    remaining = pace.seconds_remaining(step, total)
     reading.job = replace(
         job,
         attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),
@@ -155,13 +152,6 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
         ),
         estimated_finish=None if remaining is None else int(event.time) + remaining,
     )
-
-
-def _seconds_remaining(pace: Pace, step: int, time: float, total: int | None) -> int | None:
-    """Estimate from the measured steps per second; None until two points are apart."""
-    if total is None or step <= pace.step or time <= pace.time:
-        return None
-    return math.ceil(max(total - step, 0) * (time - pace.time) / (step - pace.step))
 
 
 def _record(reading: Reading, event: AttemptEvent, kind: EventType, *, level: Level | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow
@@ -26,7 +27,6 @@ from swiftkv_platform.orchestration.job import (
     Job,
     JobStatus,
     MetricPoint,
-    Pace,
     Reason,
     new_id,
     start,

@@ -14,18 +14,19 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli import output
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import JobEvent
-from swiftkv_platform.local.terminal import JobDisplay, follow
+from swiftkv_platform.local.terminal import follow
 from tests.fakes.scripted_server import Script, json_answer, list_answer, serve
 
 
-def event(kind: str, message: str, *, level: str = "info", **data: Any) -> JobEvent:
-    row = {"id": "evt_1", "created_at": 1, "level": level, "type": kind, "message": message, "data": data}
+def event(kind: str, message: str, *, level: str = "info", at: int = 1, **data: Any) -> JobEvent:
+    row = {"id": "evt_1", "created_at": at, "level": level, "type": kind, "message": message, "data": data}
     return JobEvent.model_validate(row)
 
 
 def metrics(step: int, total_steps: int = 100) -> JobEvent:
+    """Two seconds a step."""
     point = {"step": step, "loss": 2.0 / step, "tokens_per_second": 3456.7}
-    return event("metrics", f"step {step}", points=[point], total_steps=total_steps)
+    return event("metrics", f"step {step}", at=1000 + 2 * step, points=[point], total_steps=total_steps)
 
 
 def shown(events: list[JobEvent], *, terminal: bool) -> str:
@@ -54,7 +55,7 @@ def test_a_log_file_gets_a_line_every_tenth_of_the_way() -> None:
     text = shown([metrics(n) for n in range(1, 101)], terminal=False)
     lines = text.splitlines()
     assert len(lines) == 10
-    assert lines[0].strip() == "step 10/100  loss 0.2000  3,457 tokens/s  ETA 1 min"
+    assert lines[0].strip() == "step 10/100  loss 0.2000  3,457 tokens/s  ETA 3 min"
     assert lines[-1].strip() == "step 100/100  loss 0.0200  3,457 tokens/s"
 
 
@@ -63,19 +64,12 @@ def test_metrics_that_lack_figures_are_no_obstacle() -> None:
     assert shown([bare], terminal=False) == ""
 
 
-def test_plain_lines_say_how_long_the_rest_takes() -> None:
-    """Two seconds a step since the first metrics, which themselves say nothing of the pace."""
-    console, now = Console(file=io.StringIO(), force_terminal=False), [100.0]
-    display = JobDisplay(console, clock=lambda: now[0])
-    for step in range(10, 101, 10):
-        display.show(metrics(step))
-        now[0] += 20.0
-    assert isinstance(console.file, io.StringIO)
-    first, second, *_, before, last = console.file.getvalue().splitlines()
-    assert "ETA" not in first
-    assert second.endswith("ETA 3 min")  # 80 steps
-    assert before.endswith("ETA 1 min")
-    assert "ETA" not in last
+@pytest.mark.parametrize("terminal", [True, False])
+def test_time_left_goes_by_when_steps_were_done_not_by_when_they_are_shown(terminal: bool) -> None:
+    """A watcher who comes late is told all steps at once."""
+    text = shown([metrics(step) for step in range(10, 90, 10)], terminal=terminal)
+    assert "ETA 40 s" in text[text.rindex("80/100") :]  # 20 steps of 2 s
+    assert "ETA" not in shown([metrics(1)], terminal=terminal)
 
 
 JOB, MODEL, DEPLOYMENT = (f"{kind}_01M81FFKAVT351GP1Y6VBZ512V" for kind in ("job", "mdl", "dep"))

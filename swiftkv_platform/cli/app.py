@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from swiftkv_platform import __version__
 from swiftkv_platform.cli import access, analyze, convert, deployments, distill, local, plan
 from swiftkv_platform.cli.doctor import doctor
 from swiftkv_platform.cli.files import files_app
@@ -15,6 +17,13 @@ from swiftkv_platform.cli.output import ReportingGroup
 from swiftkv_platform.cli.recipes import recipes_app
 from swiftkv_platform.cli.serve import serve
 
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 app = typer.Typer(
     cls=ReportingGroup,
     no_args_is_help=True,
@@ -22,31 +31,49 @@ app = typer.Typer(
     help="Distil and serve SwiftKV models: long prompts at half the prefill compute.",
 )
 
-_MACHINE: tuple[Callable[..., None], ...] = (local.up, local.down, local.status, local.demo, doctor)
-_WORK: tuple[Callable[..., None], ...] = (
-    distill.distill,
-    distill.evaluate,
-    serve,
-    analyze.analyze,
-    plan.plan,
-    convert.convert,
-    convert.export,
-    deployments.deploy,
-    deployments.generate,
-    access.quota,
-    access.audit,
-    local.prune,
-    local.backup,
-    local.restore,
-)
-for command in _MACHINE:
-    app.command()(command)
-app.add_typer(jobs_app, name="jobs")
-app.add_typer(recipes_app, name="recipes")
-app.add_typer(files_app, name="files")
-app.add_typer(models_app, name="models")
-app.add_typer(deployments.deployments_app, name="deployments")
-app.add_typer(access.keys_app, name="keys")
-for command in _WORK:
-    app.command()(command)
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+_PANELS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = {
+    "One model on this machine": (
+        distill.distill,
+        distill.evaluate,
+        serve,
+        convert.convert,
+        convert.export,
+        analyze.analyze,
+        plan.plan,
+        ("recipes", recipes_app),
+    ),
+    "The platform on this machine": (local.up, local.down, local.status, local.demo, doctor),
+    "Work on a platform": (
+        ("jobs", jobs_app),
+        ("files", files_app),
+        ("models", models_app),
+        ("deployments", deployments.deployments_app),
+        deployments.deploy,
+        deployments.generate,
+    ),
+    "For operators": (
+        ("keys", access.keys_app),
+        access.quota,
+        access.audit,
+        local.prune,
+        local.backup,
+        local.restore,
+    ),
+}
+for panel, commands in _PANELS.items():
+    for command in commands:
+        if isinstance(command, tuple):
+            app.add_typer(command[1], name=command[0], rich_help_panel=panel)
+        else:
+            app.command(rich_help_panel=panel)(command)
 app.command(hidden=True)(local.sweep)

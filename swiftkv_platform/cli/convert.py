@@ -46,7 +46,7 @@ def convert(
     ],
     output: Output,
     num_key_value_layers: Annotated[
-        int | None, typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own. [half]")
+        int | None, typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own. Default: half.")
     ] = None,
     prefill_reduction: Annotated[
         float | None, typer.Option(help="Share of the layers that prefill skips, in place of -l.")
@@ -126,7 +126,8 @@ def export(
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="Base model. [of a job's artifact its teacher; of an adapter the one that it names]"
+            metavar="MODEL",
+            help="Base model. Default: of a job's artifact its teacher; of an adapter the one that it names.",
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of --base.")] = None,

@@ -46,7 +46,9 @@ def distill(
     ] = None,
     num_key_value_layers: Annotated[
         int | None,
-        typer.Option("--num-key-value-layers", "-l", min=1, help="With --model: layers that prompts run. [half]"),
+        typer.Option(
+            "--num-key-value-layers", "-l", min=1, help="With --model: layers that prompts run. Default: half."
+        ),
     ] = None,
     key_value_group_size: Annotated[
         int, typer.Option("--key-value-group-size", "-g", min=1, help="With --model: later layers per KV-cache layer.")

@@ -4,6 +4,8 @@ operator's work on the database and the store that the settings name.
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -40,6 +42,8 @@ def up(
     stack = Stack(settings())
     options = StackOptions(port=port, num_cpus=num_cpus, object_store_memory=object_store_mib << 20)
     console = err()
+    # What was begun is stopped, as by Ctrl-C: `timeout` and service managers send SIGTERM.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with console.status("Starting") as spinner:
 
         def report(line: str) -> None:
@@ -47,7 +51,7 @@ def up(
             console.print(escape(line), highlight=False, soft_wrap=True)
 
         state = stack.up(options, report)
-    tell(state, f"Ready at {state.url} (home {stack.home})", json=json)
+    tell(state, f"Ready: {state.url} (home {stack.home})", json=json)
 
 
 def down(json: Json = False) -> None:

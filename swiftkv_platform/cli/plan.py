@@ -40,14 +40,18 @@ def plan(
     ],
     num_key_value_layers: Annotated[
         list[int] | None,
-        typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own; repeat to compare. [half]"),
+        typer.Option(
+            "--num-key-value-layers", "-l", help="Layers with a KV of their own; repeat to compare. Default: half."
+        ),
     ] = None,
     key_value_group_size: Annotated[
         list[int] | None,
-        typer.Option("--key-value-group-size", "-g", help="Later layers per KV-cache layer; repeat to compare. [1]"),
+        typer.Option(
+            "--key-value-group-size", "-g", help="Later layers per KV-cache layer; repeat to compare. Default: 1."
+        ),
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option("--sequence-length", "-s", help="Tokens of the prompt. [the model's context]")
+        int | None, typer.Option("--sequence-length", "-s", help="Tokens of the prompt. Default: the model's context.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, fp8 or int8.")] = "bfloat16",
     dry_run: Annotated[

@@ -21,6 +21,7 @@ from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.local import processes
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
 from swiftkv_platform.local.state import PARTS, PartName, PartStatus, RunDirectory, StackState, port_of
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.settings import Settings
 
 _START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.0}
@@ -77,15 +78,27 @@ class Stack:
 
     def up(self, options: StackOptions, report: Report) -> StackState:
         """Start what does not run and return when everything answers. `report`: told each step in a line. Raises
-        `StartError`: packages are missing, or a part did not come up. What this call has started is stopped again."""
+        `StartError`: packages are missing, the home cannot be written, the port asked for is taken, or a part did not
+        come up. What this call has started is stopped again."""
         _check_installed()
+        try:
+            return self._up(options, report)
+        except OSError as error:
+            raise StartError(
+                f"the home {self.home} cannot be used ({error.strerror or error}); use another SWIFTKV_HOME, a directory "
+                "that can be written",
+                field="home",
+                value=str(self.home),
+            ) from error
+
+    def _up(self, options: StackOptions, report: Report) -> StackState:
         with self._run.locked():
             ensure_token(self._run.token_file)
             state = self._run.load()
             if state is None or not state.alive("ray"):
                 # Without its head, whatever else still runs here is of no use and holds the ports.
                 self._clear(state)
-                state = self._choose(options, state)
+                state = self._choose(options, state, report)
             before = state
             try:
                 return self._start_control_plane(self._start_ray(state, report), report)
@@ -113,7 +126,7 @@ class Stack:
             _serve_status(state),
         ]
 
-    def _choose(self, options: StackOptions, last: StackState | None) -> StackState:
+    def _choose(self, options: StackOptions, last: StackState | None, report: Report) -> StackState:
         """Addresses for a new start: those of the last one where they are free, else the settings', else any."""
         if last is None:
             wanted = [self._settings.port, port_of(self._settings.serve_url), port_of(self._settings.ray_dashboard_url)]
@@ -122,6 +135,14 @@ class Stack:
         if options.port is not None:
             wanted[0] = options.port
         port, serve_port, dashboard_port, ray_port, agent_port = free_ports([*wanted, 0, 0])
+        if options.port and port != options.port:
+            raise StartError(
+                f"port {options.port} is taken by another program; use another --port, or 0 for any free one",
+                field="port",
+                value=options.port,
+            )
+        if wanted[0] not in (0, port):
+            report(f"Port {wanted[0]} is taken; the control plane takes {port}")
         return StackState(
             url=f"http://127.0.0.1:{port}",
             serve_url=f"http://127.0.0.1:{serve_port}",
@@ -136,19 +157,19 @@ class Stack:
     def _start_ray(self, state: StackState, report: Report) -> StackState:
         if state.alive("ray"):
             self._wait(state, "ray")
-            report(f"Ray runs already, dashboard at {state.ray_dashboard_url}")
+            report(f"Ray runs already (its own pages: {state.ray_dashboard_url})")
             return state
         report("Starting Ray")
         head = self._head(state)
         state = self._start(state, "ray", head.command(), head.environment(os.environ))
         self._wait(state, "ray")
-        report(f"Ray is up, dashboard at {state.ray_dashboard_url}")
+        report(f"Ray is up (its own pages: {state.ray_dashboard_url})")
         return state
 
     def _start_control_plane(self, state: StackState, report: Report) -> StackState:
         if state.alive("control-plane"):
             self._wait(state, "control-plane")
-            report(f"The control plane runs already at {state.url}")
+            report(f"The control plane runs already: dashboard and API at {state.url}")
             return state
         report("Starting the control plane")
         [port] = free_ports([port_of(state.url)])
@@ -172,7 +193,7 @@ class Stack:
             environment["SWIFTKV_SERVE_OIDC_FILE"] = str(issuers.absolute())
         state = self._start(state, "control-plane", [sys.executable, "-m", "swiftkv_platform.api"], environment)
         self._wait(state, "control-plane")
-        report(f"The control plane is up at {state.url}")
+        report(f"The control plane is up: dashboard and API at {state.url}")
         return state
 
     def _start(self, state: StackState, name: PartName, command: Sequence[str], env: Mapping[str, str]) -> StackState:
@@ -228,7 +249,10 @@ class Stack:
         if session.is_dir():
             kept = self.logs / "ray-session"
             shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(session, kept, ignore_dangling_symlinks=True)
+            try:
+                shutil.copytree(session, kept, ignore_dangling_symlinks=True)
+            except OSError as error:  # a full disk: stopping goes on
+                get_logger().warning("ray_logs_not_kept", directory=str(kept), error=str(error))
         shutil.rmtree(temp_dir, ignore_errors=True)
 
     def _head(self, state: StackState) -> RayHead:

@@ -43,6 +43,18 @@ def test_packages_that_are_missing_are_named_before_anything_starts(
     assert not home.exists()
 
 
+def test_a_home_or_a_port_that_cannot_be_had_is_said_before_anything_starts(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(StartError, match=r"the home .*file/home cannot be used .*; use another SWIFTKV_HOME"):
+        Stack(Settings(home=blocked / "home", _env_file=None)).up(StackOptions(), print)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=rf"port {port} is taken by another program; use another --port"):
+            Stack(Settings(home=tmp_path / "home", _env_file=None)).up(StackOptions(port=port), print)
+    assert RunDirectory(tmp_path / "home").load() is None
+
+
 def test_the_temp_dir_is_short_enough_for_rays_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 60)
     long.mkdir()

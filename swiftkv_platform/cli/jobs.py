@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -151,7 +152,9 @@ def recipes(url: Url = None, json: Json = False) -> None:
     with connect(url) as client:
         found = client.jobs.recipes()
     columns = ("recipe", "purpose")
-    tell_table(found, columns, lambda recipe: (recipe.id, recipe.description), empty="No recipes.", json=json)
+    tell_table(
+        found, columns, lambda each: (each.id, _first_sentence(each.description)), empty="No recipes.", json=json
+    )
 
 
 @jobs_app.command()
@@ -247,6 +250,10 @@ def spec_change(text: str) -> tuple[str, Any]:
     except yaml.YAMLError as error:
         message = f"--set {path} is {value!r}, which is no YAML: {error}"
         raise InvalidInputError(message, field=path, value=value) from error
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0]
 
 
 def _print_status(job: Job, *, json: bool) -> None:

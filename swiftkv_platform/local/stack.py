@@ -85,8 +85,8 @@ class Stack:
             return self._up(options, report)
         except OSError as error:
             raise StartError(
-                f"the home {self.home} cannot be used ({error.strerror or error}); use another SWIFTKV_HOME, a directory "
-                "that can be written",
+                f"the home {self.home} cannot be used ({error.strerror or error}); use another SWIFTKV_HOME, a "
+                "directory that can be written",
                 field="home",
                 value=str(self.home),
             ) from error

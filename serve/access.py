@@ -31,6 +31,8 @@ class Caller:
 
     tenant: str = ""
     """Tenant of the key; empty where no key is needed."""
+    name: str = ""
+    """Name of the key, likewise."""
     max_priority: int | None = None
     """Highest priority, the lowest number, that it may ask for; None: any."""
     quota: Quota | None = None
@@ -74,7 +76,7 @@ class Gate:
         request.state.quota = quota = self._quotas.of(key)
         if quota is not None and request.method == "POST":
             quota.count_request()
-        return Caller(key.tenant, key.max_priority, quota, path, traceparent)
+        return Caller(key.tenant, key.name, key.max_priority, quota, path, traceparent)
 
     async def let_in(self, request: Request) -> Caller:
         """`admit`, beside the event loop where the issuer of a token may have to be asked. Raises as it does."""

@@ -18,13 +18,14 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.bodies import Bodies, BodyRoute
+from swiftkv_platform.serve.bodies import BodySizes
 from swiftkv_platform.serve.chat import chat_prompt
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
 from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
 from swiftkv_platform.serve.sampling import encodable, prompts_of
 from swiftkv_platform.serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
+from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit
 from swiftkv_platform.web.problems import problem_of
@@ -62,10 +63,11 @@ def create_http_app(
     add_docs(app)
     app.router.route_class = BodyRoute
     app.state.gate = gate = Gate(key_ring, tenant)
-    app.state.bodies = bodies = Bodies(current, max_body_bytes)
-    app.add_middleware(InputGuard, allow_nul=True)  # a prompt may hold any character, and reaches no database
+    sizes = BodySizes(current, max_body_bytes)
+    app.state.bodies = sizes.bodies()
+    app.add_middleware(InputGuard)
     # The last one is the first that a request comes to: what is refused for its size was let in and counted before.
-    app.add_middleware(BodyLimit, max_bytes=lambda _path: bodies.max_bytes, refuse=too_large)
+    app.add_middleware(BodyLimit, max_bytes=lambda _path: sizes.max_bytes, refuse=too_large)
     app.add_middleware(Door, gate=gate, refuse=refusal)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     add_problem_handlers(app)

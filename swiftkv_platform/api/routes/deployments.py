@@ -24,6 +24,7 @@ from swiftkv_platform.api.dependencies import (
     NewestFirst,
     Parts,
     Reader,
+    Streamed,
     TheSettings,
     authorization,
     source_rules,
@@ -38,11 +39,12 @@ from swiftkv_platform.orchestration.limits import DeploymentLimits
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.specs.deployment import DeploymentSpec
+from swiftkv_platform.web.bodies import BodyRoute
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 """Seconds; a replica that is busy keeps silent until the first token."""
 
-router = APIRouter(prefix="/deployments", tags=["deployments"])
+router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=BodyRoute)
 
 
 def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
@@ -126,7 +128,13 @@ def change_deployment(
 
 @router.post("/{deployment_id}/generate", response_class=StreamingResponse)
 async def generate(
-    deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
+    deployment_id: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Asker,
+    settings: TheSettings,
+    _stream: Streamed,
 ) -> StreamingResponse:
     """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
     return await _ask(deployment_id, "/generate", body, request, parts, caller, settings)
@@ -134,7 +142,13 @@ async def generate(
 
 @router.post("/{deployment_id}/chat/completions", response_class=StreamingResponse)
 async def complete_chat(
-    deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
+    deployment_id: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Asker,
+    settings: TheSettings,
+    _stream: Streamed,
 ) -> StreamingResponse:
     """Ask a deployment, as its own `POST /v1/chat/completions` does, with tools for instance: for pages, too."""
     return await _ask(deployment_id, "/v1/chat/completions", body, request, parts, caller, settings)

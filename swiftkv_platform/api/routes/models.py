@@ -27,8 +27,9 @@ from swiftkv_platform.orchestration.parents import copying_spec, publishing_spec
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.specs.publish import PublicationSpec
+from swiftkv_platform.web.bodies import BodyRoute
 
-router = APIRouter(tags=["models"])
+router = APIRouter(tags=["models"], route_class=BodyRoute)
 
 
 def _registry(parts: Parts) -> RegistryService:

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 from openai.types import FileDeleted, FileObject
 
-from swiftkv_platform.api.routes.files import MOST, MOST_OF_A_TENANT, UploadPlaces
+from swiftkv_platform.api.routes.files import upload_places
 from swiftkv_platform.contract.attempts import file_key, new_file_id
 from swiftkv_platform.data.uploads import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
@@ -142,7 +142,7 @@ def test_clients_that_go_away_half_way_leave_neither_file_nor_place(server: Serv
         whole, address = request.read(), (request.url.host, request.url.port or 80)
         head = f"POST /v1/files HTTP/1.1\r\nHost: {url.removeprefix('http://')}\r\n"
         head += f"Content-Type: {request.headers['content-type']}\r\nContent-Length: {len(whole)}\r\n\r\n"
-        for _ in range(2 * MOST_OF_A_TENANT):
+        for _ in range(4):
             with socket.create_connection(address) as connection:
                 connection.sendall(head.encode() + whole[: len(whole) // 2])
         deadline = time.monotonic() + 30.0
@@ -213,18 +213,19 @@ def test_other_sites_pages_upload_nothing(server: Server) -> None:
 
 
 def test_uploads_have_places() -> None:
-    places = UploadPlaces()
+    places = upload_places()
     with ExitStack() as held:
-        for _ in range(MOST_OF_A_TENANT):
-            held.enter_context(places.place("a"))
-        with pytest.raises(OverloadedError, match="of tenant 'a'") as refused, places.place("a"):
+        for key in ("one", "two"):
+            held.enter_context(places.place("a", key))
+        with pytest.raises(OverloadedError, match="tenant 'a' would have 3 uploads") as refused, places.place("a", "x"):
             pass
         assert refused.value.retry_after_s > 1.0
-        for number in range(MOST - MOST_OF_A_TENANT):
-            held.enter_context(places.place(f"t{number}"))
-        with pytest.raises(OverloadedError), places.place("one more"):
+        for number in range(6):
+            held.enter_context(places.place(f"t{number}", "key"))
+        with pytest.raises(OverloadedError, match="all callers"), places.place("one more", "key"):
             pass
-    with places.place("one more"):
+    assert places.taken == 0
+    with places.place("one more", "key"):
         pass
 
 

@@ -119,7 +119,7 @@ class Settings(BaseSettings):
     max_followed_logs_of_key: Annotated[int, Field(ge=1)] = 16
     max_connections: Annotated[int, Field(ge=1)] = 4096
     """Connections at a time, and not more than half of the files that the process may open. One too many takes the
-    place of the one that has been without a request for longest; where all have one, it is answered with 503."""
+    place of the one that has been without a request for longest; where all others have one, it is closed."""
     request_head_timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
     """Seconds that a connection may be open without the whole head of a request."""
     max_file_bytes: Annotated[int, Field(ge=1024)] = 512 << 20

@@ -76,6 +76,15 @@ def test_openais_client_uploads_lists_reads_and_deletes(openai: OpenAI, server: 
     assert server.client.get(f"/v1/files/{made.id}/content").status_code == 404
 
 
+def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
+    """A chat with 900 lists inside each other: in its last message, or beside its messages, maybe as JSON in a text."""
+    lists = f'[{{"a": {"[" * 900}{"]" * 900}}}]'
+    extra = f'"{key}": {json.dumps(lists) if as_text else lists}'
+    inside, beside = ("", f", {extra}") if outside else (f", {extra}", "")
+    turns = f'{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "b"{inside}}}'
+    return f'{{"messages": [{turns}]{beside}}}'.encode()
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
@@ -87,8 +96,15 @@ def test_openais_client_uploads_lists_reads_and_deletes(openai: OpenAI, server: 
         (b'{"text": "x"}\n' * 6, "more than 5 rows"),
         (b"[" * 100_000, "not JSON"),
         (json.dumps({"text": "x", **{f"c{i}": 1 for i in range(64)}}).encode(), "has 65 columns"),
+        (rb'{"text": "x", "\ud800": 1}', r"has the column '\ud800'"),
+        (b'{"text": "x"}\n' + rb'{"text": "x", "a\u0000": 1}', r"line 2 has the column 'a\x00'"),
+        (rb'{"messages": [{"role": "user", "content": "a", "\ud800": "b"}]}', "half of a surrogate pair"),
+        (nested("tool_calls"), "more than 100 deep"),
+        (nested("content"), "only text parts"),
+        (nested("tools", outside=True), "more than 100 deep"),
+        (nested("tools", outside=True, as_text=True), "more than 100 deep"),
     ],
-    ids=range(8),
+    ids=range(15),
 )
 def test_a_row_that_could_not_be_trained_on_is_told_and_nothing_is_kept(start: Start, rows: bytes, told: str) -> None:
     server = start(max_file_rows=5)

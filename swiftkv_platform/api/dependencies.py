@@ -108,6 +108,7 @@ def build_components(settings: Settings) -> Components:
             api_keys_file=settings.serve_api_keys_file,
             access=partial(tenant_access, source_rules(settings), policies),
             oidc_file=settings.serve_oidc_file,
+            allowed_hosts=settings.allowed_hosts,
         ),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),

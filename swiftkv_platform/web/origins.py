@@ -12,7 +12,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _OWN_PAGES = ("same-origin", "none")
 """Values of `Sec-Fetch-Site` of a page of this server, and of a user's own doing."""
 _PORTS = {"http": 80, "https": 443}
@@ -47,12 +46,14 @@ def foreign_host(headers: Headers, allowed: Collection[str], *, unregistered: bo
     host = headers.get("host", "")
     parts = _split(f"http://{host}")
     name = "" if parts is None else (parts.hostname or "").rstrip(".")
-    if name in allowed or (unregistered and _is_unregistered(name)):
+    if name in allowed or (unregistered and is_unregistered(name)):
         return None
-    return f"Host is {_shown(host)}; accepted are {', '.join(sorted(allowed))}"
+    accepted = [*sorted(allowed), *(["addresses and names that nobody can register"] if unregistered else [])]
+    return f"Host is {_shown(host)}; accepted are {', '.join(accepted)}"
 
 
-def _is_unregistered(name: str) -> bool:
+def is_unregistered(name: str) -> bool:
+    """Whether a host is an address, or a name that nobody can register."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

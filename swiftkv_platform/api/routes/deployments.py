@@ -93,14 +93,15 @@ def get_deployment(
 
 @router.get("/{deployment_id}/metrics")
 async def get_deployment_metrics(
-    deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings
+    deployment_id: str, request: Request, parts: Parts, caller: Reader, settings: TheSettings
 ) -> DeploymentMetricsAnswer:
     """Metrics of the deployment's replicas now, for pages that have no Prometheus to ask. None where none runs."""
     found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
     replicas = []
     if found.state.replicas:
         url = DeploymentAnswer.of(found, settings.serve_url).url
-        read = await read_replica_metrics(url, found.state.replicas)
+        key = await run_in_threadpool(authorization, request)
+        read = await read_replica_metrics(url, found.state.replicas, authorization=key)
         replicas = [ReplicaMetricsAnswer(replica=item.replica, values=dict(item.values)) for item in read]
     return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
 
@@ -168,7 +169,7 @@ async def _ask(
     url = DeploymentAnswer.of(found, settings.serve_url).url
     client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
     try:
-        key = authorization(request)  # replicas ask for it where they have the key file
+        key = await run_in_threadpool(authorization, request)  # replicas ask for it where they have the key file
         headers = {} if key is None else {"Authorization": key}
         asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
         answer = await client.send(asked, stream=True)

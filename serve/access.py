@@ -122,7 +122,7 @@ class Door(Middleware):
 
 class HostGuard(Middleware):
     """Refuses requests to another host, where no key keeps pages out that rebind a name of theirs to this address.
-    `allowed`: hosts beside addresses and names that nobody can register."""
+    `allowed`: hosts beside addresses and local names."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str], refuse: Callable[[SwiftKVError, str], ASGIApp]) -> None:
         super().__init__(app)
@@ -130,7 +130,7 @@ class HostGuard(Middleware):
         self._refuse = refuse
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        detail = foreign_host(Headers(scope=scope), self._allowed, unregistered=True)
+        detail = foreign_host(Headers(scope=scope), self._allowed, local_names=True)
         if detail is None:
             await self._app(scope, receive, send)
             return

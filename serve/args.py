@@ -68,8 +68,8 @@ class ReplicaArgs(FiniteModel):
     tenant: str | None = None
     """Tenant whose keys and tokens are answered, where there is a file of either; None: all that they hold."""
     allowed_hosts: tuple[str, ...] = ()
-    """Hosts that requests may be for where there is no file of keys or issuers, beside addresses and names that nobody
-    can register: a web page could lead a browser here under a name of its own."""
+    """Hosts that requests may be for where there is no file of keys or issuers, beside addresses and local
+    names: a web page could lead a browser here under a name of its own."""
     max_body_bytes: Annotated[int, Field(ge=1)] | None = None
     """A larger body of a request is refused; None: what the model's context needs, at most 16 MiB."""
     log_text: bool = False

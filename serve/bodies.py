@@ -1,4 +1,4 @@
-"""How large the bodies of requests may be for the models that are served. Knows no route."""
+"""Limits on the bodies of requests, by the models that are served. Knows no route."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BodySizes:
         return max(map(_max_values, self._versions()), default=MAX_VALUES + MAX_PROMPT_VALUES)
 
     def bodies(self) -> Bodies:
-        """How bodies are read within these limits. A prompt may hold any character, and reaches no database; once it
+        """The reading of bodies within these limits. A prompt may hold any character, and reaches no database; once it
         is parsed, the engine bounds what waits."""
         most = max(MAX_BYTES_AT_ONCE, self._own_max_bytes or 0)
         share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)

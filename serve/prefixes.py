@@ -1,4 +1,4 @@
-"""What Serve's proxy does before it chooses a replica: it hashes a prompt's beginning for the router, in a header, and
+"""Work of Serve's proxy before it chooses a replica: it hashes a prompt's beginning for the router, in a header, and
 keeps the list of routes to itself. Imports no Ray.
 
 Serve's proxy chooses a replica before it has read the body. `proxy_middlewares` (Serve calls it where

@@ -171,7 +171,7 @@ class Settings(BaseSettings):
     `Secure` and sign-ins are counted by the address that they name. Who connects from one of them may name any."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding).
-    Deployments without keys accept these, addresses, and names that nobody can register."""
+    Deployments without keys accept these, addresses, and local names."""
 
     @property
     def resolved_database_url(self) -> str:

@@ -166,7 +166,7 @@ def parents_service(request: Request) -> Parents:
 
 
 def identified(request: Request) -> Principal | None:
-    """Who a request is from, counted once; None where no keys are needed.
+    """The caller of a request, counted once; None where no keys are needed.
 
     Raises `UnauthenticatedError` and `RateLimitedError`.
     """

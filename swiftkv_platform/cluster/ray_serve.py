@@ -19,7 +19,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
-from swiftkv_platform.web.origins import is_unregistered
+from swiftkv_platform.web.origins import is_local_name
 
 APPLICATION = "swiftkv_platform.serve.app:build_app"
 """Import path of the application of every deployment."""
@@ -90,7 +90,7 @@ class RayServe:
         files = {"api_keys_file": api_keys_file, "oidc_file": oidc_file}
         self._files = {name: str(path) for name, path in files.items() if path is not None}
         hosts = {urlsplit(serve_url).hostname or "", *allowed_hosts}
-        self._hosts = () if self._files else tuple(sorted(each for each in hosts if not is_unregistered(each)))
+        self._hosts = () if self._files else tuple(sorted(each for each in hosts if not is_local_name(each)))
         self._access = access
         self._revisions = ServedRevisions(serve_url)
 

@@ -1,4 +1,4 @@
-"""What a control plane says to the replicas of a deployment, beside what Ray hands them."""
+"""Words between a control plane and the replicas of a deployment, beside those that Ray hands on."""
 
 REVISION_HEADER = "x-swiftkv-revision"
 """Header of a control plane's question for a replica's health: the revision that it wants, which strangers, who do not

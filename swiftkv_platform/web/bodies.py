@@ -34,14 +34,14 @@ _LONGEST_READ_S = 60.0
 
 @dataclass(frozen=True)
 class Sender:
-    """Who sends a body, for its share of what is read at a time."""
+    """Sender of a body, by which its share of what is read at a time is counted."""
 
     tenant: str
     key: str
 
 
 class Bodies:
-    """How an application reads bodies.
+    """Reads the bodies of an application.
 
     Args:
         admit: tells who a request is from, and counts it. Raises what refuses it; nothing of the body is read then.

@@ -17,12 +17,12 @@ _OWN_PAGES = ("same-origin", "none")
 _PORTS = {"http": 80, "https": 443}
 _LONGEST_SHOWN = 100
 _NOT_PUBLIC = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
-"""Endings of names that nobody can register."""
+"""Endings of names below domains that are not public."""
 
 
 def foreign_page(headers: Headers, scheme: str) -> str | None:
-    """What says that another server's page has asked; None where nothing does. `scheme`: of the request; behind a proxy
-    that is not trusted it is `http` for pages over https too."""
+    """Return what says that another server's page has asked; None where nothing does. `scheme`: of the request, which
+    behind a proxy that is not trusted is `http` for pages over https too."""
     site = headers.get("sec-fetch-site", "none")
     if site not in _OWN_PAGES:
         return f"Sec-Fetch-Site is {_shown(site)}; requests of web pages are accepted from this server's own alone"
@@ -36,24 +36,25 @@ def foreign_page(headers: Headers, scheme: str) -> str | None:
     return None
 
 
-def foreign_host(headers: Headers, allowed: Collection[str], *, unregistered: bool = False) -> str | None:
-    """What is wrong with `Host`, which a page that rebinds its own name to this address would send; None for nothing.
+def foreign_host(headers: Headers, allowed: Collection[str], *, local_names: bool = False) -> str | None:
+    """Return what is wrong with `Host`, which names another server where a page has rebound its own name to this one;
+    None for nothing.
 
     Args:
         allowed: hosts without ports, in lower case.
-        unregistered: accept addresses, and names that nobody can register, as well: pages cannot rebind them.
+        local_names: accept addresses and local names (without a dot, `.svc`, `.local`) as well: no page has such a one.
     """
     host = headers.get("host", "")
     parts = _split(f"http://{host}")
     name = "" if parts is None else (parts.hostname or "").rstrip(".")
-    if name in allowed or (unregistered and is_unregistered(name)):
+    if name in allowed or (local_names and is_local_name(name)):
         return None
-    accepted = [*sorted(allowed), *(["addresses and names that nobody can register"] if unregistered else [])]
+    accepted = [*sorted(allowed), *(["addresses and local names"] if local_names else [])]
     return f"Host is {_shown(host)}; accepted are {', '.join(accepted)}"
 
 
-def is_unregistered(name: str) -> bool:
-    """Whether a host is an address, or a name that nobody can register."""
+def is_local_name(name: str) -> bool:
+    """Whether a host is an address, or a local name: without a dot, or below a domain that is not public."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -23,7 +23,7 @@ class Share:
 
 
 class Places:
-    """What each key, each tenant and all of them together hold of `what`, within a `Share`."""
+    """Amounts of `what` that each key, each tenant and all of them together hold, within a `Share`."""
 
     def __init__(self, what: str, share: Share, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
         self._what = what
@@ -78,7 +78,7 @@ class Places:
 
 
 class Place:
-    """What one request holds."""
+    """Amount that one request holds."""
 
     def __init__(self, places: Places, tenant: str, key: str) -> None:
         self._places = places

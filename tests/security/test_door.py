@@ -1,4 +1,4 @@
-"""What comes before a body is parsed, at both applications: the caller, its rate, the size and the number of values."""
+"""Steps before a body is parsed, at both applications: the caller, its rate, the size and the number of values."""
 
 from __future__ import annotations
 

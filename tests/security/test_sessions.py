@@ -213,7 +213,7 @@ def test_another_origins_page_changes_nothing_with_the_cookie(house: House, head
         refused = house.client.request(method, path, headers=headers, **content)
         assert (refused.status_code, "origin_not_allowed" in refused.text) == (403, True), (path, refused.text)
     signed_in = house.client.post("/session", json={"api_key": house.token}, headers=headers)
-    assert signed_in.status_code == 403, "nor does it sign a browser in as somebody else"
+    assert signed_in.status_code == 403, "nor does it sign a browser in as another"
     assert house.client.get("/jobs").json()["data"] == house.client.get("/v1/files").json()["data"] == []
     key = {"authorization": f"Bearer {house.token}", **headers}
     assert house.client.post("/jobs", json=SPEC, headers=key).status_code == 201, "a key in a header is no browser's"

@@ -61,7 +61,7 @@ def test_a_conversation_goes_on_where_it_began() -> None:
     ("path", "root_path", "status"),
     [("/-/routes", "", 404), ("/p/-/routes", "/p", 404), ("/-/healthz", "", 200), ("/t/acme/-/routes", "", 200)],
 )
-async def test_the_proxy_tells_nobody_what_routes_there_are(path: str, root_path: str, status: int) -> None:
+async def test_the_proxy_does_not_tell_what_routes_there_are(path: str, root_path: str, status: int) -> None:
     app: Any = PlainTextResponse("Ray's own")
     for middleware in proxy_middlewares():  # as Serve applies them
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)

@@ -67,6 +67,9 @@ class ReplicaArgs(FiniteModel):
     """YAML file of issuers whose tokens with the scope `generate` are answered; with neither file, every request is."""
     tenant: str | None = None
     """Tenant whose keys and tokens are answered, where there is a file of either; None: all that they hold."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Hosts that requests may be for where there is no file of keys or issuers, beside addresses and local
+    names: a web page could lead a browser here under a name of its own."""
     max_body_bytes: Annotated[int, Field(ge=1)] | None = None
     """A larger body of a request is refused; None: what the model's context needs, at most 16 MiB."""
     log_text: bool = False

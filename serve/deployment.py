@@ -50,7 +50,11 @@ class Replica:
         )
         credentials = open_credentials(keys, issuers)
         return create_http_app(
-            self._current, key_ring=credentials, tenant=self._args.tenant, max_body_bytes=self._args.max_body_bytes
+            self._current,
+            key_ring=credentials,
+            tenant=self._args.tenant,
+            max_body_bytes=self._args.max_body_bytes,
+            allowed_hosts=self._args.allowed_hosts,
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

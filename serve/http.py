@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Header, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BeforeValidator, FailFast
 from sse_starlette import EventSourceResponse
 
-from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.contract.serving import REVISION_HEADER
+from swiftkv_platform.errors import EngineDeadError, InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Authenticator
-from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, TheCaller
+from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, HostGuard, MustSee, Sees, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.bodies import Bodies, BodyRoute
+from swiftkv_platform.serve.bodies import BodySizes
 from swiftkv_platform.serve.chat import chat_prompt
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
 from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
 from swiftkv_platform.serve.sampling import encodable, prompts_of
 from swiftkv_platform.serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
+from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit
 from swiftkv_platform.web.problems import problem_of
@@ -49,9 +52,10 @@ def create_http_app(
     key_ring: Authenticator | None = None,
     tenant: str | None = None,
     max_body_bytes: int | None = None,
+    allowed_hosts: Sequence[str] = (),
 ) -> FastAPI:
     """The application of one replica; with a key ring nothing is answered without a key (of `tenant`, if one is given)
-    but `/health`, `/metrics`. `max_body_bytes`: see `ReplicaArgs`."""
+    but that it is alive, at `/health`. `max_body_bytes`, `allowed_hosts`: see `ReplicaArgs`."""
     app = FastAPI(
         title="SwiftKV serve",
         license_info=LICENSE,
@@ -62,11 +66,14 @@ def create_http_app(
     add_docs(app)
     app.router.route_class = BodyRoute
     app.state.gate = gate = Gate(key_ring, tenant)
-    app.state.bodies = bodies = Bodies(current, max_body_bytes)
-    app.add_middleware(InputGuard, allow_nul=True)  # a prompt may hold any character, and reaches no database
+    sizes = BodySizes(current, max_body_bytes)
+    app.state.bodies = sizes.bodies()
+    app.add_middleware(InputGuard)
     # The last one is the first that a request comes to: what is refused for its size was let in and counted before.
-    app.add_middleware(BodyLimit, max_bytes=lambda _path: bodies.max_bytes, refuse=too_large)
+    app.add_middleware(BodyLimit, max_bytes=lambda _path: sizes.max_bytes, refuse=too_large)
     app.add_middleware(Door, gate=gate, refuse=refusal)
+    if gate.is_open:
+        app.add_middleware(HostGuard, allowed=allowed_hosts, refuse=refusal)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     add_problem_handlers(app)
     app.include_router(openai_router(current))
@@ -129,10 +136,22 @@ def create_http_app(
         return await version.engine.readers.run_unadmitted(decode, len(tokens))
 
     @app.get("/health", openapi_extra=OPEN)
-    async def health() -> dict[str, object]:
-        """Models that are served, while they are, and the state of a swap."""
+    async def health(sees: Sees, revision: Annotated[str, Header(alias=REVISION_HEADER)] = "") -> dict[str, object]:
+        """Whether a model is served; to callers of its tenant also which, and the state of a swap.
+
+        A control plane, which has no key, names the revision that it wants: strangers do not know it.
+        """
         version, candidate = current.version, current.version.candidate
-        version.check_health()
+        wanted = current.swap.revision
+        sees = sees or (wanted != "" and compare_digest(revision.encode(), wanted.encode()))
+        try:
+            version.check_health()
+        except EngineDeadError as error:
+            if sees:
+                raise
+            raise EngineDeadError("the engine runs no more") from error
+        if not sees:
+            return {"status": "ok"}
         return {
             "status": "ok",
             **version.card.model_dump(),
@@ -141,9 +160,9 @@ def create_http_app(
             "swap": current.swap.model_dump(),
         }
 
-    @app.get("/metrics", openapi_extra=OPEN)
-    async def metrics() -> Response:
-        """Prometheus metrics of this replica."""
+    @app.get("/metrics")
+    async def metrics(_sees: MustSee) -> Response:
+        """Prometheus metrics of this replica, for callers of its tenant."""
         return Response(current.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app

@@ -1,4 +1,5 @@
-"""Hashes of a prompt's beginning for Serve's router, in a header that the proxy adds. Imports no Ray.
+"""Work of Serve's proxy before it chooses a replica: it hashes a prompt's beginning for the router, in a header, and
+keeps the list of routes to itself. Imports no Ray.
 
 Serve's proxy chooses a replica before it has read the body. `proxy_middlewares` (Serve calls it where
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it) reads its beginning first. Where it is not named, requests go to
@@ -14,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware as Installed
+from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from swiftkv_platform.web.middleware import Middleware
@@ -32,6 +34,7 @@ MAX_SESSION_LENGTH = 128
 MAX_PREFIXES = 1 << 16
 """Prefixes remembered; the one that was not seen for longest is forgotten."""
 
+_NOT_FOUND = PlainTextResponse("there is no such path", 404)
 _ASKS = ("/generate", "/completions")
 _PROMPT = re.compile(rb'"(?:prompt|messages)"\s*:\s*')
 _PRINT = "[0-9a-f]{1,12}"
@@ -40,7 +43,7 @@ _PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
 
 def proxy_middlewares() -> list[Installed]:
     """Middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
-    return [Installed(PrefixHeader)]
+    return [Installed(RoutesGuard), Installed(PrefixHeader)]
 
 
 def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
@@ -70,6 +73,14 @@ def from_header(value: str) -> list[str]:
     if _PRINTS.fullmatch(value):
         return value.split(".")
     return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []
+
+
+class RoutesGuard(Middleware):
+    """Answers nothing at Ray's `/-/routes`, which lists the deployments of all tenants to anyone."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        await (_NOT_FOUND if path == "/-/routes" else self._app)(scope, receive, send)
 
 
 class PrefixHeader(Middleware):

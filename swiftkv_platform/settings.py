@@ -106,6 +106,22 @@ class Settings(BaseSettings):
     """`training.batch_size`, and rows of one worker's pass, that a job may ask for."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
+    max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = 32 << 20
+    """Bytes of bodies that are read, or whose requests are not answered yet, at a time; a tenant has a quarter, a key
+    an eighth, and more of them are answered with 429. Uploads of files have places of their own."""
+    max_streams: Annotated[int, Field(ge=1)] = 512
+    """Answers that go on for long at a time: event streams, logs, files, answers of deployments; more get 429."""
+    max_streams_of_tenant: Annotated[int, Field(ge=1)] = 128
+    max_streams_of_key: Annotated[int, Field(ge=1)] = 64
+    max_followed_logs: Annotated[int, Field(ge=1)] = 64
+    """Logs that are followed at a time, which are streams too; each holds a connection to Ray."""
+    max_followed_logs_of_tenant: Annotated[int, Field(ge=1)] = 32
+    max_followed_logs_of_key: Annotated[int, Field(ge=1)] = 16
+    max_connections: Annotated[int, Field(ge=1)] = 4096
+    """Connections at a time, and not more than half of the files that the process may open. One too many takes the
+    place of the one that has been without a request for longest; where all others have one, it is closed."""
+    request_head_timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
+    """Seconds that a connection may be open without the whole head of a request."""
     max_file_bytes: Annotated[int, Field(ge=1024)] = 512 << 20
     """Bytes of one uploaded file; the tenants file may allow less. Uploads pass through the temporary directory."""
     max_file_rows: Annotated[int, Field(ge=1)] = 1_000_000
@@ -150,11 +166,12 @@ class Settings(BaseSettings):
     """Requests of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600
     """Seconds from a sign-in to the dashboard to the end of that session."""
-    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    trusted_proxies: tuple[str, ...] = ()
     """Addresses and networks (`10.0.0.0/8`) whose `X-Forwarded-Proto` and `X-Forwarded-For` are believed: cookies are
-    `Secure` and sign-ins are counted by the address that they name."""
+    `Secure` and sign-ins are counted by the address that they name. Who connects from one of them may name any."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
-    """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding)."""
+    """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding).
+    Deployments without keys accept these, addresses, and local names."""
 
     @property
     def resolved_database_url(self) -> str:

@@ -7,18 +7,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
-    """The application on a port of its own, in this process."""
+def serving(app: ASGIApp, **options: Any) -> Iterator[str]:
+    """The application on a port of its own, in this process. `options`: of uvicorn."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="on"))
+    chosen = {**options, "host": "127.0.0.1", "port": port, "log_level": "warning", "lifespan": "on"}
+    server = uvicorn.Server(uvicorn.Config(app, **chosen))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

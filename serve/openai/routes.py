@@ -19,13 +19,13 @@ from sse_starlette import EventSourceResponse
 from swiftkv_platform.errors import NotFoundError, SwiftKVError
 from swiftkv_platform.serve.access import Caller, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.bodies import BodyRoute
 from swiftkv_platform.serve.chat import chat_prompt
 from swiftkv_platform.serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 from swiftkv_platform.serve.sampling import prompts_of
 from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
 from swiftkv_platform.serve.tools.calling import tool_calling
+from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import openai_error, problem_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,9 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.audit import Audit, Floods
 from swiftkv_platform.api.dependencies import (
+    SIGN_IN_PATH,
     Components,
+    admit,
     build_components,
     prices,
     retention,
@@ -26,7 +28,7 @@ from swiftkv_platform.api.dependencies import (
     webhook_rules,
 )
 from swiftkv_platform.api.following import Followers, Watches
-from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
+from swiftkv_platform.api.guards import OriginGuard, PageGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.instruments import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import (
@@ -43,7 +45,6 @@ from swiftkv_platform.api.routes import (
     quota,
     recipes,
 )
-from swiftkv_platform.api.routes.files import UploadPlaces
 from swiftkv_platform.api.sessions import KeyUses, Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.access import SqlAudit, SqlKeyUses, SqlSessions
@@ -69,8 +70,10 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.sweeping import StoredObjects
 from swiftkv_platform.traces import Spans, configured_provider
+from swiftkv_platform.web.bodies import Bodies
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PageFiles, RequestTimes
+from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.rate_limits import RateLimit
 from swiftkv_platform.web.swagger import LICENSE, add_docs
@@ -79,6 +82,7 @@ _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
 """Sign-ins of one address in a minute."""
 _SIGN_INS_AT_ONCE = 10
+_SIGN_IN_BYTES = 1 << 16
 _JOBS_AT_ONCE = 16
 """Jobs that the reconciler looks at, or submits, at the same time."""
 LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
@@ -117,10 +121,14 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.floods = Floods(parts.clock)
         app.state.watches = Watches(parts.jobs, parts.clock)
         app.state.followers = Followers(app.state.watches.events)
-        app.state.log_followers = LogFollowers(parts)
+        app.state.streams = Places(
+            "streams",
+            Share(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams),
+        )
+        app.state.log_followers = LogFollowers(parts, _followed_logs(settings))
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
-        app.state.upload_places = UploadPlaces()
+        app.state.upload_places = files.upload_places()
         operator_files = _operator_files(credentials, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
         app.state.metrics = CollectorRegistry()
@@ -151,11 +159,14 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         },
     )
     error_handlers.install(app)
+    app.state.bodies = Bodies(admit, _body_share(settings))
     app.add_middleware(InputGuard)
-    most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES}
+    most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
     app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes), refuse=too_large)
     if credentials is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
+    else:
+        app.add_middleware(PageGuard)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(Audit)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
@@ -179,6 +190,15 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
     add_docs(app)
     return app
+
+
+def _body_share(settings: Settings) -> Share:
+    most = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
+    return Share(of_key=most // 8, of_tenant=most // 4, of_all=most)
+
+
+def _followed_logs(settings: Settings) -> Share:
+    return Share(settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs)
 
 
 def _reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:

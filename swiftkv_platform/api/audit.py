@@ -30,8 +30,8 @@ from swiftkv_platform.web.rate_limits import RateLimit
 
 REQUEST_ID_HEADER = "X-Request-ID"
 _LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
-_ASKING = frozenset({"/jobs/validate", "/deployments/{deployment_id}/generate"})
-"""Routes that are `POST`ed to and change nothing."""
+_ASKING = frozenset({"/jobs/validate"})
+"""Routes that are `POST`ed to with a right to change something, and change nothing."""
 _REFUSALS = frozenset({401, 403, 429})
 _PER_ADDRESS, _PER_ADDRESS_AT_ONCE = 30, 20
 """Refusals of one address that are written in a minute."""
@@ -59,6 +59,7 @@ class AuditRecord:
         )
         self._is_open = False
         self._is_stored = False
+        self._only_asks = False
 
     def identify(self, request: Request, principal: Principal | None, *, name: str, tenant: str) -> None:
         """Name the caller and what it asks."""
@@ -77,10 +78,13 @@ class AuditRecord:
     @property
     def changes(self) -> bool:
         """Whether the route changes something."""
-        return self.entry.method not in _LOOKING and self.entry.route not in (*_ASKING, _NO_ROUTE)
+        asks = self._only_asks or self.entry.method in _LOOKING
+        return not asks and self.entry.route not in (*_ASKING, _NO_ROUTE)
 
-    def open(self) -> None:
-        """Let the next transaction carry the entry: the caller is let in."""
+    def open(self, *, only_asks: bool = False) -> None:
+        """Let the next transaction carry the entry: the caller is let in. `only_asks`: to a route that changes
+        nothing, whatever its method."""
+        self._only_asks = only_asks
         self._is_open = self.changes
 
     def close(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
+from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api.audit import record_of
 from swiftkv_platform.api.following import Watches
@@ -35,18 +36,23 @@ from swiftkv_platform.orchestration.retention import Kind, Retention
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
-from swiftkv_platform.security.principals import Authenticator, Scope
+from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.traces import Spans
+from swiftkv_platform.web.bodies import Sender
+from swiftkv_platform.web.places import Places
 
 SESSION_COOKIE = "swiftkv_session"
 """Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
 _LOCAL_CALLER = Caller(tenant="default", name="local")
 """Caller of every request while no API key is configured."""
+_CHANGING = frozenset({Scope.JOBS_WRITE, Scope.DEPLOY})
+"""Scopes of routes that change something."""
+SIGN_IN_PATH = "/session"
 _WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each. Ray shows these
 variables, so they hold no secrets."""
@@ -102,6 +108,7 @@ def build_components(settings: Settings) -> Components:
             api_keys_file=settings.serve_api_keys_file,
             access=partial(tenant_access, source_rules(settings), policies),
             oidc_file=settings.serve_oidc_file,
+            allowed_hosts=settings.allowed_hosts,
         ),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
@@ -158,28 +165,72 @@ def parents_service(request: Request) -> Parents:
     return Parents(parts.jobs, parts.registry, parts.attempts)
 
 
+def identified(request: Request) -> Principal | None:
+    """The caller of a request, counted once; None where no keys are needed.
+
+    Raises `UnauthenticatedError` and `RateLimitedError`.
+    """
+    authenticator: Authenticator | None = request.app.state.authenticator
+    record = record_of(request)
+    if authenticator is None:
+        record.identify(request, None, name=_LOCAL_CALLER.name, tenant=_LOCAL_CALLER.tenant)
+        return None
+    if not hasattr(request.state, "principal"):
+        key = request.state.principal = authenticator.authenticate(authorization(request))
+        record.identify(request, key, name=key.name, tenant=key.tenant)
+        request.app.state.rate_limit.take(key.name)
+        request.app.state.key_uses.note(key)
+    principal: Principal = request.state.principal
+    return principal
+
+
+async def admit(request: Request) -> Sender:
+    """Let a request in before its body is read. Raises as `identified`, and for sign-ins as `sign_ins.take`."""
+    if request.url.path == SIGN_IN_PATH:
+        address = request.client.host if request.client else "unknown"
+        if request.app.state.authenticator is not None:
+            request.app.state.sign_ins.take(address)
+        return Sender("", address)
+    key = await run_in_threadpool(identified, request)
+    caller = _LOCAL_CALLER if key is None else Caller(key.tenant, key.name)
+    return Sender(caller.tenant, caller.name)
+
+
 def get_caller(
     request: Request,
     scopes: SecurityScopes,
     _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
 ) -> Caller:
     """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
-    authenticator: Authenticator | None = request.app.state.authenticator
-    record = record_of(request)
-    if authenticator is None:
-        record.identify(request, None, name=_LOCAL_CALLER.name, tenant=_LOCAL_CALLER.tenant)
-        record.open()
-        return _LOCAL_CALLER
-    key = request.state.principal = authenticator.authenticate(authorization(request))
-    record.identify(request, key, name=key.name, tenant=key.tenant)
-    request.app.state.rate_limit.take(key.name)
-    request.app.state.key_uses.note(key)
-    for scope in scopes.scopes:
-        key.require(Scope(scope))
-    record.open()
-    if request.method not in ("GET", "HEAD"):
-        get_logger().info("audit", tenant=key.tenant, key=key.name, method=request.method, path=request.url.path)
-    return Caller(tenant=key.tenant, name=key.name)
+    key = identified(request)
+    if key is not None:
+        for scope in scopes.scopes:
+            key.require(Scope(scope))
+        if request.method not in ("GET", "HEAD"):
+            get_logger().info("audit", tenant=key.tenant, key=key.name, method=request.method, path=request.url.path)
+    record_of(request).open(only_asks=_CHANGING.isdisjoint(map(Scope, scopes.scopes)))
+    caller = request.state.caller = _LOCAL_CALLER if key is None else Caller(tenant=key.tenant, name=key.name)
+    return caller
+
+
+async def hold_stream(request: Request) -> AsyncIterator[None]:
+    """Hold one of the caller's streams until the answer is sent. Raises `OverloadedError`.
+
+    A route's caller comes before it in the parameters. Routes that answer with a stream of events where one is wanted
+    hold none for a page of them.
+    """
+    caller: Caller = request.state.caller
+    streams: Places = request.app.state.streams
+    if request.scope["route"].path.endswith("/events") and not wants_events(request):
+        yield
+        return
+    with streams.place(caller.tenant, caller.name):
+        yield
+
+
+def wants_events(request: Request) -> bool:
+    """Whether the caller accepts a stream of events."""
+    return "text/event-stream" in request.headers.get("accept", "")
 
 
 def authorization(request: Request) -> str | None:
@@ -232,4 +283,5 @@ Writer = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
 Asker = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
 Deployer = Annotated[Caller, Security(get_caller, scopes=[Scope.DEPLOY])]
 NewestFirst = Annotated[Page, Depends(paged(20, "desc"))]
+Streamed = Annotated[None, Depends(hold_stream)]
 OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]

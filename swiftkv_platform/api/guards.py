@@ -5,24 +5,37 @@ Without API keys, any web page that a user of this machine opens could submit a 
 host name to the loopback address. So the Host header must name this server, a browser's Origin must be this server, and
 a body must be JSON, which a page cannot send elsewhere without asking first. Where files are uploaded a body is a form,
 which a page can send: there the browser must not say that another site's page does (`Sec-Fetch-Site`).
+
+With keys, a browser shows its session in a cookie, which a page of a sibling origin makes it send as well. So what
+changes something without an `Authorization` of its own must come from this server's pages. Programs are unaffected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv_platform.web.middleware import Middleware
+from swiftkv_platform.web.origins import foreign_host, foreign_page
 from swiftkv_platform.web.problems import error_response, make_problem
 
 _JSON = "application/json"
 _FORM = "multipart/form-data"
-_OWN_PAGES = ("same-origin", "none")
-"""Values of `Sec-Fetch-Site` of a page of this server, and of a user's own doing."""
+_LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class PageGuard(Middleware):
+    """Refuses what another site's page makes a browser send in the name of the session in its cookie."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        # Whoever signs in shows no key yet, and another's page must not sign a browser in either.
+        asks = scope["method"] not in _LOOKING and "authorization" not in headers
+        detail = foreign_page(headers, scope["scheme"]) if asks else None
+        await (self._app if detail is None else _refused(scope, detail))(scope, receive, send)
 
 
 class OriginGuard(Middleware):
@@ -39,26 +52,24 @@ class OriginGuard(Middleware):
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers, path = Headers(scope=scope), scope["path"]
-        host = headers.get("host", "")
-        if (urlsplit(f"//{host}").hostname or "") not in self._allowed_hosts:
-            accepted = ", ".join(sorted(self._allowed_hosts))
-            return error_response(
-                make_problem(path, 403, "host_not_allowed", f"Host is {host!r}; accepted are {accepted}")
-            )
-        origin = headers.get("origin")
-        if origin is not None and origin != f"{scope['scheme']}://{host}":
-            detail = f"Origin is {origin!r}; requests of web pages are accepted from this server's own alone"
-            return error_response(make_problem(path, 403, "origin_not_allowed", detail))
+        detail = foreign_host(headers, self._allowed_hosts)
+        if detail is not None:
+            return _refused(scope, detail, "host_not_allowed")
+        asks = scope["method"] not in _LOOKING or "origin" in headers  # a link on another's page may lead here
+        detail = foreign_page(headers, scope["scheme"]) if asks else None
+        if detail is not None:
+            return _refused(scope, detail)
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         wanted = _FORM if path in self._forms else _JSON
-        if wanted == _FORM and headers.get("sec-fetch-site", "none") not in _OWN_PAGES:
-            detail = "Sec-Fetch-Site is that of another site's page; requests of this server's own are accepted"
-            return error_response(make_problem(path, 403, "origin_not_allowed", detail))
         if has_body and kind != wanted:
             detail = f"Content-Type is {kind or 'missing'!r}; only {wanted} is accepted"
             return error_response(make_problem(path, 415, "content_type_not_allowed", detail))
         return None
+
+
+def _refused(scope: Scope, detail: str, code: str = "origin_not_allowed") -> Response:
+    return error_response(make_problem(scope["path"], 403, code, detail))
 
 
 _HEADERS = {

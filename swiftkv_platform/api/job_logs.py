@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.errors import ClusterUnavailableError, RateLimitedError
+from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.job import Job
+from swiftkv_platform.web.places import Places, Share
 
-MOST_FOLLOWERS = 64
-"""Most followers of one process; each holds a connection to Ray."""
 _POLL_S = 0.5
 
 
@@ -62,24 +61,10 @@ def _live(parts: Components, job: Job, number: int, *, tail_lines: int | None = 
 class LogFollowers:
     """The followers of logs through this process. Belongs to one event loop."""
 
-    def __init__(self, parts: Components) -> None:
+    def __init__(self, parts: Components, share: Share) -> None:
         self._parts = parts
-        self._following = 0
-
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """A follower's place. Raises `RateLimitedError` where all are taken."""
-        if self._following >= MOST_FOLLOWERS:
-            raise RateLimitedError(
-                f"{self._following} logs are followed through this control plane already; read it without `follow`, "
-                "or try again later",
-                field="follow",
-            )
-        self._following += 1
-        try:
-            yield
-        finally:
-            self._following -= 1
+        self.places = Places("followed logs", share)
+        """Places of followers; each holds a connection to Ray."""
 
     async def follow(self, job_id: str, tenant: str, *, offset: int = 0) -> AsyncIterator[bytes]:
         """The logs from byte `offset` on, as they are written, until the job has ended."""

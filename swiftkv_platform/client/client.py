@@ -264,7 +264,7 @@ class Models:
             self._transport.request("DELETE", f"/models/{model_id}", repeatable=True)
 
     def aliases(self) -> builtins.list[Alias]:
-        """List the model that each alias stands for, and its history."""
+        """List the model that each alias stands for, and the newest changes of it; `alias` has them all."""
         return [Alias.model_validate(row) for row in rows(self._transport, "/aliases", {}, None)]
 
     def alias(self, alias: str) -> Alias:

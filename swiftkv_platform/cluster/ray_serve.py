@@ -19,6 +19,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
+from swiftkv_platform.web.origins import is_local_name
 
 APPLICATION = "swiftkv_platform.serve.app:build_app"
 """Import path of the application of every deployment."""
@@ -66,6 +67,7 @@ class RayServe:
             first `apply` starts Serve, not later.
         api_keys_file: of hashed keys, as the cluster's machines see it; None: replicas know no key.
         oidc_file: of trusted issuers, seen likewise; with neither, replicas let in all callers.
+        allowed_hosts: hosts that clients may ask deployments by, beside that of `serve_url`, where there are no keys.
         access: sources that a tenant's deployments may read the base models of adapters from.
 
     Raises:
@@ -79,6 +81,7 @@ class RayServe:
         *,
         api_keys_file: Path | None = None,
         oidc_file: Path | None = None,
+        allowed_hosts: Sequence[str] = (),
         access: TenantAccess = lambda _: OPEN,
     ) -> None:
         host, port = http_address(serve_url)
@@ -86,6 +89,8 @@ class RayServe:
         self._http_options = {"host": host, "port": port}
         files = {"api_keys_file": api_keys_file, "oidc_file": oidc_file}
         self._files = {name: str(path) for name, path in files.items() if path is not None}
+        hosts = {urlsplit(serve_url).hostname or "", *allowed_hosts}
+        self._hosts = () if self._files else tuple(sorted(each for each in hosts if not is_local_name(each)))
         self._access = access
         self._revisions = ServedRevisions(serve_url)
 
@@ -93,7 +98,8 @@ class RayServe:
         config = {
             "http_options": self._http_options,
             "applications": [
-                _application(deployment, self._files, self._access(deployment.tenant)) for deployment in deployments
+                _application(deployment, self._files, self._access(deployment.tenant), self._hosts)
+                for deployment in deployments
             ],
         }
         self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
@@ -129,13 +135,17 @@ class RayServe:
         return replace(state, load_seconds=loaded)
 
 
-def _application(deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = OPEN) -> dict[str, Any]:
+def _application(
+    deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = OPEN, hosts: Sequence[str] = ()
+) -> dict[str, Any]:
     """A deployment in Serve's config; the application's name is the deployment's id.
 
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
     below.
     """
-    keys = {**files, "tenant": deployment.tenant} if files else {}
+    keys: dict[str, Any] = {**files, "tenant": deployment.tenant} if files else {}
+    if hosts:
+        keys["allowed_hosts"] = list(hosts)
     return {
         "name": deployment.id,
         "route_prefix": deployment.route_prefix,

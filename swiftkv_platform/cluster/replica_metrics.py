@@ -28,18 +28,22 @@ class ReplicaMetrics:
     labels, buckets left out."""
 
 
-async def read_replica_metrics(url: str, num_replicas: int) -> list[ReplicaMetrics]:
+async def read_replica_metrics(
+    url: str, num_replicas: int, *, authorization: str | None = None
+) -> list[ReplicaMetrics]:
     """The metrics of as many replicas as answer, by name.
 
     Args:
         url: of the deployment.
         num_replicas: how many there are; the proxy is asked until all have been met, or often enough.
+        authorization: header of who asks; replicas with keys show their metrics to their tenant.
 
     Raises:
         ClusterUnavailableError: nothing answers.
     """
     found: dict[str, ReplicaMetrics] = {}
-    async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False) as client:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False, headers=headers) as client:
         for _ in range(max(1, min(4 * num_replicas, _MOST_ASKED))):
             try:
                 answer = await client.get(f"{url}/metrics")

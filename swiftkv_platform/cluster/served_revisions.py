@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from swiftkv_platform.contract.serving import REVISION_HEADER
+
 _TIMEOUT = httpx.Timeout(2.0)
 """Seconds; the reconciler's round waits meanwhile."""
 
@@ -75,9 +77,11 @@ class ServedRevisions:
         for _ in range(min(4 * len(replicas), _MOST_ASKED)):
             if progress.settled.keys() >= set(replicas):
                 break
-            said = self._health(route_prefix)
+            said = self._health(route_prefix, progress.revision)
             if said is None:
                 break
+            if "swap" not in said:  # a replica that has not heard of the revision yet
+                continue
             swap = said["swap"]
             if swap["revision"] == progress.revision and swap["status"] != "loading":
                 progress.settle(said["replica"], swap, said.get("load_seconds", {}))  # older ones tell no seconds
@@ -86,11 +90,12 @@ class ServedRevisions:
     def close(self) -> None:
         self._http.close()
 
-    def _health(self, route_prefix: str) -> dict[str, Any] | None:
+    def _health(self, route_prefix: str, revision: str) -> dict[str, Any] | None:
         """Return the `/health` document of some replica; None if none answers."""
+        url = f"{self._url}{route_prefix.rstrip('/')}/health"
         try:
-            response = self._http.get(f"{self._url}{route_prefix.rstrip('/')}/health")
+            response = self._http.get(url, headers={REVISION_HEADER: revision})
             document: dict[str, Any] = response.json() if response.is_success else {}
         except (httpx.HTTPError, ValueError):
             return None
-        return document if "swap" in document else None
+        return document or None

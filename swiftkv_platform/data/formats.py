@@ -14,6 +14,9 @@ Row = dict[str, Any]
 Message = dict[str, Any]
 """`role`, `content` (str; None of a call without words) and whatever else a chat template may read, as `tool_calls`."""
 
+MAX_DEPTH = 100
+"""Lists and objects inside each other in a message or a tool."""
+
 
 class RowError(ValueError):
     """A row that its format cannot read; the caller knows which row of what it is."""
@@ -120,12 +123,15 @@ def _message_text(value: Any) -> str:
     return "".join(parts)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Columns give every message the keys of all messages; those it does not have are null."""
+def _without_nulls(value: Any, depth: int = 0) -> Any:
+    """Columns give every message the keys of all messages; those it does not have are null. Raises `RowError` for what
+    templates could not walk."""
+    if depth > MAX_DEPTH:
+        raise RowError(f"a message or tool has lists and objects more than {MAX_DEPTH} deep; use fewer")
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_without_nulls(item, depth + 1) for item in value]
     return value
 
 

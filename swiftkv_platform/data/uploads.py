@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swiftkv_platform.data.files import parse_line
 from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Row, RowError, content_digest, find_format
-from swiftkv_platform.errors import DataError
+from swiftkv_platform.errors import DataError, lone_surrogate
 
 LONGEST_ROW = 4 << 20
 """Bytes of a line; rows that teach a model of a million tokens fit."""
@@ -96,6 +96,13 @@ def _check_row(row: Row, name: str, number: int, field: str) -> str:
             value=f"{name}:{number}",
         )
     columns = tuple(row)
+    unusable = next((each for each in columns if lone_surrogate(each) is not None or "\0" in each), None)
+    if unusable is not None:
+        raise DataError(
+            f"{place} has the column {unusable!a}, which no text holds; use whole characters other than NUL",
+            field=field,
+            value=f"{name}:{number}",
+        )
     prompts = all(each.match(columns) is None for each in FORMATS)
     formats = PROMPT_FORMATS if prompts else FORMATS
     try:
@@ -104,7 +111,7 @@ def _check_row(row: Row, name: str, number: int, field: str) -> str:
         raise DataError(error.message, field=field, value=error.value) from error
     try:
         content_digest(reader(row))
-    except RowError as error:
+    except (RowError, RecursionError) as error:  # the message about a value that is nested as deeply as can be parsed
         message = f"{place}, read as {reader.format.name}: {error}"
         raise DataError(message, field=field, value=f"{name}:{number}") from error
     return _PROMPTS if prompts else reader.format.name

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.database.paging import Store, owned, page_of, readable, unreadable, value_of
+from swiftkv_platform.database.paging import Store, fetch, owned, page_of, readable, unreadable, value_of
 from swiftkv_platform.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.orchestration.demand import Demand
@@ -216,6 +216,26 @@ class SqlRegistry(SqlCatalog):
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
         with self._database.reading() as session:
             return promotions_of(session, tenant, alias)
+
+    def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
+        query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
+        rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
+        with self._database.reading() as session:
+            names = fetch(session, query, PromotionRow.alias, page, after=page.after)
+            ranked = select(PromotionRow.sequence, rank.label("rank")).where(
+                PromotionRow.tenant == tenant, PromotionRow.alias.in_(names.items)
+            )
+            kept = ranked.subquery()
+            rows = session.scalars(
+                select(PromotionRow)
+                .join(kept, kept.c.sequence == PromotionRow.sequence)
+                .where(kept.c.rank <= newest)
+                .order_by(PromotionRow.sequence)
+            )
+            found: dict[str, list[Promotion]] = {name: [] for name in names.items}
+            for row in rows:
+                found[row.alias].append(value_of(Promotion, row))
+        return Slice(list(found.values()), has_more=names.has_more)
 
     def promote(
         self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change

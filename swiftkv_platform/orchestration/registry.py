@@ -14,7 +14,7 @@ from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundEr
 from swiftkv_platform.orchestration.changes import Expected
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model, new_id
-from swiftkv_platform.orchestration.ports import Clock
+from swiftkv_platform.orchestration.ports import Clock, Page, Slice
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
@@ -55,6 +55,10 @@ class Registry(Protocol):
 
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
         """Promotions in the order in which they happened."""
+        ...
+
+    def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
+        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
         ...
 
     def promote(

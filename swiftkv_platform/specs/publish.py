@@ -30,6 +30,9 @@ class WebhookSpec(FrozenModel):
     @field_validator("url")
     @classmethod
     def _is_plain(cls, url: str) -> str:
+        unusable = next((character for character in url if not "!" <= character <= "~"), None)
+        if unusable is not None:  # some of which `urlsplit` leaves out
+            raise ValueError(f"it has {unusable!a}, which no address has; write it as %-escapes of its UTF-8")
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http") or not _HOST.fullmatch(parts.hostname or ""):
             raise ValueError("an https:// address is needed")

@@ -76,6 +76,15 @@ def test_a_change_is_told_with_who_what_and_where(house: House) -> None:
     assert house.told("request_id") == requests
 
 
+def test_asking_is_no_change_with_any_credential(house: House) -> None:
+    client = house.plane()
+    client.post("/session", json={"api_key": house.tokens["ann"]})
+    for headers in (house.as_("ann"), {}):
+        for path in ("/jobs/validate", "/deployments/dep_1/generate", "/deployments/dep_1/chat/completions"):
+            assert client.post(path, json=SPEC, headers=headers).status_code in (200, 404)
+    assert house.told("route") == [("/session",)]
+
+
 def test_what_was_refused_and_who_signed_in_is_told(house: House) -> None:
     client = house.plane()
     wrong = client.post("/jobs", json={**SPEC, "swiftkv": {"zzz": 1}}, headers=house.as_("ann"))

@@ -18,7 +18,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.web import hostile_json
-from swiftkv_platform.web.hostile_json import check_json
+from swiftkv_platform.web.hostile_json import exceeds, load_json
 from tests.unit.api.conftest import SPEC, Server, Start
 
 JSON = {"Content-Type": "application/json"}
@@ -52,7 +52,7 @@ SECTIONS = (
     ('"resources": {"num_workers": {"min": 1, "max": 2, "zzz": 1}}', "resources.num_workers.zzz"),
 )
 """Keys that are refused and what stands in lists, with the field."""
-BODIES = (b"[" * 200_000 + b"]" * 200_000, b'{"name": "\xed\xa0\x80"}', rb'"\ud800"')
+BODIES = (b"[" * 50_000 + b"]" * 50_000, b'{"name": "\xed\xa0\x80"}', rb'"\ud800"')
 
 
 def bad_bodies() -> Iterator[tuple[bytes, str]]:
@@ -190,43 +190,43 @@ def test_it_finds_what_is_hostile_wherever_it_is(padding: str) -> None:
     hostile = [r'"\ud800"', r'"\uDFFF"', r'"\u0000"', "9" * 19, str(-(1 << 63) - 1), "NaN", "-Infinity", "1e999"]
     for value in hostile:
         with pytest.raises(InvalidInputError) as caught:
-            check_json(f'{{"prompt": "{padding}", "nested": [{{"a b": [0, {value}]}}]}}'.encode())
+            load_json(f'{{"prompt": "{padding}", "nested": [{{"a b": [0, {value}]}}]}}'.encode())
         assert str(caught.value.field).startswith("nested[0].a b")
     for depth in (hostile_json.MAX_DEPTH - 2, hostile_json.MAX_DEPTH + 1, 100_000):
         body = f'{{"prompt": "{padding}", "a": {"[" * depth}{"]" * depth}}}'.encode()
         with nullcontext() if depth < hostile_json.MAX_DEPTH else pytest.raises(InvalidInputError, match="deep"):
-            check_json(body)
+            load_json(body)
 
 
 def test_another_encoding_hides_nothing() -> None:
     for encoding in ("utf-16", "utf-16-le", "utf-32"):
         with pytest.raises(InvalidInputError):
-            check_json(r'{"a": "\ud800"}'.encode(encoding))
+            load_json(r'{"a": "\ud800"}'.encode(encoding))
 
 
 def test_it_lets_everything_else_pass() -> None:
     limits = [str(2**63 - 1), str(-(2**63)), "1.7976931348623157e308", "1e-999", "0." + "1" * 40]
-    for good in (r'"\ud83d\ude00"', '"\\\\ud800 NaN 1e999 99999999999999999999"', *limits, "[]", "{"):
-        check_json(good.encode())
-        check_json(f'{{"prompt": "{"x" * (2 << 20)}", "a": {good}}}'.encode())
+    for good in (r'"\ud83d\ude00"', '"\\\\ud800 NaN 1e999 99999999999999999999"', *limits, "[]"):
+        load_json(good.encode())
+        load_json(f'{{"prompt": "{"x" * (2 << 20)}", "a": {good}}}'.encode())
 
 
 def test_nul_passes_where_no_database_is() -> None:
     good = r'{"prompt": "a\u0000b"}'
-    check_json(good.encode(), allow_nul=True)
+    load_json(good.encode(), allow_nul=True)
     with pytest.raises(InvalidInputError, match="NUL"):
-        check_json(good.encode())
+        load_json(good.encode())
     with pytest.raises(InvalidInputError, match="NUL"):
-        check_json(rb'{"a\u0000b": 1}', allow_nul=True)
+        load_json(rb'{"a\u0000b": 1}', allow_nul=True)
 
 
-def test_a_large_good_body_is_neither_parsed_nor_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_good_body_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     def walked(*_: object, **__: object) -> None:
         raise AssertionError("a second pass over a good body")
 
-    monkeypatch.setattr(hostile_json, "_parse", walked)
-    check_json(json.dumps({"prompt": "word " * 3_000_000, "max_tokens": 16}).encode())
-    check_json(json.dumps({"prompt": list(range(100_000)) * 20}).encode())
+    monkeypatch.setattr(hostile_json, "_check_value", walked)
+    load_json(json.dumps({"prompt": "word " * 3_000_000, "max_tokens": 16}).encode())
+    load_json(json.dumps({"prompt": list(range(100_000)) * 20}).encode())
 
 
 def test_a_large_body_that_needs_a_look_is_walked_by_values_not_characters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +235,34 @@ def test_a_large_body_that_needs_a_look_is_walked_by_values_not_characters(monke
     monkeypatch.setattr(
         hostile_json, "check_text", lambda text, *rest, **named: (seen.append(len(text)), real(text, *rest, **named))
     )
-    check_json(json.dumps({"prompt": LONG, "ids": list(range(1_000_000))}).encode())
+    load_json(json.dumps({"prompt": LONG, "ids": list(range(1_000_000))}).encode())
     assert len(seen) == 3, "two keys and a string; a million integers are compared at once"
+
+
+@pytest.mark.parametrize("part", ["[]", "{}", "1", '""', '{"a":1}', "[[]]", '"[,"', "null", '"\\\\"'])
+def test_values_are_counted_as_a_parser_would_count_them(part: str) -> None:
+    """Beside a string of commas and brackets, which are none."""
+    body = f'["{"[,{" * 1000}", {", ".join([part] * 500)}]'.encode()
+    values = [len(found) for found in _kinds(json.loads(body))]
+    num_strings, num_others = values
+    assert not exceeds(body, num_others + len(json.loads(body)), num_strings)
+    assert exceeds(body, num_others // 2, num_strings) or exceeds(body, num_others, num_strings - 1)
+
+
+def _kinds(value: Any) -> tuple[list[Any], list[Any]]:
+    """Strings, keys among them, and all other values."""
+    strings, others, pending = [], [], [value]
+    while pending:
+        match item := pending.pop():
+            case str():
+                strings.append(item)
+                continue
+            case list():
+                pending.extend(item)
+            case dict():
+                pending.extend([*item.keys(), *item.values()])
+        others.append(item)
+    return strings, others
 
 
 @pytest_asyncio.fixture

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.database.session import Database
-from tests.fakes.scripted_server import Script, json_answer, serve
+from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
+from tests.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.security.conftest import DeploymentPlane, deployment_plane
 from tests.threads import at_once
 from tests.unit.api.conftest import refusal
@@ -125,6 +126,19 @@ def test_a_proxied_prompt_that_no_replica_could_read_is_refused(tmp_path: Path, 
             if field is not None:
                 assert [error["field"] for error in answer.json()["errors"]] == [field]
                 assert script.requests == [], "nothing reaches a replica"
+
+
+def test_metrics_of_replicas_are_read_with_the_callers_key(tmp_path: Path, sqlite_database: Database) -> None:
+    script = Script()
+    script.on("GET", "/t/acme/metrics", Answer(200, b'swiftkv:replica_info{replica="one"} 1\n'))
+    with serve(script) as serve_url, deployment_plane(tmp_path, sqlite_database, serve_url=serve_url) as plane:
+        deployment = plane.deployed("acme")["id"]
+        state = DeploymentState(DeploymentStatus.RUNNING, "", 1)
+        plane.parts.catalog.set_deployment_state(deployment, state)
+        path = f"/deployments/{deployment}/metrics"
+        assert plane.ask("acme", "GET", path).json()["replicas"] == [{"replica": "one", "values": {}}]
+        assert plane.ask("other", "GET", path).status_code == 404
+        assert [each.headers["authorization"] for each in script.requests] == [plane.headers("acme")["authorization"]]
 
 
 def test_an_engine_option_that_would_stop_everybodys_deployments_is_refused(plane: DeploymentPlane) -> None:

@@ -107,7 +107,7 @@ class RayWithRealLogs:
 @pytest.fixture
 def house(ray: FakeRayLogs, start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     monkeypatch.setattr("swiftkv_platform.api.job_logs._POLL_S", 0.05)
-    commanded = start(reconcile_interval_s=1e6)
+    commanded = start(reconcile_interval_s=1e6, max_followed_logs_of_key=3)
     real = RayWithRealLogs(commanded.cluster, RayJobs(ray.url))
     seen_by_api = replace(commanded.parts, cluster=real)  # type: ignore[arg-type]
     with serving(create_app(commanded.settings, components=seen_by_api)) as url:
@@ -158,8 +158,7 @@ def test_a_follower_sees_every_byte_once_over_a_restart_of_ray(house: House) -> 
     assert bytes(received) == moved.text
 
 
-def test_followers_are_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftkv_platform.api.job_logs.MOST_FOLLOWERS", 3)
+def test_followers_are_bounded(house: House) -> None:
     job, log = house.running(LINE)
     for _ in range(2):  # those that leave make room
         streams = [httpx.Client(timeout=PATIENCE_S) for _ in range(4)]

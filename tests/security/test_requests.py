@@ -15,9 +15,10 @@ import pytest
 import pytest_asyncio
 from transformers import PreTrainedTokenizerFast
 
+from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Version
 from swiftkv_platform.serve.http import create_http_app
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
@@ -201,12 +202,12 @@ class Keyed:
         self.path = path
         self._current = current
 
-    def create(self, name: str, **limits: Any) -> dict[str, str]:
-        token = create_key(self.path, name=name, tenant=name, scopes=frozenset({Scope.GENERATE}), **limits)
-        return {"Authorization": f"Bearer {token}"}
+    def create(self, name: str, **options: Any) -> dict[str, str]:
+        chosen = {"scopes": frozenset({Scope.GENERATE}), **options}
+        return {"Authorization": f"Bearer {create_key(self.path, name=name, tenant=name, **chosen)}"}
 
-    def client(self) -> httpx.AsyncClient:
-        app = create_http_app(self._current, key_ring=KeyRing(self.path))
+    def client(self, tenant: str | None = None) -> httpx.AsyncClient:
+        app = create_http_app(self._current, key_ring=KeyRing(self.path), tenant=tenant)
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve")
 
 
@@ -227,19 +228,50 @@ async def test_a_refusal_is_not_free(keyed: Keyed) -> None:
         assert int(response.headers["x-ratelimit-remaining-tokens"]) <= 951, "what was read costs its tokens"
 
 
-async def test_a_body_without_a_key_is_not_read(keyed: Keyed) -> None:
-    keyed.create("ann")
-    read = []
+async def test_what_is_served_is_shown_to_its_tenant_alone(keyed: Keyed, current: Current) -> None:
+    current.swap = SwapState(status="refused", revision="0123456789abcdef", message="ModelError: secret")
+    own, other = keyed.create("ann", scopes=frozenset({Scope.JOBS_READ})), keyed.create("bob")
+    async with keyed.client(tenant="ann") as client:
+        whole = (await client.get("/health", headers=own)).json()
+        assert (whole["model"], whole["swap"]["message"]) == (MODEL, "ModelError: secret")
+        wanted = {REVISION_HEADER: "0123456789abcdef"}
+        assert (await client.get("/health", headers=wanted)).json() == whole, "the control plane's question"
+        assert (await client.get("/metrics", headers=own)).text.startswith("#")
+        for headers, status in (({}, 401), (other, 403), ({"Authorization": "Bearer skv_x"}, 401)):
+            for asked in ({}, {REVISION_HEADER: ""}, {REVISION_HEADER: "0123456789abcde"}, {REVISION_HEADER: "é"}):
+                answer = await client.get("/health", headers=httpx.Headers({**headers, **asked}, encoding="utf-8"))
+                assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+            for path in ("/metrics", "/v1/models", f"/v1/models/{MODEL}"):
+                answer = await client.get(path, headers=headers)
+                assert (answer.status_code, "max_model_len" in answer.text) == (status, False), answer.text
+    current.swap = SwapState()
+    async with keyed.client(tenant="ann") as client:
+        assert (await client.get("/health", headers={REVISION_HEADER: ""})).json() == {"status": "ok"}
 
-    async def body() -> AsyncIterator[bytes]:
-        for _ in range(4):
-            read.append(1)
-            yield b" " * 1000
 
+HOSTS = [
+    *(("serve", 200), ("127.0.0.1:8001", 200), ("[::1]:8001", 200), ("10.2.3.4", 200), ("localhost", 200)),
+    *(("swiftkv-serve-serve-svc.swiftkv.svc.cluster.local:8001", 200), ("Models.example.org", 200)),
+    *(("evil.example", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil.example:8001", 403), ("", 403)),
+    *(("models.example.org.evil.example", 403), ("[::1", 403), ("a:b", 403)),
+]
+
+
+@pytest.mark.parametrize(("host", "status"), HOSTS)
+async def test_a_replica_without_keys_answers_to_no_other_name(current: Current, host: str, status: int) -> None:
+    app = create_http_app(current, allowed_hosts=("models.example.org",))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve") as client:
+        for path in ("/health", "/metrics", "/v1/models", "/openapi.json"):
+            answer = await client.get(path, headers={"Host": host})
+            assert answer.status_code == status, answer.text
+        asked = await client.post("/generate", json={"prompt": [1], "max_tokens": 1}, headers={"Host": host})
+        assert (asked.status_code, "allowed_hosts" in asked.text) == (status, status == 403)
+
+
+async def test_a_replica_with_keys_answers_to_any_name(keyed: Keyed) -> None:
+    headers = keyed.create("ann") | {"Host": "models.example"}
     async with keyed.client() as client:
-        response = await client.post("/generate", content=body())
-    assert response.status_code == 401
-    assert read == []
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
 
 async def test_a_key_may_not_push_in(keyed: Keyed) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 from dataclasses import dataclass
 from http.cookies import SimpleCookie
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.dependencies import SESSION_COOKIE
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
-from tests.unit.api.conftest import Start, StillClock
+from tests.unit.api.conftest import SPEC, Start, StillClock
 
 URL = "https://swiftkv.example"
 
@@ -177,3 +178,71 @@ def test_no_key_of_any_shape_is_an_error_of_ours(house: House) -> None:
     without_keys = house.plane("http://127.0.0.1:8000", api_keys_file=None)
     answer = without_keys.post("/session", json={"api_key": "skv_anything"})
     assert (answer.status_code, "set-cookie" in answer.headers) == (204, False), "there is nothing to sign in to"
+
+
+FOREIGN = [
+    {"Origin": "https://evil.example"},
+    {"Origin": "https://sibling.swiftkv.example"},
+    {"Origin": "https://swiftkv.example:8443"},
+    {"Origin": "http://swiftkv.example"},
+    {"Origin": "https://swiftkv.example.evil.example"},
+    {"Origin": "null"},
+    {"Origin": ""},
+    {"Origin": "https://[", "Sec-Fetch-Site": "same-origin"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Origin": URL, "Sec-Fetch-Site": "same-site"},
+    {"Origin": "https://evil.example", "Sec-Fetch-Site": "same-origin"},
+]
+CHANGES: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/jobs", {"json": SPEC}),
+    ("POST", "/jobs/job_1/pause", {}),
+    ("DELETE", "/jobs/job_1", {}),
+    ("POST", "/v1/files", {"files": {"file": b'{"text": "x"}\n'}, "data": {"purpose": "fine-tune"}}),
+    ("DELETE", "/v1/files/file-1", {}),
+    ("PATCH", "/deployments/dep_1", {"json": {}}),
+    ("POST", "/v1/fine_tuning/jobs/job_1/cancel", {}),
+    ("DELETE", "/session", {}),
+]
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_another_origins_page_changes_nothing_with_the_cookie(house: House, headers: dict[str, str]) -> None:
+    house.sign_in()
+    for method, path, content in CHANGES:
+        refused = house.client.request(method, path, headers=headers, **content)
+        assert (refused.status_code, "origin_not_allowed" in refused.text) == (403, True), (path, refused.text)
+    signed_in = house.client.post("/session", json={"api_key": house.token}, headers=headers)
+    assert signed_in.status_code == 403, "nor does it sign a browser in as another"
+    assert house.client.get("/jobs").json()["data"] == house.client.get("/v1/files").json()["data"] == []
+    key = {"authorization": f"Bearer {house.token}", **headers}
+    assert house.client.post("/jobs", json=SPEC, headers=key).status_code == 201, "a key in a header is no browser's"
+
+
+@pytest.mark.parametrize(
+    ("url", "headers"),
+    [
+        (URL, {}),
+        (URL, {"Origin": URL, "Sec-Fetch-Site": "same-origin"}),
+        (URL, {"Origin": "https://swiftkv.example:443"}),
+        (URL, {"Sec-Fetch-Site": "none"}),
+        ("http://swiftkv.example", {"Origin": "http://swiftkv.example"}),
+        ("http://swiftkv.example", {"Origin": URL}),  # TLS ends at a proxy that is not trusted
+    ],
+)
+def test_the_servers_own_pages_change_what_they_may(house: House, url: str, headers: dict[str, str]) -> None:
+    client = house.plane(url)
+    house.sign_in(client, **headers)
+    upload = {"files": {"file": b'{"text": "x"}\n'}, "data": {"purpose": "fine-tune"}}
+    assert client.post("/v1/files", headers=headers, **upload).status_code == 200
+    assert client.post("/jobs", json=SPEC, headers=headers).status_code == 201
+    assert client.delete("/session", headers=headers).status_code == 204
+
+
+def test_no_address_that_a_caller_makes_up_wins_more_sign_ins(house: House) -> None:
+    local = TestClient(house.client.app, base_url=URL, client=("127.0.0.1", 4711))
+    statuses = [
+        local.post("/session", json={"api_key": "skv_guess"}, headers={"X-Forwarded-For": f"192.0.2.{n}"}).status_code
+        for n in range(30)
+    ]
+    assert (statuses[0], statuses[-1]) == (401, 429)

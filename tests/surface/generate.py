@@ -284,7 +284,8 @@ async def leave_a_stream(app: FastAPI) -> None:
         if message.get("body"):
             gone.set()
 
-    headers, addresses = [(b"content-type", b"application/json")], {"server": ("serve", 80), "client": ("client", 1)}
+    headers = [(b"host", b"serve"), (b"content-type", b"application/json")]
+    addresses = {"server": ("serve", 80), "client": ("client", 1)}
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers, "scheme": "http", **addresses}
     await app({**scope, "query_string": b"", "root_path": "", "http_version": "1.1"}, receive, send)
 

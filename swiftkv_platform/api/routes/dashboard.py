@@ -10,15 +10,16 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from swiftkv_platform.api.audit import record_of
-from swiftkv_platform.api.dependencies import SESSION_COOKIE, current_session
+from swiftkv_platform.api.dependencies import SESSION_COOKIE, SIGN_IN_PATH, current_session
 from swiftkv_platform.api.sessions import Session, Sessions
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.middleware import PAGE_HEADERS
 
 FILES = Path(__file__).parent.parent / "dashboard"
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=BodyRoute)
 
 
 @router.get("/")
@@ -31,13 +32,12 @@ class SignIn(FrozenModel):
     api_key: Annotated[str, Field(max_length=8192)]
 
 
-@router.post("/session", status_code=status.HTTP_204_NO_CONTENT)
+@router.post(SIGN_IN_PATH, status_code=status.HTTP_204_NO_CONTENT)
 def sign_in(body: SignIn, request: Request, response: Response) -> None:
     """Begin a session; its id goes into a cookie that pages cannot read: an event stream sends no header of its own."""
     sessions: Sessions | None = request.app.state.sessions
     if sessions is None:
         return
-    request.app.state.sign_ins.take(request.client.host if request.client else "unknown")
     principal = sessions.identify(body.api_key)
     record = record_of(request)
     record.identify(request, principal, name=principal.name, tenant=principal.tenant)
@@ -54,7 +54,7 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
     )
 
 
-@router.get("/session")
+@router.get(SIGN_IN_PATH)
 def show_session(request: Request) -> dict[str, object]:
     """Name the session's key and end, null where there is no session, and whether it may read the audit trail."""
     session = _session_or_none(request)
@@ -64,7 +64,7 @@ def show_session(request: Request) -> dict[str, object]:
     return {"session": told, "reads_audit": session.key.reads_audit}
 
 
-@router.delete("/session", status_code=status.HTTP_204_NO_CONTENT)
+@router.delete(SIGN_IN_PATH, status_code=status.HTTP_204_NO_CONTENT)
 def sign_out(request: Request, response: Response) -> None:
     """End the session."""
     sessions: Sessions | None = request.app.state.sessions

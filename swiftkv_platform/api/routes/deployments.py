@@ -24,6 +24,7 @@ from swiftkv_platform.api.dependencies import (
     NewestFirst,
     Parts,
     Reader,
+    Streamed,
     TheSettings,
     authorization,
     source_rules,
@@ -38,11 +39,12 @@ from swiftkv_platform.orchestration.limits import DeploymentLimits
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.specs.deployment import DeploymentSpec
+from swiftkv_platform.web.bodies import BodyRoute
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 """Seconds; a replica that is busy keeps silent until the first token."""
 
-router = APIRouter(prefix="/deployments", tags=["deployments"])
+router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=BodyRoute)
 
 
 def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
@@ -91,14 +93,15 @@ def get_deployment(
 
 @router.get("/{deployment_id}/metrics")
 async def get_deployment_metrics(
-    deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings
+    deployment_id: str, request: Request, parts: Parts, caller: Reader, settings: TheSettings
 ) -> DeploymentMetricsAnswer:
     """Metrics of the deployment's replicas now, for pages that have no Prometheus to ask. None where none runs."""
     found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
     replicas = []
     if found.state.replicas:
         url = DeploymentAnswer.of(found, settings.serve_url).url
-        read = await read_replica_metrics(url, found.state.replicas)
+        key = await run_in_threadpool(authorization, request)
+        read = await read_replica_metrics(url, found.state.replicas, authorization=key)
         replicas = [ReplicaMetricsAnswer(replica=item.replica, values=dict(item.values)) for item in read]
     return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
 
@@ -126,7 +129,13 @@ def change_deployment(
 
 @router.post("/{deployment_id}/generate", response_class=StreamingResponse)
 async def generate(
-    deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
+    deployment_id: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Asker,
+    settings: TheSettings,
+    _stream: Streamed,
 ) -> StreamingResponse:
     """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
     return await _ask(deployment_id, "/generate", body, request, parts, caller, settings)
@@ -134,7 +143,13 @@ async def generate(
 
 @router.post("/{deployment_id}/chat/completions", response_class=StreamingResponse)
 async def complete_chat(
-    deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
+    deployment_id: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Asker,
+    settings: TheSettings,
+    _stream: Streamed,
 ) -> StreamingResponse:
     """Ask a deployment, as its own `POST /v1/chat/completions` does, with tools for instance: for pages, too."""
     return await _ask(deployment_id, "/v1/chat/completions", body, request, parts, caller, settings)
@@ -154,7 +169,7 @@ async def _ask(
     url = DeploymentAnswer.of(found, settings.serve_url).url
     client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
     try:
-        key = authorization(request)  # replicas ask for it where they have the key file
+        key = await run_in_threadpool(authorization, request)  # replicas ask for it where they have the key file
         headers = {} if key is None else {"Authorization": key}
         asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
         answer = await client.send(asked, stream=True)

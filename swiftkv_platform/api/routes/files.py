@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
@@ -16,13 +12,14 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from swiftkv_platform.api.dependencies import Parts, Reader, TheSettings, Writer, paged
+from swiftkv_platform.api.dependencies import Parts, Reader, Streamed, TheSettings, Writer, paged
 from swiftkv_platform.api.schemas import Answer, ListAnswer, list_answer
-from swiftkv_platform.errors import InvalidInputError, OverloadedError
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.files import File, Purpose
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.uploading import FileLimits, FileService
+from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
 
@@ -58,36 +55,14 @@ class FileDeletedAnswer(Answer):
     deleted: Literal[True] = True
 
 
-MOST = 8
+_UPLOADS = Share(of_key=2, of_tenant=2, of_all=8)
 """Uploads that a control plane reads at a time."""
-MOST_OF_A_TENANT = 2
 _RETRY_AFTER_S = 5.0
 
 
-class UploadPlaces:
-    """Places of uploads under way, by tenant."""
-
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
-        self._lock = Lock()
-
-    @contextmanager
-    def place(self, tenant: str) -> Iterator[None]:
-        """Hold a place. Raises `OverloadedError` where none is free."""
-        with self._lock:
-            if self._taken.total() >= MOST or self._taken[tenant] >= MOST_OF_A_TENANT:
-                raise OverloadedError(
-                    f"{self._taken[tenant]} uploads of tenant {tenant!r} are under way, {self._taken.total()} in all; "
-                    f"at most {MOST_OF_A_TENANT} of a tenant and {MOST} in all are read at a time",
-                    retry_after_s=_RETRY_AFTER_S,
-                )
-            self._taken[tenant] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._taken[tenant] -= 1
-                self._taken += Counter()  # forgets tenants without any
+def upload_places() -> Places:
+    """Places of uploads under way."""
+    return Places("uploads", _UPLOADS, retry_after_s=_RETRY_AFTER_S)
 
 
 PATH = "/v1/files"
@@ -151,9 +126,9 @@ async def upload_file(request: Request, service: Service, caller: Writer) -> Fil
         raise HTTPException(415, f"Content-Type is {kind or 'missing'!r}; only multipart/form-data is accepted")
     announced = request.headers.get("content-length", "")
     at_least = int(announced) - FORM_BYTES if announced.isdecimal() else 0
-    places: UploadPlaces = request.app.state.upload_places
+    places: Places = request.app.state.upload_places
     # The caller is known before the body is read: a parameter for the form would have it read first.
-    with places.place(caller.tenant):
+    with places.place(caller.tenant, caller.name):
         await run_in_threadpool(service.check_room, caller, max(at_least, 0))
         try:
             async with (
@@ -238,7 +213,7 @@ def get_file(file_id: str, parts: Parts, caller: Reader) -> FileAnswer:
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-def get_file_content(file_id: str, service: Service, caller: Reader) -> StreamingResponse:
+def get_file_content(file_id: str, service: Service, caller: Reader, _stream: Streamed) -> StreamingResponse:
     """The rows, as they were uploaded."""
     file, content = service.content(file_id, caller)
     return StreamingResponse(

@@ -19,9 +19,12 @@ from swiftkv_platform.api.schemas import CheckpointAnswer, ListAnswer, list_answ
 from swiftkv_platform.orchestration.job import Job
 from swiftkv_platform.orchestration.ports import JobFilter, Page
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
+from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import ERROR_RESPONSES
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], responses=ERROR_RESPONSES)
+router = APIRouter(
+    prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], responses=ERROR_RESPONSES, route_class=BodyRoute
+)
 
 
 def _show(present: Present) -> Callable[[Job], FineTuningJobAnswer]:

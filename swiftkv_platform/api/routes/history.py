@@ -13,7 +13,15 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader, TheWatches
+from swiftkv_platform.api.dependencies import (
+    Components,
+    OldestFirst,
+    Parts,
+    Reader,
+    Streamed,
+    TheWatches,
+    wants_events,
+)
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.job_logs import LogFollowers, read_logs, read_tail
 from swiftkv_platform.api.schemas import EventAnswer, ListAnswer, MetricPointAnswer, list_answer
@@ -36,12 +44,13 @@ def list_events(
     caller: Reader,
     watches: TheWatches,
     page: OldestFirst,
+    _stream: Streamed,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> ListAnswer[EventAnswer] | Response:
     """A job's events. With `Accept: text/event-stream` they are followed live, from after `Last-Event-ID` on."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
-    if "text/event-stream" not in request.headers.get("accept", ""):
+    if not wants_events(request):
         return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate, lambda event: event.id)
     after = last_event_id or page.after
     parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # an unknown `after` is told before the stream begins
@@ -80,6 +89,7 @@ async def get_logs(
     job_id: str,
     parts: Parts,
     caller: Reader,
+    _stream: Streamed,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
     tail_lines: Annotated[
         int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
@@ -97,7 +107,7 @@ async def get_logs(
         raise InvalidInputError("limit does not go with follow", field="limit", value=limit)
     if follow:
         followers: LogFollowers = request.app.state.log_followers
-        return _FollowedLogs(followers, job_id, caller.tenant, offset)
+        return _FollowedLogs(followers, job_id, caller, offset)
     if tail_lines is not None:
         read = read_tail(parts, job, tail_lines)
     else:
@@ -110,10 +120,11 @@ async def get_logs(
 class _FollowedLogs(StreamingResponse):
     """Logs as they are written; the follower has a place for as long as the answer is sent, and 429 without one."""
 
-    def __init__(self, followers: LogFollowers, job_id: str, tenant: str, offset: int) -> None:
-        super().__init__(followers.follow(job_id, tenant, offset=offset), media_type=_TEXT)
-        self._followers = followers
+    def __init__(self, followers: LogFollowers, job_id: str, caller: Caller, offset: int) -> None:
+        super().__init__(followers.follow(job_id, caller.tenant, offset=offset), media_type=_TEXT)
+        self._places = followers.places
+        self._caller = caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._followers.place():
+        with self._places.place(self._caller.tenant, self._caller.name):
             await super().__call__(scope, receive, send)

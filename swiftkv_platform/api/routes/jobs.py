@@ -35,8 +35,9 @@ from swiftkv_platform.orchestration.service import JobService
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
 from swiftkv_platform.traces import valid_traceparent
+from swiftkv_platform.web.bodies import BodyRoute
 
-router = APIRouter(prefix="/jobs", tags=["jobs"])
+router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=BodyRoute)
 
 _METADATA = "metadata."
 _LABEL = TypeAdapter[str](Label)

@@ -19,16 +19,17 @@ from swiftkv_platform.api.catalog_schemas import (
     RollbackRequest,
 )
 from swiftkv_platform.api.changes import IfMatch, tag
-from swiftkv_platform.api.dependencies import Deletions, Deployer, NewestFirst, Parts, Reader, TheParents, Writer
+from swiftkv_platform.api.dependencies import Deletions, Deployer, NewestFirst, Parts, Reader, TheParents, Writer, paged
 from swiftkv_platform.api.routes.jobs import Present, Submit, place
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
 from swiftkv_platform.orchestration.parents import copying_spec, publishing_spec
-from swiftkv_platform.orchestration.ports import Page, Slice
+from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.specs.publish import PublicationSpec
+from swiftkv_platform.web.bodies import BodyRoute
 
-router = APIRouter(tags=["models"])
+router = APIRouter(tags=["models"], route_class=BodyRoute)
 
 
 def _registry(parts: Parts) -> RegistryService:
@@ -39,6 +40,8 @@ Service = Annotated[RegistryService, Depends(_registry)]
 Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
 
 _MOST_DEPLOYMENTS = 1000
+_NEWEST_CHANGES = 20
+"""Changes of an alias that a list shows."""
 
 
 @router.get("/models")
@@ -134,10 +137,12 @@ def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Depl
 
 
 @router.get("/aliases")
-def list_aliases(caller: Reader, service: Service) -> ListAnswer[AliasAnswer]:
-    """List the model that each alias stands for, and its history."""
-    found = [AliasAnswer.of(alias, history) for alias, history in sorted(service.aliases(caller.tenant).items())]
-    return list_answer(Slice(found, has_more=False), lambda alias: alias, lambda alias: alias.id)
+def list_aliases(
+    parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(100, "asc"))]
+) -> ListAnswer[AliasAnswer]:
+    """List the model that each alias stands for, by name, and the newest changes of it; one alias has them all."""
+    found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)
+    return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history), lambda alias: alias.id)
 
 
 @router.get("/aliases/{alias}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
+from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader, Streamed
 from swiftkv_platform.api.schemas import (
     ArtifactFileAnswer,
     CheckpointAnswer,
@@ -54,7 +54,7 @@ def list_artifacts(
 
 
 @router.get("/artifacts/{path:path}", response_class=StreamingResponse)
-def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader) -> StreamingResponse:
+def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader, _stream: Streamed) -> StreamingResponse:
     """One file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _files(parts, job).get(path)
@@ -86,7 +86,9 @@ def list_tracking_files(
 
 
 @router.get("/tracking/{tracking_path:path}", response_class=StreamingResponse)
-def download_tracking_file(job_id: str, tracking_path: str, parts: Parts, caller: Reader) -> StreamingResponse:
+def download_tracking_file(
+    job_id: str, tracking_path: str, parts: Parts, caller: Reader, _stream: Streamed
+) -> StreamingResponse:
     """One file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     file = parts.attempts.tracking_files(job_id).get(tracking_path)

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 from openai.types import FileDeleted, FileObject
 
-from swiftkv_platform.api.routes.files import MOST, MOST_OF_A_TENANT, UploadPlaces
+from swiftkv_platform.api.routes.files import upload_places
 from swiftkv_platform.contract.attempts import file_key, new_file_id
 from swiftkv_platform.data.uploads import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
@@ -76,6 +76,15 @@ def test_openais_client_uploads_lists_reads_and_deletes(openai: OpenAI, server: 
     assert server.client.get(f"/v1/files/{made.id}/content").status_code == 404
 
 
+def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
+    """A chat with 900 lists inside each other: in its last message, or beside its messages, maybe as JSON in a text."""
+    lists = f'[{{"a": {"[" * 900}{"]" * 900}}}]'
+    extra = f'"{key}": {json.dumps(lists) if as_text else lists}'
+    inside, beside = ("", f", {extra}") if outside else (f", {extra}", "")
+    turns = f'{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "b"{inside}}}'
+    return f'{{"messages": [{turns}]{beside}}}'.encode()
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
@@ -87,8 +96,15 @@ def test_openais_client_uploads_lists_reads_and_deletes(openai: OpenAI, server: 
         (b'{"text": "x"}\n' * 6, "more than 5 rows"),
         (b"[" * 100_000, "not JSON"),
         (json.dumps({"text": "x", **{f"c{i}": 1 for i in range(64)}}).encode(), "has 65 columns"),
+        (rb'{"text": "x", "\ud800": 1}', r"has the column '\ud800'"),
+        (b'{"text": "x"}\n' + rb'{"text": "x", "a\u0000": 1}', r"line 2 has the column 'a\x00'"),
+        (rb'{"messages": [{"role": "user", "content": "a", "\ud800": "b"}]}', "half of a surrogate pair"),
+        (nested("tool_calls"), "more than 100 deep"),
+        (nested("content"), "only text parts"),
+        (nested("tools", outside=True), "more than 100 deep"),
+        (nested("tools", outside=True, as_text=True), "more than 100 deep"),
     ],
-    ids=range(8),
+    ids=range(15),
 )
 def test_a_row_that_could_not_be_trained_on_is_told_and_nothing_is_kept(start: Start, rows: bytes, told: str) -> None:
     server = start(max_file_rows=5)
@@ -142,7 +158,7 @@ def test_clients_that_go_away_half_way_leave_neither_file_nor_place(server: Serv
         whole, address = request.read(), (request.url.host, request.url.port or 80)
         head = f"POST /v1/files HTTP/1.1\r\nHost: {url.removeprefix('http://')}\r\n"
         head += f"Content-Type: {request.headers['content-type']}\r\nContent-Length: {len(whole)}\r\n\r\n"
-        for _ in range(2 * MOST_OF_A_TENANT):
+        for _ in range(4):
             with socket.create_connection(address) as connection:
                 connection.sendall(head.encode() + whole[: len(whole) // 2])
         deadline = time.monotonic() + 30.0
@@ -213,18 +229,19 @@ def test_other_sites_pages_upload_nothing(server: Server) -> None:
 
 
 def test_uploads_have_places() -> None:
-    places = UploadPlaces()
+    places = upload_places()
     with ExitStack() as held:
-        for _ in range(MOST_OF_A_TENANT):
-            held.enter_context(places.place("a"))
-        with pytest.raises(OverloadedError, match="of tenant 'a'") as refused, places.place("a"):
+        for key in ("one", "two"):
+            held.enter_context(places.place("a", key))
+        with pytest.raises(OverloadedError, match="tenant 'a' would have 3 uploads") as refused, places.place("a", "x"):
             pass
         assert refused.value.retry_after_s > 1.0
-        for number in range(MOST - MOST_OF_A_TENANT):
-            held.enter_context(places.place(f"t{number}"))
-        with pytest.raises(OverloadedError), places.place("one more"):
+        for number in range(6):
+            held.enter_context(places.place(f"t{number}", "key"))
+        with pytest.raises(OverloadedError, match="all callers"), places.place("one more", "key"):
             pass
-    with places.place("one more"):
+    assert places.taken == 0
+    with places.place("one more", "key"):
         pass
 
 

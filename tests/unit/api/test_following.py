@@ -134,7 +134,7 @@ async def test_every_follower_hears_everything_in_order_and_others_are_still_ans
     tmp_path: Path, empty_database: Path, number: int
 ) -> None:
     parts = make_parts(tmp_path, empty_database)
-    settings = Settings(home=tmp_path, _env_file=None)
+    settings = Settings(home=tmp_path, max_streams_of_key=number, max_streams_of_tenant=number, _env_file=None)
     with served_control_plane(replace(parts, clock=lambda: 1000.0), settings) as url:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:

@@ -59,6 +59,26 @@ def test_promotions_and_rollbacks_are_kept_with_who_and_why(server: Server, mode
     assert server.get("/aliases")["data"] == [alias]
 
 
+def test_aliases_come_in_pages_with_their_newest_changes(server: Server, models: list[str]) -> None:
+    names = [f"alias-{letter}" for letter in "abcde"]
+    for name in (*names, names[0]):
+        promote(server, models[0], name)
+    for number in range(30):
+        promote(server, models[number % 2], "busy")
+    whole = server.get("/aliases")
+    assert ([each["id"] for each in whole["data"]], whole["has_more"]) == ([*names, "busy"], False)
+    busy = server.get("/aliases/busy")
+    assert len(busy["history"]) == 30
+    assert whole["data"][-1] == {**busy, "history": busy["history"][-20:]}
+    page = server.get("/aliases", limit=4)
+    assert ([each["id"] for each in page["data"]], page["has_more"]) == (names[:4], True)
+    rest = server.get("/aliases", limit=4, after=page["last_id"])
+    assert [each["id"] for each in rest["data"]] == [names[4], "busy"]
+    backwards = server.get("/aliases", order="desc", limit=1)
+    assert [each["id"] for each in backwards["data"]] == ["busy"]
+    assert server.client.get("/aliases", params={"limit": 1001}).status_code == 422
+
+
 def test_a_deployment_of_an_alias_follows_it(server: Server, models: list[str]) -> None:
     promote(server, models[0])
     created = server.client.post("/deployments", json={"model": "production"}).json()

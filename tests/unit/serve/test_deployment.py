@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.contract.autoscaling import POLICY
+from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ArtifactCorruptError, ClusterUnavailableError, InvalidInputError, ModelError
 from swiftkv_platform.model import export_adapter
@@ -131,12 +132,35 @@ def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() 
     script.on("GET", APPLICATIONS, json_answer(details))
     with serve(script) as url, closing(RayServe(url, url)) as cluster:
         cluster.apply([spec])
-        script.on("GET", "/one/health", health("a", load_seconds=fast), health("b"))
+        unaware = json_answer({"status": "ok"})  # of a replica with keys that has not heard of the revision
+        script.on("GET", "/one/health", health("a", load_seconds=fast), unaware, health("b"))
         swapping = DeploymentState(DeploymentStatus.SWAPPING, "2 of 4 replicas serve what is wanted", 4, fast)
         assert cluster.status() == {"dep_1": swapping}
+        assert {each.headers[REVISION_HEADER] for each in script.sent("GET", "/one/health")} == {served}
         before = health("d", "before", load_seconds=dict.fromkeys(slow, 60.0))
         script.on("GET", "/one/health", before, health("c", load_seconds=slow), health("d", load_seconds=fast))
         assert cluster.status() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
+
+
+@pytest.mark.parametrize(
+    ("serve_url", "keys", "hosts"),
+    [
+        ("http://127.0.0.1:8001", False, None),
+        ("http://swiftkv-serve-serve-svc:8001", False, None),
+        ("http://models.example.org:8001", False, ["a.example", "models.example.org"]),
+        ("http://models.example.org:8001", True, None),
+    ],
+)
+def test_replicas_without_keys_know_their_hosts(serve_url: str, keys: bool, hosts: list[str] | None) -> None:
+    spec, script = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a"), Script()
+    script.on("PUT", APPLICATIONS, json_answer({}))
+    more = ("localhost", "127.0.0.1", *(["a.example"] if "example" in serve_url else []))
+    files = {"api_keys_file": Path("/keys.json")} if keys else {}
+    with serve(script) as url, closing(RayServe(url, serve_url, allowed_hosts=more, **files)) as cluster:
+        cluster.apply([spec])
+    [application] = script.requests[-1].body["applications"]
+    assert application["args"].get("allowed_hosts") == hosts
+    assert ServeArgs.model_validate(application["args"]).allowed_hosts == tuple(hosts or ())
 
 
 def test_replicas_hold_base_models_to_their_tenants_rules() -> None:

@@ -6,7 +6,9 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 
 from swiftkv_platform.serve.prefix_router import PrefixRouter
 from swiftkv_platform.serve.prefixes import (
@@ -19,6 +21,7 @@ from swiftkv_platform.serve.prefixes import (
     fingerprints,
     from_header,
     in_header,
+    proxy_middlewares,
 )
 
 LONG = "a system prompt " * 64
@@ -52,6 +55,20 @@ def test_a_conversation_goes_on_where_it_began() -> None:
     before = json.dumps({"messages": turns}).encode()
     after = json.dumps({"messages": [*turns, {"role": "assistant", "content": LONG}]}).encode()
     assert shared(before, after) >= len(fingerprints(before)) - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "status"),
+    [("/-/routes", "", 404), ("/p/-/routes", "/p", 404), ("/-/healthz", "", 200), ("/t/acme/-/routes", "", 200)],
+)
+async def test_the_proxy_does_not_tell_what_routes_there_are(path: str, root_path: str, status: int) -> None:
+    app: Any = PlainTextResponse("Ray's own")
+    for middleware in proxy_middlewares():  # as Serve applies them
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    transport = httpx.ASGITransport(app, root_path=root_path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://serve") as client:
+        answer = await client.get(path)
+    assert (answer.status_code, "Ray" in answer.text) == (status, status == 200)
 
 
 async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tuple[str | None, list[dict[str, Any]]]:

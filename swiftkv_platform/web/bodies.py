@@ -1,0 +1,150 @@
+"""JSON bodies of requests: who sends one comes first, then its size, then the number of its values; it is parsed once.
+
+Knows no route. Parsing holds Python's lock, in whatever thread it is done. So values are counted before anything is
+parsed, by a count that lets other threads in, and large bodies have one thread for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.message import Message
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from swiftkv_platform.web.hostile_json import exceeds, load_json
+from swiftkv_platform.web.places import Place, Places, Share
+
+MAX_VALUES = 1 << 16
+"""Numbers, strings, lists and objects of a body that is no prompt of token ids."""
+MAX_STRINGS = 1 << 15
+"""Strings of a body, keys included."""
+LARGE_BODY_BYTES = 1 << 16
+"""A larger body is not parsed on the event loop, but in the thread for all of them."""
+_LONGEST_READ_S = 60.0
+"""Seconds in which a body has to come."""
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Sender of a body, by which its share of what is read at a time is counted."""
+
+    tenant: str
+    key: str
+
+
+class Bodies:
+    """Reads the bodies of an application.
+
+    Args:
+        admit: tells who a request is from, and counts it. Raises what refuses it; nothing of the body is read then.
+        share: bytes of bodies at a time.
+        max_values: most values of a body, asked for each.
+        allow_nul: see `load_json`.
+        until_answered: whether a body counts until its route has answered; else until it is parsed.
+    """
+
+    def __init__(
+        self,
+        admit: Callable[[Request], Awaitable[Sender]],
+        share: Share,
+        *,
+        max_values: Callable[[], int] = lambda: MAX_VALUES,
+        allow_nul: bool = False,
+        until_answered: bool = True,
+    ) -> None:
+        self._admit = admit
+        self._max_values = max_values
+        self._allow_nul = allow_nul
+        self.until_answered = until_answered
+        self.places = Places("bytes of request bodies", share)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+    async def open(self, request: Request) -> Place:
+        """Let a request in, without reading it. Raises as `admit`."""
+        sender = await self._admit(request)
+        return Place(self.places, sender.tenant, sender.key)
+
+    async def read(self, request: Request, place: Place) -> bytes:
+        """The body, counted as it comes. Raises `OverloadedError`, and `HTTPException` for one that does not come."""
+        announced = request.headers.get("content-length", "")
+        held = int(announced) if announced.isascii() and announced.isdecimal() else 0
+        place.grow(held)  # no more than the limit of its size, which comes first
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(_LONGEST_READ_S):
+                async for piece in request.stream():
+                    size += len(piece)
+                    place.grow(max(size - held, 0))
+                    held = max(size, held)
+                    pieces.append(piece)
+        except TimeoutError as error:
+            raise HTTPException(408, f"the body took more than {_LONGEST_READ_S:g} s to come") from error
+        return b"".join(pieces)
+
+    async def parse(self, body: bytes) -> Any:
+        """The value of a body. Raises as `load_json`, and `HTTPException` for too many values."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return self._parse(body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, body)
+
+    def _parse(self, body: bytes) -> Any:
+        most = self._max_values()
+        if exceeds(body, most, MAX_STRINGS):
+            raise HTTPException(
+                413, f"the body has more than {most} values or {MAX_STRINGS} strings, which is the limit"
+            )
+        return load_json(body, allow_nul=self._allow_nul)
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is read by the application's `Bodies` (`app.state.bodies`)."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's own, on a request whose body is read and parsed already."""
+        handler = super().get_route_handler()
+        if self.body_field is None:
+            return handler
+
+        async def handle(request: Request) -> Response:
+            bodies: Bodies = request.app.state.bodies
+            place = await bodies.open(request)
+            try:
+                request._body = body = await bodies.read(request, place)
+                # Starlette's `Request.json` returns `_json`: bytes, where nothing is to be parsed.
+                request._json = await bodies.parse(body) if body and _is_json(request) else body
+                if not bodies.until_answered:
+                    place.free()
+                return await handler(request)
+            except json.JSONDecodeError as error:
+                raise RequestValidationError([_no_json(error)]) from error
+            finally:
+                place.free()
+
+        return handle
+
+
+def _is_json(request: Request) -> bool:
+    """Whether FastAPI parses such a body."""
+    message = Message()
+    message["content-type"] = request.headers.get("content-type", "")
+    kind = message.get_content_subtype()
+    return message.get_content_maintype() == "application" and (kind == "json" or kind.endswith("+json"))
+
+
+def _no_json(error: json.JSONDecodeError) -> dict[str, Any]:
+    """FastAPI's own words."""
+    return {
+        "type": "json_invalid",
+        "loc": ("body", error.pos),
+        "msg": "JSON decode error",
+        "input": {},
+        "ctx": {"error": error.msg},
+    }

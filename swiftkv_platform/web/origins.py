@@ -1,0 +1,83 @@
+"""Hosts and origins of requests: which of them were not meant for this server, or come from another one's pages.
+
+A browser names in `Origin` the page that asks, and says in `Sec-Fetch-Site` how that is related to who is asked.
+Programs send neither.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Collection
+from urllib.parse import SplitResult, urlsplit
+
+from starlette.datastructures import Headers
+
+_OWN_PAGES = ("same-origin", "none")
+"""Values of `Sec-Fetch-Site` of a page of this server, and of a user's own doing."""
+_PORTS = {"http": 80, "https": 443}
+_LONGEST_SHOWN = 100
+_NOT_PUBLIC = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
+"""Endings of names below domains that are not public."""
+
+
+def foreign_page(headers: Headers, scheme: str) -> str | None:
+    """Return what says that another server's page has asked; None where nothing does. `scheme`: of the request, which
+    behind a proxy that is not trusted is `http` for pages over https too."""
+    site = headers.get("sec-fetch-site", "none")
+    if site not in _OWN_PAGES:
+        return f"Sec-Fetch-Site is {_shown(site)}; requests of web pages are accepted from this server's own alone"
+    for origin in headers.getlist("origin"):
+        page, own = _split(origin), _split(f"{scheme}://{headers.get('host', '')}")
+        if page is None or own is None or not _is_at(page, own):
+            return (
+                f"Origin is {_shown(origin)}, and Host {_shown(headers.get('host', ''))}; requests of web pages are "
+                "accepted from this server's own alone, and a proxy in front passes Host on"
+            )
+    return None
+
+
+def foreign_host(headers: Headers, allowed: Collection[str], *, local_names: bool = False) -> str | None:
+    """Return what is wrong with `Host`, which names another server where a page has rebound its own name to this one;
+    None for nothing.
+
+    Args:
+        allowed: hosts without ports, in lower case.
+        local_names: accept addresses and local names (without a dot, `.svc`, `.local`) as well: no page has such a one.
+    """
+    host = headers.get("host", "")
+    parts = _split(f"http://{host}")
+    name = "" if parts is None else (parts.hostname or "").rstrip(".")
+    if name in allowed or (local_names and is_local_name(name)):
+        return None
+    accepted = [*sorted(allowed), *(["addresses and local names"] if local_names else [])]
+    return f"Host is {_shown(host)}; accepted are {', '.join(accepted)}"
+
+
+def is_local_name(name: str) -> bool:
+    """Whether a host is an address, or a local name: without a dot, or below a domain that is not public."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name != "" and ("." not in name or name.endswith(_NOT_PUBLIC))
+    return True
+
+
+def _split(origin: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(origin)
+        _ = parts.port  # raises where that is no number
+    except ValueError:
+        return None
+    return parts
+
+
+def _is_at(page: SplitResult, own: SplitResult) -> bool:
+    return bool(page.hostname) and _address(page) in (_address(own), _address(own._replace(scheme="https")))
+
+
+def _address(origin: SplitResult) -> tuple[str, str | None, int | None]:
+    return origin.scheme, origin.hostname, origin.port or _PORTS.get(origin.scheme)
+
+
+def _shown(value: str) -> str:
+    return ascii(value[:_LONGEST_SHOWN])

@@ -1,0 +1,98 @@
+"""Places that callers hold of something bounded: streams, uploads, bytes of bodies. Knows no HTTP."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from swiftkv_platform.errors import OverloadedError
+
+_RETRY_AFTER_S = 2.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """Bounds of what is held at a time."""
+
+    of_key: int
+    of_tenant: int
+    of_all: int
+
+
+class Places:
+    """Amounts of `what` that each key, each tenant and all of them together hold, within a `Share`."""
+
+    def __init__(self, what: str, share: Share, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
+        self._what = what
+        self._share = share
+        self._retry_after_s = retry_after_s
+        self._taken: Counter[tuple[str, ...]] = Counter()
+        """Held amounts by (), (tenant,) and (tenant, key)."""
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def place(self, tenant: str, key: str, amount: int = 1) -> Iterator[Place]:
+        """Hold a place, which is free again at the end. Raises `OverloadedError` where there is none."""
+        place = Place(self, tenant, key)
+        place.grow(amount)
+        try:
+            yield place
+        finally:
+            place.free()
+
+    @property
+    def taken(self) -> int:
+        """Amount that all hold together."""
+        return self._taken[()]
+
+    def take(self, tenant: str, key: str, amount: int) -> None:
+        """Take `amount` more. Raises `OverloadedError`; who holds nothing may take as much as all may hold."""
+        share = self._share
+        bounds = {
+            (tenant, key): (share.of_key, f"key {key!r}"),
+            (tenant,): (share.of_tenant, f"tenant {tenant!r}"),
+            (): (share.of_all, "all callers"),
+        }
+        with self._lock:
+            for holder, (most, name) in bounds.items():
+                held = self._taken[holder]
+                if held + amount > (most if held or not holder else share.of_all):
+                    raise OverloadedError(
+                        f"{name} would have {held + amount} {self._what} at a time, and {most} are the most; wait for "
+                        "one to end",
+                        retry_after_s=self._retry_after_s,
+                    )
+            for holder in bounds:
+                self._taken[holder] += amount
+
+    def give_back(self, tenant: str, key: str, amount: int) -> None:
+        """Give back what `take` took."""
+        with self._lock:
+            for holder in ((tenant, key), (tenant,), ()):
+                self._taken[holder] -= amount
+                if not self._taken[holder]:
+                    del self._taken[holder]
+
+
+class Place:
+    """Amount that one request holds."""
+
+    def __init__(self, places: Places, tenant: str, key: str) -> None:
+        self._places = places
+        self._holder = (tenant, key)
+        self._amount = 0
+
+    def grow(self, amount: int) -> None:
+        """Hold `amount` more. Raises `OverloadedError`, and holds what it did."""
+        if amount:
+            self._places.take(*self._holder, amount)
+            self._amount += amount
+
+    def free(self) -> None:
+        """Give all of it back; again is the same."""
+        amount, self._amount = self._amount, 0
+        if amount:
+            self._places.give_back(*self._holder, amount)

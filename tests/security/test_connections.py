@@ -1,0 +1,181 @@
+"""Connections, and answers that go on for long: bounded for each key, each tenant and all; none is silent for long."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Send
+from starlette.types import Scope as ASGIScope
+
+from swiftkv_platform.api import server
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.server import server_options
+from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.settings import Settings
+from tests.servers import serving
+from tests.unit.api.conftest import Start
+
+PATIENCE_S = 30.0
+ENDED = threading.Event()
+
+
+async def short(_request: Request) -> Response:
+    return PlainTextResponse("short")
+
+
+class Endless:
+    """Answers until its client is gone."""
+
+    async def __call__(self, _scope: ASGIScope, receive: Receive, send: Send) -> None:
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        leaving = asyncio.create_task(leave())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not leaving.done():
+            await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+        ENDED.set()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[ExitStack, Settings]]:
+    ENDED.clear()
+    with ExitStack() as stack:
+        yield stack, Settings(home=tmp_path, _env_file=None)
+
+
+def begin(served: tuple[ExitStack, Settings], **settings: float) -> str:
+    """Address of a small application behind the server with the product's own options."""
+    stack, chosen = served
+    app = Starlette(routes=[Route("/short", short), Route("/endless", Endless())])
+    return stack.enter_context(serving(app, **server_options(chosen.model_copy(update=settings))))
+
+
+def connect(url: str, sent: bytes = b"") -> socket.socket:
+    address = urlsplit(url)
+    made = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_S)
+    made.sendall(sent)
+    return made
+
+
+def wait_for_end(connection: socket.socket) -> None:
+    """Read what comes until the server closes the connection; raises `TimeoutError` if it does not."""
+    with suppress(ConnectionResetError):
+        while connection.recv(1 << 16):
+            pass
+
+
+SHORT = b"GET /short HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", SHORT[:-2], SHORT + SHORT[:9]], ids=["silent", "half a head", "half of a second head"]
+)
+def test_a_connection_without_a_request_is_closed(served: tuple[ExitStack, Settings], sent: bytes) -> None:
+    with connect(begin(served, request_head_timeout_s=0.05), sent) as waiting:
+        wait_for_end(waiting)
+
+
+def test_pieces_of_a_head_win_no_time(served: tuple[ExitStack, Settings]) -> None:
+    with connect(begin(served, request_head_timeout_s=0.2), SHORT[:-2]) as slow, suppress(ConnectionError):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            slow.sendall(b"a: b\r\n")
+            time.sleep(0.01)
+        pytest.fail("a head that never ends is read for ever")
+
+
+def test_a_head_without_an_end_is_refused(served: tuple[ExitStack, Settings]) -> None:
+    with connect(begin(served), b"GET /") as growing:
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                growing.sendall(b"x" * 1000)
+        with suppress(ConnectionError):
+            assert growing.recv(20).startswith(b"HTTP/1.1 400")
+
+
+def test_silent_connections_make_room_for_requests(served: tuple[ExitStack, Settings]) -> None:
+    url = begin(served, max_connections=8, request_head_timeout_s=3600.0)
+    with ExitStack() as opened:
+        silent = [opened.enter_context(connect(url)) for _ in range(30)]
+        for _ in range(20):
+            assert httpx.get(f"{url}/short", trust_env=False, timeout=PATIENCE_S).text == "short"
+        wait_for_end(silent[0])
+
+
+def test_requests_that_are_answered_are_not_closed_for_others(served: tuple[ExitStack, Settings]) -> None:
+    url = begin(served, max_connections=2)
+    with ExitStack() as opened:
+        busy = [opened.enter_context(connect(url, SHORT.replace(b"short", b"endless"))) for _ in range(2)]
+        for each in busy:
+            assert each.recv(12) == b"HTTP/1.1 200"
+        wait_for_end(opened.enter_context(connect(url)))
+        assert all(each.recv(1 << 10) for each in busy)
+
+
+def test_who_reads_nothing_is_given_up(served: tuple[ExitStack, Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_READING_TIMEOUT_S", 0.05)
+    with connect(begin(served), SHORT.replace(b"short", b"endless")):
+        assert ENDED.wait(PATIENCE_S)
+
+
+def test_long_answers_are_bounded_for_each_key_each_tenant_and_all(start: Start, tmp_path: Path) -> None:
+    keys, reads = tmp_path / "keys.json", frozenset({Scope.ADMIN})
+    tokens = {
+        name: {"Authorization": f"Bearer {create_key(keys, name=name, tenant=tenant, scopes=reads)}"}
+        for name, tenant in (("ann", "acme"), ("al", "acme"), ("bob", "other"), ("cy", "third"))
+    }
+    limits = {"max_streams_of_key": 1, "max_streams_of_tenant": 2, "max_streams": 3}
+    built = start(api_keys_file=keys, **limits)
+    app = create_app(built.settings.model_copy(update={"reconcile_interval_s": 1e6}), components=built.parts)
+    with (
+        serving(app) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as client,
+        ExitStack() as on,
+    ):
+        jobs = {
+            name: client.post("/jobs", json={"name": "x", "model": {"name_or_path": "o/t"}}, headers=key).json()["id"]
+            for name, key in tokens.items()
+        }
+
+        def follow(name: str, job: str) -> int:
+            stream = client.stream(
+                "GET", f"/jobs/{job}/events", headers={**tokens[name], "accept": "text/event-stream"}
+            )
+            return on.enter_context(stream).status_code
+
+        assert [follow("ann", jobs["ann"]), follow("ann", jobs["ann"])] == [200, 429]
+        for method, path in (
+            ("GET", f"/jobs/{jobs['ann']}/logs"),
+            ("GET", f"/jobs/{jobs['ann']}/logs?follow=true"),
+            ("GET", f"/jobs/{jobs['ann']}/artifacts/a"),
+            ("GET", f"/jobs/{jobs['ann']}/tracking/a"),
+            ("GET", "/v1/files/file-1/content"),
+            ("POST", "/deployments/dep_1/generate"),
+            ("POST", "/deployments/dep_1/chat/completions"),
+        ):
+            refused = client.request(method, path, json={}, headers=tokens["ann"])
+            assert (refused.status_code, "key 'ann' would have 2 streams" in refused.text) == (429, True), path
+            assert int(refused.headers["retry-after"]) >= 1
+        assert client.get(f"/jobs/{jobs['ann']}/events", headers=tokens["ann"]).status_code == 200, "no stream"
+        assert [follow("al", jobs["al"]), follow("bob", jobs["bob"]), follow("cy", jobs["cy"])] == [200, 200, 429]
+        on.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while app.state.streams.taken:
+            assert time.monotonic() < deadline, "who leaves makes room"
+            time.sleep(0.01)
+        assert follow("ann", jobs["ann"]) == 200

@@ -46,7 +46,8 @@ async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_
     tracing = configured_tracing()
     observers: list[Observer] = [RequestLog(with_text=args.log_text), *([tracing] if tracing else [])]
     credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)
-    app = create_http_app(Current(version, observers=observers), key_ring=credentials)
+    current = Current(version, observers=observers)
+    app = create_http_app(current, key_ring=credentials, allowed_hosts=args.allowed_hosts)
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:

@@ -46,6 +46,10 @@ def serve(
             exists=True, dir_okay=False, help="Keys that `swiftkv keys create` wrote. Default: no key needed."
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Public name that requests may be for where no keys are needed. Repeatable."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Serve a model on this machine with `/generate` and OpenAI's routes, until Ctrl-C."""
@@ -66,7 +70,8 @@ def serve(
         verify=(directory / MANIFEST).is_file(),
         chat_template=None if chat_template is None else chat_template.read_text(encoding="utf-8"),
     )
-    args = ReplicaArgs(id=_DEPLOYMENT, api_keys_file=None if api_keys_file is None else str(api_keys_file))
+    keys = None if api_keys_file is None else str(api_keys_file)
+    args = ReplicaArgs(id=_DEPLOYMENT, api_keys_file=keys, allowed_hosts=tuple(allowed_host or ()))
     configure_logging()
 
     spinner = err().status(f"Loading {called}")

@@ -1,6 +1,6 @@
 """A chat request's tools, and what they become: a constraint for the engine, a parser for the answer. Knows no route.
 
-Names and meanings of fields are OpenAI's; unknown keys are refused.
+Names and meanings of fields are OpenAI's; unknown keys are without effect, and no template is told of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.chat import chat_template
+from swiftkv_platform.serve.nested import Nested
 from swiftkv_platform.serve.tools.families import FAMILIES, Family, family_of
 from swiftkv_platform.serve.tools.grammar import CallGrammar
 from swiftkv_platform.serve.tools.parser import ToolCallParser
@@ -25,7 +26,7 @@ MAX_TOOLS = 128
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class FunctionTool(FrozenModel, strict=True):
+class FunctionTool(Nested):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -41,16 +42,21 @@ class FunctionTool(FrozenModel, strict=True):
         return {"type": "object", **self.parameters}
 
 
-class Tool(FrozenModel, strict=True):
+class Tool(Nested):
     type: Literal["function"]
     function: FunctionTool
 
+    def for_template(self) -> dict[str, Any]:
+        """The tool as templates take it."""
+        known = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
+        return {"type": self.type, "function": {name: value for name, value in known.items() if value is not None}}
 
-class NamedFunction(FrozenModel, strict=True):
+
+class NamedFunction(Nested):
     name: ToolName
 
 
-class NamedTool(FrozenModel, strict=True):
+class NamedTool(Nested):
     type: Literal["function"]
     function: NamedFunction
 
@@ -109,7 +115,7 @@ def tool_calling(
     functions, choice = _functions(fields), fields.tool_choice
     if not functions or choice == "none":
         return None
-    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
+    tools = [tool.for_template() for tool in fields.tools or ()]
     family = _family(tokenizer, tools, parser)
     from swiftkv_platform.model.tokenizers import special_ids  # imports torch, which Serve's controller can do without
 

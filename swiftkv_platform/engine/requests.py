@@ -115,7 +115,7 @@ class RequestReader:
                 request.token_ids,
                 params,
                 seed=_sample_seed(seed, index),
-                stop_token_ids=eos | frozenset(params.stop_token_ids),
+                stop_token_ids=eos | self._known(params.stop_token_ids),
                 max_model_len=self._max_model_len,
                 excluded_token_ids=self._excluded(params),
                 detokenizer=self._new_detokenizer(request),
@@ -183,8 +183,11 @@ class RequestReader:
         """Tokens that may not be among the first `min_tokens`: the ends of sequence too, ignored or not."""
         if not params.min_tokens:
             return frozenset()
-        ends = self._eos_token_ids | frozenset(params.stop_token_ids)
-        return frozenset(token for token in ends if token < self._vocab_size)
+        return self._known(self._eos_token_ids | frozenset(params.stop_token_ids))
+
+    def _known(self, token_ids: abc.Iterable[int]) -> frozenset[int]:
+        """Those that the model can put out; vLLM takes no others."""
+        return frozenset(token for token in token_ids if token < self._vocab_size)
 
     def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
         tokenizer, params = self._tokenizer, request.params

@@ -40,6 +40,10 @@ MAX_STOP_TOKEN_IDS = 1024
 """Most stop token ids."""
 MAX_LOGIT_BIAS = 1024
 """Most tokens whose logits are changed."""
+MAX_TEMPERATURE = 2.0
+"""Highest temperature of a request."""
+MAX_PRIORITY = (1 << 31) - 1
+"""Largest priority of a request, either way."""
 MAX_GRAMMAR_BYTES = 1 << 16
 """Longest schema, expression or grammar, or choices together, that is safe to compile: see `engine/grammars.py`."""
 MAX_CHOICES = 4096

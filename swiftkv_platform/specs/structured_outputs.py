@@ -59,7 +59,7 @@ class StructuredOutputs:
         what it accepts."""
         if value is None or isinstance(value, cls):
             return value
-        known = [one.name for one in fields(cls) if one.name != "source"]
+        known = cls.keys()
         if not isinstance(value, Mapping) or not set(value) <= set(known):
             wrong = sorted(map(str, set(value) - set(known))) if isinstance(value, Mapping) else [type(value).__name__]
             raise InvalidInputError(
@@ -68,6 +68,11 @@ class StructuredOutputs:
                 value=value,
             )
         return cls(**value)
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """Names that `parse` knows."""
+        return [one.name for one in fields(cls) if one.name != "source"]
 
     @property
     def kind(self) -> str:

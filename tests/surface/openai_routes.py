@@ -14,6 +14,8 @@ from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Version
+from swiftkv_platform.specs.base import MAX_PRIORITY, MAX_SEED, MAX_TOP_K
+from swiftkv_platform.specs.sampling import RANGES
 from tests.surface.replicas import application, asgi_client, openai_client, save_chat_model, version_of
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -155,7 +157,15 @@ TWO_ENDS = {"min_tokens": 5, "structured_outputs": {"choice": ["a", "b"]}}
     ("body", "param", "message"),
     [
         ({"model": "other"}, "model", "is served here"),
-        ({"temperature": -1.0}, "temperature", "at least 0"),
+        ({"temperature": -1.0}, "temperature", "from 0 to 2"),
+        ({"temperature": 3}, "temperature", "from 0 to 2"),
+        ({"top_p": 1.5}, "top_p", "from 0 to 1"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": 1e39}, "frequency_penalty", "from -2 to 2"),
+        ({"extra": {"repetition_penalty": 1e-39}}, "repetition_penalty", "from 0.01 to 100"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+        ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
+        ({"extra": {"priority": 1 << 40}}, "priority", "less than or equal to"),
         ({"best_of": 3}, "best_of", "only the value of n"),
         ({"suffix": "x"}, "suffix", "suffix is 'x'; no model here fills in the middle"),
         ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
@@ -172,6 +182,38 @@ async def test_bad_requests_have_openais_shape(client: Any, body: dict[str, Any]
     assert caught.value.status_code == (404 if param == "model" else 400)
     assert caught.value.param == param
     assert message in caught.value.message
+
+
+PLAIN = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("body", "same"),
+    [
+        ({"top_p": 0}, {"temperature": 0}),
+        ({"top_k": -1}, {}),
+        ({"max_tokens": 4.0, "seed": 5.0, "n": 1.0, "top_k": 0.0, "logprobs": 1.0}, {"logprobs": 1}),
+        ({"seed": -9223372036854775803}, {}),
+        ({"stop_token_ids": [1 << 40]}, {}),
+        ({"stream_options": {"include_usage": None}, "structured_outputs": None}, {}),
+    ],
+    ids=str,
+)
+async def test_values_as_clients_write_them_mean_what_they_mean_there(
+    http: httpx.AsyncClient, body: dict[str, Any], same: dict[str, Any]
+) -> None:
+    answers = [await http.post("/v1/completions", json={**PLAIN, **fields}) for fields in (body, same)]
+    texts = [answer.raise_for_status().json()["choices"][0]["text"] for answer in answers]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("end", [0, 1])
+async def test_both_ends_of_every_range_are_answered(http: httpx.AsyncClient, end: int) -> None:
+    """By vLLM too, whose own ranges hold ours."""
+    numbers = {name: ends[end] for name, ends in RANGES.items()}
+    whole = {"seed": (-1, MAX_SEED)[end], "top_k": (-1, MAX_TOP_K)[end], "priority": (1 - 2 * end) * MAX_PRIORITY}
+    body = {**PLAIN, **numbers, **whole, "logit_bias": {"5": (-100, 100)[end]}, "min_tokens": 4 * end}
+    assert (await http.post("/v1/completions", json=body)).raise_for_status().json()["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize(
@@ -213,6 +255,10 @@ async def test_fields_without_effect_are_named_in_a_header(client: Any, version:
         answer = await raw(messages=HELLO, **asked(**IGNORED, **fields))
         assert set(answer.headers["x-swiftkv-ignored-fields"].split(", ")) == {*IGNORED, *named}
         assert fields or answer.parse().choices == plain.parse().choices
+    nested = {"stream_options": {"include_usage": None, "x": 1}, "response_format": {"type": "text", "x": 1}}
+    answer = await raw(messages=[{**HELLO[0], "x": 1}] * 2, **asked(stream=True, **nested))
+    named = "stream_options.x, response_format.x, messages.x"
+    assert set(answer.headers["x-swiftkv-ignored-fields"].split(", ")) == set(named.split(", "))
     version.ignored_fields = frozenset({"suffix", "colour"})
     unknown: dict[str, Any] = {"prompt": "hello", **asked(suffix="x", extra={"colour": "red"})}
     answer = await client.completions.with_raw_response.create(**unknown)
@@ -220,7 +266,13 @@ async def test_fields_without_effect_are_named_in_a_header(client: Any, version:
     version.ignored_fields = frozenset({"*"})
     with pytest.raises(openai.BadRequestError, match="suffix is 'x'"):
         await client.completions.create(**unknown)
-    assert (await client.completions.create(**unknown | {"suffix": None})).choices
+    deep: dict[str, Any] = {"structured_outputs": {"regex": "a+b", "colour": "red"}, "ignore_eos": False}
+    unknown |= {"suffix": None, "extra_body": {**unknown["extra_body"], **deep}}
+    answer = await client.completions.with_raw_response.create(**unknown)
+    assert answer.headers["x-swiftkv-ignored-fields"] == "colour, structured_outputs.colour"
+    version.ignored_fields = frozenset()
+    with pytest.raises(openai.BadRequestError, match="structured_outputs has colour"):
+        await complete(client, extra=deep)
 
 
 @pytest.mark.parametrize("n", [1, 2])

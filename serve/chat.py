@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.errors import ContextLengthError, InvalidInputError, ModelError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
@@ -33,6 +34,15 @@ async def chat_prompt(
     return await engine.readers.run_unadmitted(
         lambda: render_chat(tokenizer, messages, tools=tools, **options), sum(map(len, texts))
     )
+
+
+@contextmanager
+def about_messages() -> Iterator[None]:
+    """Refuse of a conversation's length by the name that its caller knows."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise error.renamed("messages") from error
 
 
 def render_chat(

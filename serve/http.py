@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,7 +20,7 @@ from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.bodies import Bodies, BodyRoute
-from swiftkv_platform.serve.chat import chat_prompt
+from swiftkv_platform.serve.chat import about_messages, chat_prompt
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
 from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
@@ -76,7 +77,7 @@ def create_http_app(
         """Continue prompts, or a conversation. A client that goes away frees the engine within one step."""
         interval_s = body.stream_interval_s if body.stream else math.inf
         context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
-        with current.entering() as version:
+        with current.entering() as version, about_messages() if body.messages else nullcontext():
             answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), context)
         if body.stream:
             stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")

@@ -16,11 +16,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse
 
-from swiftkv_platform.errors import NotFoundError, SwiftKVError
+from swiftkv_platform.errors import ModelNotFoundError, SwiftKVError
 from swiftkv_platform.serve.access import Caller, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.bodies import BodyRoute
-from swiftkv_platform.serve.chat import chat_prompt
+from swiftkv_platform.serve.chat import about_messages, chat_prompt
 from swiftkv_platform.serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 from swiftkv_platform.serve.sampling import prompts_of
@@ -97,7 +97,8 @@ def openai_router(current: Current) -> APIRouter:
             num_prompt_tokens = len(prompt) if kept < 0 else min(len(prompt), kept)
             params = body.sampling_params(room=max(version.card.max_model_len - num_prompt_tokens, 1))
             params = calling.params(params) if calling else params
-            answers = await current.ask(version, [prompt], params, context)
+            with about_messages():
+                answers = await current.ask(version, [prompt], params, context)
         tokenizer, top = version.tokenizer, body.top_logprobs
         if body.stream:
             calls = CallStreams(calling) if calling else None
@@ -144,7 +145,9 @@ def _model(version: Version) -> dict[str, Any]:
 
 def _check_model(model: str, version: Version) -> None:
     if not version.answers_to(model):
-        raise NotFoundError(f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model)
+        raise ModelNotFoundError(
+            f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model
+        )
 
 
 def _head(prefix: str, kind: str, answers: Answers, version: Version) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import ContextLengthError, InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
@@ -77,11 +77,12 @@ class RequestReader:
             )
         size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
         if size > self.max_prompt_bytes:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"{field} has {size} bytes of text; {self.max_prompt_bytes} bytes are accepted for the context of "
                 f"{self._max_model_len} tokens (max_prompt_bytes)",
                 field=field,
                 value=size,
+                most=self._max_model_len,
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
@@ -133,12 +134,13 @@ class RequestReader:
         # The last generated token's KV is never needed.
         needed = num_prompt_tokens + max(num_output_tokens - 1, 0)
         if needed > self._num_slots:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"the request needs the KV of {needed} tokens ({num_prompt_tokens} of the prompt, up to "
                 f"{num_output_tokens} of the answer); the whole cache holds {self._num_slots}: shorten one of them, or "
                 "raise kv_cache_bytes",
                 field="prompt",
                 value=num_prompt_tokens,
+                most=self._num_slots + 1,
             )
 
     def _check_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
@@ -232,11 +234,12 @@ class RequestReader:
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"prompt has {num_tokens} tokens; the context of {self._max_model_len} tokens holds prompts of "
                 f"1..{self._max_model_len - 1} tokens, and their answer",
                 field="prompt",
                 value=num_tokens,
+                most=self._max_model_len,
             )
 
     def _is_token_id(self, token_id: Any) -> bool:

@@ -374,7 +374,7 @@ async def test_metrics_count_what_was_served(version: Version) -> None:
         "swiftkv:prompt_tokens_total 5.0",
         "swiftkv:generation_tokens_total 16.0",
         'swiftkv:request_success_total{finished_reason="length"} 2.0',
-        'swiftkv:rejected_requests_total{reason="invalid_input"} 1.0',
+        'swiftkv:rejected_requests_total{reason="context_length_exceeded"} 1.0',
         "swiftkv:time_to_first_token_seconds_count 2.0",
         "swiftkv:num_requests_running 0.0",
     ):

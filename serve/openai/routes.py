@@ -21,7 +21,7 @@ from swiftkv_platform.serve.access import Caller, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.bodies import BodyRoute
 from swiftkv_platform.serve.chat import about_messages, chat_prompt
-from swiftkv_platform.serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
+from swiftkv_platform.serve.openai.answers import CompletionChoices, chat_choice, chat_delta, usage
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 from swiftkv_platform.serve.sampling import prompts_of
 from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
@@ -61,11 +61,11 @@ def openai_router(current: Current) -> APIRouter:
             context = _context(caller, body, request, body.without_effect("completions", version.ignored_fields))
             answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), context)
         head = _head("cmpl", "text_completion", answers, version)
-        tokenizer, echo = version.tokenizer, body.echo
+        echo, choices = body.echo, CompletionChoices(version.engine.reader, echo=body.echo)
         if body.stream:
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-                render = partial(completion_choice, choice, output, tokenizer, since=since, echo=echo)
+                render = partial(choices.choice, choice, output, since)
                 return await version.rendered(render, [output], echo=echo and since is None)
 
             return _stream(answers, head, chunk, body)
@@ -73,8 +73,8 @@ def openai_router(current: Current) -> APIRouter:
             outputs = await whole(answers, request)
 
             def render() -> Response:
-                choices = [completion_choice(i, output, tokenizer, echo=echo) for i, output in enumerate(outputs)]
-                return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+                answered = [choices.choice(number, output) for number, output in enumerate(outputs)]
+                return JSONResponse({**head, "choices": answered, "usage": usage(outputs)})
 
             return await version.rendered(render, outputs, echo=echo)
 
@@ -99,12 +99,12 @@ def openai_router(current: Current) -> APIRouter:
             params = calling.params(params) if calling else params
             with about_messages():
                 answers = await current.ask(version, [prompt], params, context)
-        tokenizer, top = version.tokenizer, body.top_logprobs
+        vocabulary, top = version.engine.reader.vocabulary, body.top_logprobs
         if body.stream:
             calls = CallStreams(calling) if calling else None
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-                render = partial(chat_delta, choice, output, tokenizer, top=top, since=since)
+                render = partial(chat_delta, choice, output, vocabulary, top=top, since=since)
                 delta = await version.rendered(render, [output])
                 return delta if calls is None else calls.delta(delta)
 
@@ -114,7 +114,7 @@ def openai_router(current: Current) -> APIRouter:
             head = _head("chatcmpl", "chat.completion", answers, version)
 
             def render() -> Response:
-                choices = [chat_choice(i, output, tokenizer, top=top) for i, output in enumerate(outputs)]
+                choices = [chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
                 choices = [with_calls(choice, calling) for choice in choices] if calling else choices
                 return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
 

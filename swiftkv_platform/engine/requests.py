@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
+from swiftkv_platform.engine.vocabulary import Vocabulary
 from swiftkv_platform.errors import ContextLengthError, InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
@@ -33,6 +36,8 @@ class ReadRequest:
     token_ids: tuple[int, ...]
     params: SamplingParams
     stops: tuple[StopString, ...]
+    named: Mapping[int, str]
+    """Texts of special tokens that stop strings name."""
 
 
 class RequestReader:
@@ -45,6 +50,7 @@ class RequestReader:
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._has_exit_head = bool(getattr(model.config, "early_exit", False))
         self._num_slots = num_slots
+        self.vocabulary = Vocabulary(model.tokenizer)
         self._random = random.Random(config.seed)  # noqa: S311  # sampling, not secrets
         self._arrivals = 0
         bytes_per_token, self._silent = MAX_BYTES_PER_TOKEN, frozenset[int]()
@@ -93,7 +99,7 @@ class RequestReader:
         token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)
         self._check_logprobs(len(token_ids), params)
-        return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)))
+        return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)), self._named(params))
 
     def sequences(
         self,
@@ -191,23 +197,42 @@ class RequestReader:
         """Those that the model can put out; vLLM takes no others."""
         return frozenset(token for token in token_ids if token < self._vocab_size)
 
-    def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
-        tokenizer, params = self._tokenizer, request.params
-        skip = params.skip_special_tokens
-        if tokenizer is None:
+    def decoded(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of tokens. Not without a tokenizer."""
+        assert self._tokenizer is not None, "checked before"
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def detokenizer_of_prompts(self) -> IncrementalDetokenizer | None:
+        """A new detokenizer that shows special tokens and keeps offsets; None without a tokenizer."""
+        if self._tokenizer is None:
             return None
+        return IncrementalDetokenizer(self.decoded, text_of=self.vocabulary.text_of)
 
-        def decode(token_ids: abc.Sequence[int]) -> str:
-            text: str = tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            return text
-
+    def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
+        params = request.params
+        skip = params.skip_special_tokens
+        if self._tokenizer is None:
+            return None
         return IncrementalDetokenizer(
-            decode,
+            partial(self.decoded, skip_special_tokens=skip),
             request.stops,
             self._silent if skip else frozenset(),
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
+            named=request.named if skip else {},
+            text_of=None if params.logprobs is None else self.vocabulary.text_of,
         )
+
+    def _named(self, params: SamplingParams) -> dict[int, str]:
+        if not params.stop:
+            return {}
+        texts = {token_id: self.vocabulary.text_of(token_id) for token_id in self._silent}
+        return {
+            token_id: text for token_id, text in texts.items() if text and any(text in stop for stop in params.stop)
+        }
 
     def _num_kept(self, num_tokens: int, params: SamplingParams) -> int:
         """Number of a prompt's tokens that `truncate_prompt_tokens` leaves."""

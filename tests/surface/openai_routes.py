@@ -16,6 +16,7 @@ from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.current import Version
 from swiftkv_platform.specs.base import MAX_PRIORITY, MAX_SEED, MAX_TOP_K
 from swiftkv_platform.specs.sampling import RANGES
+from tests.fakes.tokenizers import BOS
 from tests.surface.replicas import application, asgi_client, openai_client, save_chat_model, version_of
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -123,6 +124,42 @@ async def test_log_probabilities_and_echo(client: Any) -> None:
     assert found.token_logprobs[0] is None
     assert all(value < 0 for value in found.token_logprobs[1:])
     assert found.text_offset[:6] == [0, 1, 2, 3, 4, 5]
+
+
+PARTS = {"structured_outputs": {"choice": ["é€🙂!"]}, "ignore_eos": False}
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_offsets_and_parts_of_characters_are_told_alike_whole_and_streamed(client: Any, echo: bool) -> None:
+    prompt = "hé<s>"
+    fields: dict[str, Any] = {"prompt": prompt, "logprobs": 3, "echo": echo, "max_tokens": 20, "extra": PARTS}
+    [whole] = (await complete(client, **fields)).choices
+    found = whole.logprobs
+    data = b"".join(_bytes(token) for token in found.tokens)
+    assert data.decode() == whole.text == (prompt if echo else "") + "é€🙂!"
+    expected = [at for at, character in enumerate(whole.text) for _ in character.encode()]
+    special = 4 if echo else 0  # `<s>` is one token
+    assert found.text_offset == [*expected[:special], *expected[special + 2 if echo else 0 :]]
+    assert all(len(entry) in (3, 4) for entry in found.top_logprobs if entry), "entries do not collide"
+    streamed = [chunk.choices[0].logprobs async for chunk in await complete(client, **fields, stream=True)]
+    joined = [(token, at) for one in streamed if one for token, at in zip(one.tokens, one.text_offset, strict=True)]
+    assert joined == list(zip(found.tokens, found.text_offset, strict=True))
+    [said] = (await chat(client, logprobs=True, top_logprobs=3, max_tokens=20, extra=PARTS)).choices
+    assert bytes(byte for token in said.logprobs.content for byte in token.bytes).decode() == "é€🙂!"
+    assert all(len({top.token for top in token.top_logprobs}) == 3 for token in said.logprobs.content)
+
+
+def _bytes(token: str) -> bytes:
+    return bytes.fromhex(token.removeprefix("bytes:").replace(r"\x", "")) if token[:6] == "bytes:" else token.encode()
+
+
+async def test_a_stop_string_may_name_a_special_token(client: Any) -> None:
+    """Which is not shown, and which the constraint's text cannot be: it is favoured."""
+    favoured = {"logit_bias": {str(BOS): 100}, "extra": {"ignore_eos": True}}
+    [choice] = (await complete(client, **favoured, stop=["<s>"])).choices
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+    answer = await complete(client, **favoured, stop=["<s><s><s>", "x<s>"])
+    assert (answer.usage.completion_tokens, answer.choices[0].text) == (3, "")
 
 
 async def test_a_chat_is_laid_out_by_the_template(client: Any) -> None:

@@ -168,6 +168,8 @@ class RequestReader:
                 field="early_exit",
                 value=mode,
             )
+        if params.structured_outputs is not None:
+            params.structured_outputs.check_followed()
         outside = next((token for token in params.logit_bias if token >= self._vocab_size), None)
         if outside is not None:
             raise InvalidInputError(

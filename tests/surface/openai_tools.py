@@ -106,6 +106,10 @@ def named(name: str) -> Any:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: str, *names: str) -> Any:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
 ARRAYS = pytest.mark.soak("arrays of calls, which the parsers of hermes and mistral_v11 read as well")
 CHOICES = [
     *(
@@ -188,6 +192,28 @@ async def test_an_answer_that_calls_nothing_follows_the_response_format(client: 
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
     jsonschema.validate(json.loads(choice.message.content), MOVE)
     check_calls((await chat(client, response_format=schema, tool_choice="required")).message.tool_calls)
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+async def test_some_of_the_tools_are_seen_with_the_others_and_called_alone(
+    client: Any, version: Version, mode: str
+) -> None:
+    version.tool_call_parser = "llama3"
+    begun = {**SPACES, str(ALPHABET.index("{")): 100}  # as a call begins
+    fields = {"tool_choice": allowed(mode, "move", "ping"), "logit_bias": begun if mode == "auto" else SPACES}
+    whole = await client.chat.completions.create(**asked(n=4, max_tokens=120, **fields))
+    auto = await client.chat.completions.create(**asked(max_tokens=1))
+    assert whole.usage.prompt_tokens == auto.usage.prompt_tokens
+    calls = [call for choice in whole.choices for call in choice.message.tool_calls or ()]
+    assert calls
+    assert {call.function.name for call in calls} <= {"move", "ping"}
+
+
+async def test_schemas_of_tools_that_are_called_freely_are_not_compiled(client: Any) -> None:
+    free = tool("f", parameters={"not": {}, "properties": {"a": {"type": "string", "format": "x", "pattern": "(?=a)"}}})
+    assert await chat(client, tools=[free], max_tokens=1)
+    described = tool("f", parameters=closed(a={"enum": ["b"], "format": "x", "x-y": 1}), strict=True)
+    assert said(await chat(client, tools=[described], tool_choice="required", parallel_tool_calls=False))[0][0] == "f"
 
 
 async def test_tools_that_may_not_be_called_change_nothing(client: Any) -> None:
@@ -313,7 +339,31 @@ def message(**fields: Any) -> dict[str, Any]:
         (bare(name="a b"), "tools.0.function.name", "pattern"),
         ({"tools": [tool("ping")] * 129}, "tools", "128"),
         (bare(name="f", parameters={"type": "array"}), "tools.0.function.parameters.type", "arguments are an 'object'"),
-        ({**bare(name="f", parameters={"not": {}}), "tool_choice": "required"}, "tools", "cannot be compiled"),
+        (
+            {"tools": [TOOLS[2], tool("f", parameters=closed(a={"not": {}}))], "tool_choice": "required"},
+            "tools.1.function.parameters",
+            "tools.1.function.parameters.properties.a has 'not', which cannot be compiled",
+        ),
+        (
+            {"tools": [TOOLS[2], tool("f", parameters=closed(a={"type": "string", "pattern": "(?=a)"}), strict=True)]},
+            "tools.1.function.parameters",
+            r"tools.1.function.parameters.properties.a.pattern cannot be compiled.*look-around",
+        ),
+        (
+            {"tools": [tool("f", parameters={"$ref": "#/nowhere"})], "tool_choice": named("f")},
+            "tools.0.function.parameters",
+            r"tools.0.function.parameters.\$ref cannot be compiled",
+        ),
+        (
+            {"tool_choice": allowed("auto", "ping", "fly")},
+            "tool_choice",
+            "'fly', and tools has get_weather, move, ping",
+        ),
+        (
+            {"tool_choice": allowed("any", "ping")},
+            "tool_choice.allowed_tools.allowed_tools.mode",
+            "'auto' or 'required'",
+        ),
         (bare(name="f", parameters={"description": "x" * 70000}), "tools.0.function.parameters", "longer than"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex", "tool_choice: none"),
         (message(role="tool"), "messages.0", "needs tool_call_id"),
@@ -327,7 +377,7 @@ def message(**fields: Any) -> dict[str, Any]:
     ],
 )
 async def test_what_cannot_be_called_is_named(client: Any, body: dict[str, Any], param: str, reason: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=reason) as caught:
+    with pytest.raises(openai.BadRequestError, match=f"(?s){reason}") as caught:
         await chat(client, **body)
     assert (caught.value.param or "").startswith(param)
 

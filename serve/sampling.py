@@ -11,7 +11,7 @@ from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.nested import Nested, without_nulls
-from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_PROMPTS
+from swiftkv_platform.specs.base import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_PROMPTS
 
 
 def encodable(value: Any) -> Any:
@@ -101,6 +101,10 @@ class SamplingFields(FrozenModel, strict=True):
     include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
     """Leave the stop string, or the text of the stop token, at the end of the answer."""
     stop_token_ids: Annotated[list[Whole], FailFast()] = []
+    allowed_token_ids: Annotated[list[Whole], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    """Tokens that the answer consists of."""
+    skip_special_tokens: bool = SamplingParams.skip_special_tokens
+    """Leave special tokens out of the answer's text."""
     ignore_eos: bool = SamplingParams.ignore_eos
     min_tokens: Whole = SamplingParams.min_tokens
     """Tokens before which no end of sequence, stop token or stop string ends the answer."""

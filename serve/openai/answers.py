@@ -107,6 +107,20 @@ def echoed(reader: RequestReader, output: RequestOutput) -> Echoed:
     return Echoed(text + " " * spaced, offsets, spaced)
 
 
+def prompt_logprobs(output: RequestOutput, vocabulary: Vocabulary, top: int) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt's tokens in vLLM's shape. Ranks are told of the `top` most probable ones alone."""
+
+    def told(entry: Mapping[int, float]) -> dict[str, Any]:
+        ranked = enumerate(sorted(entry.items(), key=lambda item: -item[1]), start=1)
+        return {
+            str(token): {"logprob": value, "rank": rank if rank <= top else None, "decoded_token": text_of(token)}
+            for rank, (token, value) in ranked
+        }
+
+    text_of = vocabulary.text_of
+    return [None if entry is None else told(entry) for entry in output.prompt_logprobs or ()]
+
+
 def chat_choice(index: int, output: RequestOutput, vocabulary: Vocabulary, *, top: int) -> dict[str, Any]:
     """A choice of a chat completion; `top` of the most probable tokens are told beside each."""
     return {

@@ -20,8 +20,8 @@ from swiftkv_platform.errors import ModelNotFoundError, SwiftKVError
 from swiftkv_platform.serve.access import Caller, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.bodies import BodyRoute
-from swiftkv_platform.serve.chat import about_messages, chat_prompt
-from swiftkv_platform.serve.openai.answers import CompletionChoices, chat_choice, chat_delta, usage
+from swiftkv_platform.serve.chat import about_messages, chat_prompt, unread_variables
+from swiftkv_platform.serve.openai.answers import CompletionChoices, chat_choice, chat_delta, prompt_logprobs, usage
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 from swiftkv_platform.serve.sampling import prompts_of
 from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
@@ -73,7 +73,10 @@ def openai_router(current: Current) -> APIRouter:
             outputs = await whole(answers, request)
 
             def render() -> Response:
-                answered = [choices.choice(number, output) for number, output in enumerate(outputs)]
+                answered = [
+                    {**choices.choice(number, output), **_scores(body, output, version)}
+                    for number, output in enumerate(outputs)
+                ]
                 return JSONResponse({**head, "choices": answered, "usage": usage(outputs)})
 
             return await version.rendered(render, outputs, echo=echo)
@@ -84,7 +87,9 @@ def openai_router(current: Current) -> APIRouter:
         messages = [message.for_template() for message in body.messages]
         with current.entering() as version:
             _check_model(body.model, version)
-            context = _context(caller, body, request, body.without_effect("chat/completions", version.ignored_fields))
+            unread = unread_variables(version.tokenizer, body.chat_template_kwargs)
+            ignored = body.without_effect("chat/completions", version.ignored_fields, unread)
+            context = _context(caller, body, request, ignored)
             calling = tool_calling(body, version.tokenizer, version.tool_call_parser, body.constraint())
             prompt = await chat_prompt(
                 version.engine,
@@ -92,6 +97,7 @@ def openai_router(current: Current) -> APIRouter:
                 tools=calling.tools if calling else None,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
+                variables=body.chat_template_kwargs,
             )
             kept = body.truncate_prompt_tokens or -1
             num_prompt_tokens = len(prompt) if kept < 0 else min(len(prompt), kept)
@@ -116,7 +122,8 @@ def openai_router(current: Current) -> APIRouter:
             def render() -> Response:
                 choices = [chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
                 choices = [with_calls(choice, calling) for choice in choices] if calling else choices
-                return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+                scores = _scores(body, outputs[0], version)
+                return JSONResponse({**head, "choices": choices, "usage": usage(outputs), **scores})
 
             return await version.rendered(render, outputs)
 
@@ -129,6 +136,13 @@ def _context(caller: Caller, body: OpenAIFields, request: Request, ignored_field
     return RequestContext(
         caller, priority=body.priority, timeout_s=body.timeout_s, interval_s=interval_s, ignored_fields=ignored_fields
     )
+
+
+def _scores(body: OpenAIFields, output: RequestOutput, version: Version) -> dict[str, Any]:
+    """The prompt's log-probabilities, where they were asked for by that name."""
+    if body.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(output, version.engine.reader.vocabulary, body.prompt_logprobs)}
 
 
 def _model(version: Version) -> dict[str, Any]:

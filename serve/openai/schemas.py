@@ -47,16 +47,25 @@ class OpenAIFields(SamplingFields, extra="allow"):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Whole | None = None
+    """Log-probabilities of the prompt's tokens and of this number of the most probable ones, in vLLM's shape."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
         return without_nulls(body)
 
-    def without_effect(self, route: Route, ignored: Collection[str]) -> tuple[str, ...]:
-        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be. Raises
-        `InvalidInputError`: a field that would change the answer, or an unknown one."""
-        nested = [*unknown_keys(self), *(self._unknown_constraints() if ANY in ignored else ())]
+    @model_validator(mode="after")
+    def _whole_with_prompt_logprobs(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are not in a stream; give stream: false")
+        return self
+
+    def without_effect(self, route: Route, ignored: Collection[str], unread: Collection[str] = ()) -> tuple[str, ...]:
+        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be, `unread`: those
+        that the model has no use for. Raises `InvalidInputError`: a field that would change the answer, or an unknown
+        one."""
+        nested = [*unknown_keys(self), *unread, *(self._unknown_constraints() if ANY in ignored else ())]
         return names_without_effect(route, self.model_extra or {}, nested, self.n, ignored)
 
     def _unknown_constraints(self) -> Iterator[str]:
@@ -80,10 +89,17 @@ class CompletionRequest(OpenAIFields, json_schema_extra=_described("completions"
 
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidInputError` for a value out of range."""
-        if not self.echo:
+        if not self.echo and self.prompt_logprobs is None:
             check_generates(self.max_tokens, "echo")
         echoed = self.logprobs if self.echo else None
-        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed)
+        if None not in (echoed, self.prompt_logprobs) and echoed != self.prompt_logprobs:
+            raise InvalidInputError(
+                f"prompt_logprobs is {self.prompt_logprobs}; with echo it must be logprobs, {self.logprobs}",
+                field="prompt_logprobs",
+                value=self.prompt_logprobs,
+            )
+        scored = self.prompt_logprobs if echoed is None else echoed
+        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 
 
 class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=_described("chat/completions")):
@@ -97,6 +113,8 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=_described("chat/c
     top_logprobs: Whole = 0
     add_generation_prompt: bool = True
     """Let the assistant begin a turn of its own behind the messages."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template."""
     continue_final_message: bool = False
     """Let the answer go on where the last message ends; `add_generation_prompt` is then false."""
 
@@ -114,5 +132,7 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=_described("chat/c
         max_tokens = limits[0] if limits else room
         check_generates(max_tokens, "echo on /v1/completions")
         return self.params(
-            max_tokens=max_tokens, logprobs=self.top_logprobs if self.logprobs else None, prompt_logprobs=None
+            max_tokens=max_tokens,
+            logprobs=self.top_logprobs if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )

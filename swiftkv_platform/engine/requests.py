@@ -177,10 +177,18 @@ class RequestReader:
                 field="logit_bias",
                 value=outside,
             )
-
-        if len(self._excluded(params)) >= self._vocab_size:
+        allowed = params.allowed_token_ids
+        outside = next((token for token in allowed or () if token >= self._vocab_size), None)
+        if outside is not None:
+            raise InvalidInputError(
+                f"allowed_token_ids has {outside}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
+                field="allowed_token_ids",
+                value=outside,
+            )
+        excluded = self._excluded(params)
+        if len(excluded) >= self._vocab_size if allowed is None else excluded.issuperset(allowed):
             raise InvalidInputError.of(
-                "min_tokens", params.min_tokens, ", and stop_token_ids leave no token of the vocabulary; give fewer"
+                "min_tokens", params.min_tokens, ", and stop_token_ids leave no token that is allowed; give fewer"
             )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(

@@ -38,6 +38,8 @@ MAX_STOP_LENGTH = 1024
 """Characters of the longest stop string; as many may be held back from a stream."""
 MAX_STOP_TOKEN_IDS = 1024
 """Most stop token ids."""
+MAX_ALLOWED_TOKEN_IDS = 1024
+"""Most token ids that an answer is held to."""
 MAX_LOGIT_BIAS = 1024
 """Most tokens whose logits are changed."""
 MAX_TEMPERATURE = 2.0

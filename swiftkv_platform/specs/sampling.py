@@ -8,6 +8,7 @@ from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_LOOKUP_TOKENS,
@@ -81,6 +82,8 @@ class SamplingParams:
     """Leave the stop string, or the text of the stop token, at the end of the answer's text."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Tokens that the answer consists of, an end of sequence only where it is among them; None: all."""
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
     skip_special_tokens: bool = True
@@ -104,7 +107,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
+        object.__setattr__(
+            self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        )
+        if self.allowed_token_ids is not None:
+            allowed = _checked_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not allowed:
+                raise _refusal("allowed_token_ids", [], "left out, or name at least one token")
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
         object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
         object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
@@ -130,7 +140,7 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, getattr(self, name), "true or false")
         if self.structured_outputs is not None:
-            for name, otherwise in (("ignore_eos", "false"), ("min_tokens", "0")):
+            for name, otherwise in (("ignore_eos", "false"), ("min_tokens", "0"), ("allowed_token_ids", "left out")):
                 if value := getattr(self, name):
                     raise _refusal(name, value, f"{otherwise} where structured_outputs says where the answer ends")
 
@@ -181,12 +191,13 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _checked_token_ids(token_ids: object) -> tuple[int, ...]:
+def _checked_token_ids(field: str, token_ids: object, at_most: int) -> tuple[int, ...]:
+    accepted = "a list of token ids, whole numbers of at least 0"
     if not isinstance(token_ids, (list, tuple)):
-        raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
-    _check_size("stop_token_ids", token_ids, MAX_STOP_TOKEN_IDS)
+        raise _refusal(field, token_ids, accepted)
+    _check_size(field, token_ids, at_most)
     if not all(_is_int(token) and token >= 0 for token in token_ids):
-        raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
+        raise _refusal(field, token_ids, accepted)
     return tuple(token_ids)
 
 

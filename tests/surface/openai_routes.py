@@ -261,6 +261,15 @@ async def test_both_ends_of_every_range_are_answered(http: httpx.AsyncClient, en
         ({"web_search_options": {}}, "web_search_options", "nothing is searched"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"extra": {"echo": True}}, "echo", "it is one of /v1/completions"),
+        (
+            {"extra": {"chat_template_kwargs": {"add_generation_prompt": False}}},
+            "chat_template_kwargs.add_generation_prompt",
+            "the request's own fields say it",
+        ),
+        ({"extra": {"chat_template_kwargs": ["a"]}}, "chat_template_kwargs", "dictionary"),
+        ({"extra": {"bad_words": ["a"]}}, "bad_words", "logit_bias of -100 forbids tokens"),
+        ({"extra": {"allowed_token_ids": [258]}}, "allowed_token_ids", "accepts 0..257"),
+        ({"extra": {"allowed_token_ids": []}}, "allowed_token_ids", "at least one token"),
         ({"extra": {"continue_final_message": True}}, "body", "needs add_generation_prompt: false"),
     ],
 )
@@ -370,6 +379,50 @@ async def test_a_chat_goes_on_with_its_last_message(client: Any) -> None:
         answer = await chat(client, messages, extra={"add_generation_prompt": False, **extra})
         plain = await complete(client, f"user: hello\nassistant: wor{ending}")
         assert answer.choices[0].message.content == plain.choices[0].text
+
+
+async def test_variables_of_the_template_switch_it(
+    client: Any, version: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = TEMPLATE + "{% if enable_thinking is false %}<none>{% endif %}{{ depth or '' }}"
+    monkeypatch.setattr(version.tokenizer, "chat_template", template)
+    raw = client.chat.completions.with_raw_response.create
+    for given, written in (({}, ""), ({"enable_thinking": False, "depth": 3, "colour": "red"}, "<none>3")):
+        answer = await raw(messages=HELLO, **asked(extra={"chat_template_kwargs": given}))
+        plain = await complete(client, f"user: hello\nassistant:{written}")
+        assert answer.parse().choices[0].message.content == plain.choices[0].text
+        named = answer.headers.get("x-swiftkv-ignored-fields")
+        assert named == ("chat_template_kwargs.colour" if given else None)
+
+
+async def test_special_tokens_are_shown_where_that_is_asked_for(client: Any) -> None:
+    bos = {"logit_bias": {str(BOS): 100}, "max_tokens": 2}
+    shown = [await complete(client, **bos, extra={"skip_special_tokens": skip}) for skip in (True, False)]
+    assert [texts(answer) for answer in shown] == [[""], ["<s><s>"]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+async def test_an_answer_keeps_to_the_tokens_that_are_allowed(client: Any, temperature: float) -> None:
+    extra = {"allowed_token_ids": [64.0, 65]}
+    answer = await complete(client, temperature=temperature, n=4, seed=1, extra=extra)
+    assert set("".join(texts(answer))) <= set("ab")
+    with pytest.raises(openai.BadRequestError, match="left out where structured_outputs"):
+        await complete(client, extra={**extra, "ignore_eos": False, "structured_outputs": {"regex": "a"}})
+
+
+async def test_a_prompt_is_scored_in_vllms_shape(client: Any) -> None:
+    extra = {"prompt_logprobs": 2}
+    echoed = (await complete(client, echo=True, logprobs=2, max_tokens=0)).choices[0].logprobs
+    scored = (await complete(client, max_tokens=0, extra=extra)).choices[0].prompt_logprobs
+    assert scored[0] is None
+    for entry, text, logprob in zip(scored[1:], echoed.tokens[1:], echoed.token_logprobs[1:], strict=True):
+        by_text = {one["decoded_token"]: one["logprob"] for one in entry.values()}
+        assert by_text[text] == pytest.approx(logprob, abs=1e-4)
+        assert [one["rank"] for one in entry.values()] in ([1, 2], [1, 2, None])
+    answer = await chat(client, extra=extra)
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="not in a stream"):
+        await chat(client, extra=extra, stream=True)
 
 
 async def test_keys_open_the_door_and_keep_tenants_apart(version: Version, tmp_path: Path) -> None:

@@ -174,6 +174,22 @@ async def test_calls_that_are_cut_off_say_so(client: Any) -> None:
     assert "".join(call.arguments or "" for call in calls) == arguments
 
 
+@pytest.mark.parametrize("cut", ["city", '"days"', "stop_token_ids"])
+async def test_a_stop_within_a_calls_arguments_is_no_call(client: Any, cut: str) -> None:
+    fields: dict[str, Any] = {"tool_choice": named("get_weather"), "stop": [cut], "n": 4, "temperature": 1.0}
+    if cut == "stop_token_ids":
+        fields |= {"stop": [], "extra_body": {cut: [ALPHABET.index(":")]}}
+    whole = await client.chat.completions.create(**asked(**fields))
+    reasons: dict[int, str] = {}
+    async for chunk in await client.chat.completions.create(**asked(**fields, stream=True)):
+        reasons |= {choice.index: choice.finish_reason for choice in chunk.choices if choice.finish_reason}
+    assert [choice.finish_reason for choice in whole.choices] == [reasons[number] for number in range(4)]
+    assert "stop" in reasons.values()
+    for choice in whole.choices:
+        if choice.finish_reason == "tool_calls":
+            check_calls(choice.message.tool_calls)
+
+
 async def test_a_strict_function_that_the_model_chose_validates_too(client: Any, version: Version) -> None:
     version.tool_call_parser = "llama3"
     favoured = {**SPACES, str(ALPHABET.index("{")): 100, str(ALPHABET.index("g")): 50}  # as its calls begin

@@ -21,6 +21,7 @@ from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.bodies import Bodies, BodyRoute
 from swiftkv_platform.serve.chat import about_messages, chat_prompt
+from swiftkv_platform.serve.clients import Origins, Spelling
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
 from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
@@ -69,6 +70,8 @@ def create_http_app(
     app.add_middleware(BodyLimit, max_bytes=lambda _path: bodies.max_bytes, refuse=too_large)
     app.add_middleware(Door, gate=gate, refuse=refusal)
     app.add_middleware(AnswerHeaders, replica=current.replica)
+    app.add_middleware(Origins, allowed=current.origins)
+    app.add_middleware(Spelling)
     add_problem_handlers(app)
     app.include_router(openai_router(current))
 

@@ -200,13 +200,11 @@ def _constraint(
 ) -> StructuredOutputs | None:
     """Grammar of the answer; None where the model writes as it likes."""
     choice, allowed = fields.tool_choice, _callable(fields.tool_choice, functions)
-    is_part = isinstance(choice, AllowedToolChoice)
-    must = (
-        choice == "required" or isinstance(choice, NamedTool) or (is_part and choice.allowed_tools.mode == "required")
-    )
+    part = choice.allowed_tools if isinstance(choice, AllowedToolChoice) else None
+    must = choice == "required" or isinstance(choice, NamedTool) or (part is not None and part.mode == "required")
     is_single = fields.parallel_tool_calls is False or isinstance(choice, NamedTool)
     followed = {name for name in allowed if must or functions[name].strict}
-    if not (must or followed or asked or is_single or is_part):
+    if not (must or followed or asked or is_single or part):
         return None
     schemas = {name: functions[name].schema_of_arguments if name in followed else _ANY_OBJECT for name in allowed}
     names = {name: f"tools.{number}.function.parameters" for number, name in enumerate(functions)}

@@ -46,13 +46,13 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
         return self
 
     def loads_the_same_as(self, other: Served) -> bool:
-        """Whether the two differ in nothing but shares, ignored fields and what the control plane calls them."""
+        """Whether the two differ in nothing but shares, ignored fields, origins and names of the control plane."""
         return self._loaded() == other._loaded()
 
     def _loaded(self) -> Served:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
         shadow = self.shadow and self.shadow.model_copy(update={"share": 0.0})
-        others = {"revision": "", "ignored_fields": None, "base_access": BaseAccess()}
+        others = {"revision": "", "ignored_fields": None, "cors_origins": None, "base_access": BaseAccess()}
         return self.model_copy(update={**others, "candidate": candidate, "shadow": shadow})
 
 

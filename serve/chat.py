@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.errors import ContextLengthError, InvalidInputError, ModelError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
@@ -16,23 +19,38 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
+_VARIABLES = "chat_template_kwargs"
 _REFUSALS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
 """Errors of a template that a conversation does not fit."""
 
 
 async def chat_prompt(
-    engine: EngineFrontend, messages: Sequence[Message], *, tools: Tools | None = None, **options: Any
+    engine: EngineFrontend,
+    messages: Sequence[Message],
+    *,
+    tools: Tools | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> list[int]:
     """Token ids of a conversation, rendered beside the event loop and the engine's thread. `options`: `render_chat`'s.
     Raises `InvalidInputError`: as `render_chat`, and for messages that are longer than the context; `QueueFullError`:
     too many texts wait to be read."""
     tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
-    texts += [_text(tool) for tool in tools or ()]
+    texts += [_text(part) for part in (*(tools or ()), *variables.values())]
     if tokenizer is not None:
         engine.reader.check_text(*texts, field="messages")
     return await engine.readers.run_unadmitted(
-        lambda: render_chat(tokenizer, messages, tools=tools, **options), sum(map(len, texts))
+        lambda: render_chat(tokenizer, messages, tools=tools, variables=variables, **options), sum(map(len, texts))
     )
+
+
+@contextmanager
+def about_messages() -> Iterator[None]:
+    """Refuse of a conversation's length by the name that its caller knows."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise error.renamed("messages") from error
 
 
 def render_chat(
@@ -42,14 +60,23 @@ def render_chat(
     tools: Tools | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant begins to speak, or goes on with the last message. Blocks
-    for as long as the template runs. Raises `InvalidInputError`: a model without tokenizer or template, or a
-    conversation its template refuses."""
+    for as long as the template runs. `variables`: of the template, beside those that are always there. Raises
+    `InvalidInputError`: a model without tokenizer or template, or a conversation its template refuses."""
     template = chat_template(tokenizer, tools)
     if template is None:
         raise InvalidInputError(
             "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
+        )
+    reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages", "kwargs"}
+    taken = next((name for name in variables if name in reserved), None)
+    if taken is not None:
+        raise InvalidInputError(
+            f"{_VARIABLES}.{taken} is no variable that a request may set; the request's own fields say it, or leave it "
+            "out",
+            field=f"{_VARIABLES}.{taken}",
         )
     try:
         rendered: Any = tokenizer.apply_chat_template(
@@ -59,6 +86,7 @@ def render_chat(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tokenize=True,
+            **variables,
         )
     except _REFUSALS as error:
         raise InvalidInputError(
@@ -66,6 +94,12 @@ def render_chat(
         ) from error
     token_ids: list[int] = list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
     return token_ids
+
+
+def unread_variables(tokenizer: Any, variables: Iterable[str]) -> list[str]:
+    """Names in a request of the variables that no template of the model mentions."""
+    written = str(getattr(tokenizer, "chat_template", None))
+    return [f"{_VARIABLES}.{name}" for name in variables if name not in written]
 
 
 def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:

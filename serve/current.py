@@ -81,6 +81,8 @@ class Version:
     """Names by which callers may ask for it, beside its own."""
     ignored_fields: frozenset[str] = frozenset()
     """Fields of OpenAI's routes that its operator sets to be ignored."""
+    cors_origins: frozenset[str] = frozenset()
+    """Origins whose pages may ask."""
     num_entering: int = field(default=0, init=False)
     """Requests that have chosen this version and are not in the engine yet, or not any more."""
 
@@ -103,8 +105,9 @@ class Version:
         return self.candidate if self.candidate is not None and draws else self
 
     def take_over(self, served: Served) -> None:
-        """Take over what needs no loading: the shares, and the fields that are ignored."""
+        """Take over what needs no loading: the shares, the fields that are ignored, and the origins that may ask."""
         self.ignored_fields = frozenset(served.ignored_fields or ())
+        self.cors_origins = frozenset(served.cors_origins or ())
         if self.candidate is not None:
             self.candidate.ignored_fields = self.ignored_fields
         if served.candidate is not None:
@@ -192,6 +195,10 @@ class Current:
         """New requests go to `version` from now on. Returns the one before, to be drained."""
         before, self._version = self._version, version
         return before
+
+    def origins(self) -> frozenset[str]:
+        """Origins whose pages may ask now."""
+        return frozenset() if self._version is None else self._version.cors_origins
 
     @contextmanager
     def entering(self) -> Iterator[Version]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,8 @@ from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, HostGuard, MustSee, Sees, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.bodies import BodySizes
-from swiftkv_platform.serve.chat import chat_prompt
+from swiftkv_platform.serve.chat import about_messages, chat_prompt
+from swiftkv_platform.serve.clients import Origins, Spelling
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
 from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
@@ -75,6 +77,8 @@ def create_http_app(
     if gate.is_open:
         app.add_middleware(HostGuard, allowed=allowed_hosts, refuse=refusal)
     app.add_middleware(AnswerHeaders, replica=current.replica)
+    app.add_middleware(Origins, allowed=current.origins)
+    app.add_middleware(Spelling)
     add_problem_handlers(app)
     app.include_router(openai_router(current))
 
@@ -83,7 +87,7 @@ def create_http_app(
         """Continue prompts, or a conversation. A client that goes away frees the engine within one step."""
         interval_s = body.stream_interval_s if body.stream else math.inf
         context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
-        with current.entering() as version:
+        with current.entering() as version, about_messages() if body.messages else nullcontext():
             answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), context)
         if body.stream:
             stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")

@@ -18,6 +18,7 @@ from starlette.middleware import Middleware as Installed
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from swiftkv_platform.serve.probes import Probes
 from swiftkv_platform.web.middleware import Middleware
 
 PROXY_CALLBACK = "swiftkv_platform.serve.prefixes:proxy_middlewares"
@@ -43,7 +44,7 @@ _PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
 
 def proxy_middlewares() -> list[Installed]:
     """Middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
-    return [Installed(RoutesGuard), Installed(PrefixHeader)]
+    return [Installed(RoutesGuard), Installed(Probes), Installed(PrefixHeader)]
 
 
 def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:

@@ -23,6 +23,8 @@ from swiftkv_platform.web.problems import (
 
 MAX_ERRORS = 16
 """Fields of a body that are told apart; of others there is the number."""
+MAX_KIND_LENGTH = 100
+"""Characters of a body's type that are repeated."""
 
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -36,6 +38,11 @@ def add_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
+        kind = request.headers.get("content-type", "")
+        if not _is_json(kind):
+            detail = f"content-type is {kind[:MAX_KIND_LENGTH]!r}; the body must be JSON, of type application/json"
+            named = [FieldProblem(field="content-type", value=kind[:MAX_KIND_LENGTH], message=detail)]
+            return error_response(make_problem(request.url.path, 415, "unsupported_media_type", detail, named))
         found = error.errors()
         errors = [_field_problem(detail) for detail in found[:MAX_ERRORS]]
         detail = "; ".join(f"{entry.field}: {entry.message}" for entry in errors)
@@ -54,6 +61,11 @@ def add_problem_handlers(app: FastAPI) -> None:
         named = errors if status is HTTPStatus.BAD_REQUEST else []
         document = make_problem(request.url.path, status, status.name.lower(), str(error.detail), named)
         return error_response(document, error.headers)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def refusal(error: SwiftKVError, path: str) -> JSONResponse:

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, FailFast, Field, PlainValidator, model_val
 from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_PROMPTS
+from swiftkv_platform.serve.nested import Nested, without_nulls
+from swiftkv_platform.specs.base import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_PROMPTS
 
 
 def encodable(value: Any) -> Any:
@@ -19,6 +20,14 @@ def encodable(value: Any) -> Any:
         if isinstance(text, str) and (place := lone_surrogate(text)) is not None:
             raise ValueError(f"is no text: a lone surrogate at character {place}")
     return value
+
+
+def _whole(value: Any) -> Any:
+    """A whole number also where a client writes it as 16.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 def _string_or_strings(value: Any) -> Any:
@@ -42,7 +51,7 @@ def _biases_by_token(value: Any) -> Any:
     raise ValueError("must be an object of numbers by token id")
 
 
-class JSONSchemaFormat(FrozenModel, strict=True):
+class JSONSchemaFormat(Nested):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     """A name without effect."""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -52,7 +61,7 @@ class JSONSchemaFormat(FrozenModel, strict=True):
     """The answer follows the schema either way."""
 
 
-class ResponseFormat(FrozenModel, strict=True):
+class ResponseFormat(Nested):
     """OpenAI's way to ask for JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -76,37 +85,43 @@ class SamplingFields(FrozenModel, strict=True):
 
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
-    top_k: int = SamplingParams.top_k
-    """0 keeps all tokens."""
+    top_k: Whole = SamplingParams.top_k
+    """0 and -1 keep all tokens."""
     min_p: float = SamplingParams.min_p
     repetition_penalty: float = SamplingParams.repetition_penalty
     presence_penalty: float = SamplingParams.presence_penalty
     frequency_penalty: float = SamplingParams.frequency_penalty
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases_by_token)] = {}
     """Added to logits, by token id."""
-    n: int = SamplingParams.n
+    n: Whole = SamplingParams.n
     """Answers to each prompt."""
-    seed: int | None = SamplingParams.seed
+    seed: Whole | None = SamplingParams.seed
     stop: Annotated[list[str], BeforeValidator(_string_or_strings)] = []
     """Strings that end the answer and are not part of it."""
     include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
     """Leave the stop string, or the text of the stop token, at the end of the answer."""
-    stop_token_ids: Annotated[list[int], FailFast()] = []
+    stop_token_ids: Annotated[list[Whole], FailFast()] = []
+    allowed_token_ids: Annotated[list[Whole], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    """Tokens that the answer consists of."""
+    skip_special_tokens: bool = SamplingParams.skip_special_tokens
+    """Leave special tokens out of the answer's text."""
     ignore_eos: bool = SamplingParams.ignore_eos
-    min_tokens: int = SamplingParams.min_tokens
+    min_tokens: Whole = SamplingParams.min_tokens
     """Tokens before which no end of sequence, stop token or stop string ends the answer."""
-    truncate_prompt_tokens: int | None = SamplingParams.truncate_prompt_tokens
+    truncate_prompt_tokens: Whole | None = SamplingParams.truncate_prompt_tokens
     """Keep this number of tokens of a longer prompt, the last; -1: as many as the context has beside the answer."""
+    priority: Annotated[Whole, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    """Lower goes first."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds from arrival, waiting included, after which the answer is given up: 504."""
     early_exit: str | dict[str, Any] | None = None
     """`off`, `threshold`, `lossless`, or an object with `mode`, `threshold` and `num_draft_tokens`."""
-    num_lookup_tokens: int = SamplingParams.num_lookup_tokens
+    num_lookup_tokens: Whole = SamplingParams.num_lookup_tokens
     """Most tokens to draft at a time from what prompt and answer so far repeat, or a constraint leaves no choice about;
     the answer is the same."""
     response_format: ResponseFormat | None = None
     """`text`, `json_object`, or `json_schema` with a schema that the answer follows."""
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: Annotated[dict[str, Any], BeforeValidator(without_nulls)] | None = None
     """Constraint on the answer's text, as in vLLM: one of `json` (a schema), `json_object`, `regex`, `choice` and
     `grammar`; for JSON also `disable_any_whitespace`."""
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.serve.sampling import PromptField, SamplingFields, check_generates
+from swiftkv_platform.serve.nested import MAX_NAME_LENGTH, unknown_keys
+from swiftkv_platform.serve.sampling import PromptField, SamplingFields, Whole, check_generates
 from swiftkv_platform.specs.base import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
 
 if TYPE_CHECKING:
@@ -31,14 +32,12 @@ class GenerateRequest(SamplingFields):
     """Text or token ids, one prompt or several; or give `messages`."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     """A conversation, laid out by the model's chat template."""
-    max_tokens: int = SamplingParams.max_tokens
+    max_tokens: Whole = SamplingParams.max_tokens
     """0, with `prompt_logprobs`, scores the prompt and generates nothing."""
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     """Log-probabilities of each generated token and of this number of the most probable ones."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     """The same for the prompt's tokens, which then all go through every layer."""
-    priority: int = 0
-    """Lower goes first."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Unique among the caller's running requests."""
     stream: bool = False
@@ -51,6 +50,8 @@ class GenerateRequest(SamplingFields):
     def _one_way_to_ask(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages, one of them")
+        if unknown := next(unknown_keys(self.response_format, "response_format."), None):
+            raise ValueError(f"{unknown[:MAX_NAME_LENGTH]} is not a field of /generate; leave it out")
         return self
 
     def sampling_params(self) -> SamplingParams:

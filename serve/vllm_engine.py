@@ -159,9 +159,9 @@ class VLLMEngine(EngineFrontend):
     async def _follow(self, sequence: Sequence, prompt: TokensPrompt) -> None:
         """Hand what vLLM says of one sample to its stream, until it ends or is taken back."""
         drawn = sequence.params.seed is None and self.config.seed is None  # vLLM is faster without a seed for each
-        params = vllm_params(sequence, seed=None if drawn else sequence.seed)
         name = f"{sequence.request_id}/{sequence.index}"
         try:
+            params = vllm_params(sequence, seed=None if drawn else sequence.seed)
             async with aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs:
                 async for output in outputs:
                     self._take(sequence, output)

@@ -101,6 +101,7 @@ def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
         logit_bias=dict(params.logit_bias) or None,
         seed=seed,
         stop_token_ids=sorted(sequence.stop_token_ids),
+        allowed_token_ids=None if params.allowed_token_ids is None else list(params.allowed_token_ids),
         ignore_eos=True,  # the ends of sequence are among `stop_token_ids`
         structured_outputs=None if params.structured_outputs is None else _constraint(params.structured_outputs),
         detokenize=False,

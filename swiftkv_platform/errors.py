@@ -4,12 +4,14 @@ SwiftKVError
 ├── InvalidInputError          something the caller can put right: names field, value and what is accepted
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
 │   ├── ModelError             a checkpoint or configuration that cannot be used
+│   ├── ContextLengthError     a prompt that is longer than the model's context
 │   └── ProtocolError          a request that workers of another version do not understand
 ├── UnauthenticatedError       no key, or an unknown one
 ├── ForbiddenError             a key that does not open this
 │   └── OverQuotaError             more than the tenant is ever granted
 ├── QuotaExceededError         more than the tenant is granted at a time; the same request may succeed later
 ├── NotFoundError              no such job, model, deployment or object
+│   └── ModelNotFoundError         a request for another model than the one that is served
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
 │   ├── StaleVersionError          another writer changed the row first
@@ -75,6 +77,27 @@ class ModelError(InvalidInputError):
     code = "model_error"
 
 
+class ContextLengthError(InvalidInputError):
+    """Refusal of a prompt that is too long. The code is OpenAI's, and so is the sentence by which routers know it.
+
+    Args:
+        most: tokens of prompt and answer together that are held.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, field: str | None = None, value: Any = None, most: int) -> None:
+        super().__init__(f"{message}. This model's maximum context length is {most} tokens", field=field, value=value)
+        self._given = message, most
+
+    def renamed(self, field: str) -> Self:
+        """The same of another field of the request."""
+        message, most = self._given
+        return type(self)(
+            message.replace(f"{self.field} has", f"{field} has", 1), field=field, value=self.value, most=most
+        )
+
+
 class ProtocolError(InvalidInputError):
     code = "protocol_mismatch"
 
@@ -97,6 +120,10 @@ class QuotaExceededError(SwiftKVError):
 
 class NotFoundError(SwiftKVError):
     code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    code = "model_not_found"
 
 
 class ConflictError(SwiftKVError):

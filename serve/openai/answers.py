@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
+    from swiftkv_platform.engine.requests import RequestReader
+    from swiftkv_platform.engine.vocabulary import Vocabulary
 
-Decode = Any
-"""A tokenizer's `decode`; None where the model has no tokenizer."""
+CONTEXT = 8
+"""Tokens before an answer that show whether a space stands between."""
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -27,52 +31,108 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def completion_choice(
-    index: int, output: RequestOutput, tokenizer: Decode, *, since: RequestOutput | None = None, echo: bool = False
-) -> dict[str, Any]:
-    """A choice of a text completion, or what it adds to the output before it."""
-    old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
-    text = output.text[old_text:]
-    prompt: list[tuple[int, Any]] = []
-    if echo and since is None:
-        text = _decoded(tokenizer, output.prompt_token_ids) + text
-        prompt = list(zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False))
-    logprobs = None
-    if output.logprobs is not None:
-        fresh = zip(output.token_ids[old_tokens:], output.logprobs[old_tokens:], strict=True)
-        logprobs = _completion_logprobs(tokenizer, [*prompt, *fresh], offset=old_text)
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+class CompletionChoices:
+    """Choices of one text completion, whole or piece by piece. `echo`: each begins with its prompt."""
+
+    def __init__(self, reader: RequestReader, *, echo: bool = False) -> None:
+        self._reader = reader
+        self._echo = echo
+        self._echoed: dict[int, Echoed] = {}
+
+    def choice(self, index: int, output: RequestOutput, since: RequestOutput | None = None) -> dict[str, Any]:
+        """A choice, or what it adds to the output before it."""
+        old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
+        text, prompt = output.text[old_text:], Echoed()
+        if self._echo:
+            if since is None or index not in self._echoed:
+                self._echoed[index] = echoed(self._reader, output)
+            prompt = self._echoed[index]
+            text = text if since else prompt.text + text
+        logprobs = None
+        if output.logprobs is not None:
+            entries = list(zip(output.token_ids[old_tokens:], output.logprobs[old_tokens:], strict=True))
+            places = output.text_offsets[old_tokens:] or [0] * len(entries)  # without a tokenizer there is no text
+            offsets = [len(prompt.text) + place for place in places]
+            if since is None:
+                offsets[:1] = [offset - prompt.ends_with_space for offset in offsets[:1]]
+                scored = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
+                entries = [*(scored if self._echo else ()), *entries]
+                offsets = [*prompt.offsets, *offsets]
+            logprobs = self._logprobs(entries, offsets)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _logprobs(self, entries: Sequence[tuple[int, Any]], offsets: Sequence[int]) -> dict[str, Any]:
+        text_of = self._reader.vocabulary.text_of
+        return {
+            "tokens": [text_of(token) for token, _ in entries],
+            "token_logprobs": [None if entry is None else entry[token] for token, entry in entries],
+            "top_logprobs": [None if entry is None else self._by_text(token, entry) for token, entry in entries],
+            "text_offset": list(offsets),
+        }
+
+    def _by_text(self, chosen: int, entry: Mapping[int, float]) -> dict[str, float]:
+        """Log-probabilities by text, the chosen token's among them; another token of the same text is its number."""
+        found: dict[str, float] = {}
+        for token in sorted(entry, key=lambda one: (one != chosen, -entry[one])):
+            text = self._reader.vocabulary.text_of(token)
+            found[f"token_id:{token}" if text in found else text] = entry[token]
+        return found
 
 
-def _completion_logprobs(tokenizer: Decode, entries: list[tuple[int, Any]], offset: int) -> dict[str, Any]:
-    tokens = [_decoded(tokenizer, [token]) for token, _ in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [None if entry is None else entry[token] for token, entry in entries],
-        "top_logprobs": [
-            None if entry is None else {_decoded(tokenizer, [other]): value for other, value in entry.items()}
-            for _, entry in entries
-        ],
-        "text_offset": offsets,
-    }
+@dataclass(frozen=True)
+class Echoed:
+    """A prompt as its answer repeats it."""
+
+    text: str = ""
+    offsets: tuple[int, ...] = ()
+    """Places in the text at which its tokens' own texts begin."""
+    ends_with_space: bool = False
+    """The last space is the answer's first token's, which a decoder drops at a text's beginning."""
 
 
-def chat_choice(index: int, output: RequestOutput, tokenizer: Decode, *, top: int) -> dict[str, Any]:
+def echoed(reader: RequestReader, output: RequestOutput) -> Echoed:
+    """The prompt of an output, up to the answer's text."""
+    token_ids, first = output.prompt_token_ids, output.token_ids[:1]
+    detokenizer = reader.detokenizer_of_prompts()
+    if detokenizer is None:
+        numbers = [str(token_id) for token_id in token_ids]
+        places = accumulate((len(number) + 1 for number in numbers[:-1]), initial=0)
+        return Echoed(" ".join(numbers), tuple(places))
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+    detokenizer.finish()
+    text, offsets = detokenizer.text, tuple(detokenizer.offsets)
+    both, alone = (reader.decoded([*token_ids[-CONTEXT:], *part]) for part in (first, ()))
+    spaced = bool(first) and both == f"{alone} {reader.decoded(first)}"
+    return Echoed(text + " " * spaced, offsets, spaced)
+
+
+def prompt_logprobs(output: RequestOutput, vocabulary: Vocabulary, top: int) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt's tokens in vLLM's shape. Ranks are told of the `top` most probable ones alone."""
+
+    def told(entry: Mapping[int, float]) -> dict[str, Any]:
+        ranked = enumerate(sorted(entry.items(), key=lambda item: -item[1]), start=1)
+        return {
+            str(token): {"logprob": value, "rank": rank if rank <= top else None, "decoded_token": text_of(token)}
+            for rank, (token, value) in ranked
+        }
+
+    text_of = vocabulary.text_of
+    return [None if entry is None else told(entry) for entry in output.prompt_logprobs or ()]
+
+
+def chat_choice(index: int, output: RequestOutput, vocabulary: Vocabulary, *, top: int) -> dict[str, Any]:
     """A choice of a chat completion; `top` of the most probable tokens are told beside each."""
     return {
         "index": index,
         "message": {"role": "assistant", "content": output.text, "refusal": None},
-        "logprobs": _chat_logprobs(output, tokenizer, 0, top),
+        "logprobs": _chat_logprobs(output, vocabulary, 0, top),
         "finish_reason": output.finish_reason,
     }
 
 
 def chat_delta(
-    index: int, output: RequestOutput, tokenizer: Decode, *, top: int, since: RequestOutput | None = None
+    index: int, output: RequestOutput, vocabulary: Vocabulary, *, top: int, since: RequestOutput | None = None
 ) -> dict[str, Any]:
     """Addition of a chat choice to the output before it; the first delta names the role."""
     old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
@@ -80,18 +140,17 @@ def chat_delta(
     return {
         "index": index,
         "delta": delta,
-        "logprobs": _chat_logprobs(output, tokenizer, old_tokens, top),
+        "logprobs": _chat_logprobs(output, vocabulary, old_tokens, top),
         "finish_reason": output.finish_reason,
     }
 
 
-def _chat_logprobs(output: RequestOutput, tokenizer: Decode, first: int, top: int) -> dict[str, Any] | None:
+def _chat_logprobs(output: RequestOutput, vocabulary: Vocabulary, first: int, top: int) -> dict[str, Any] | None:
     if output.logprobs is None:
         return None
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = _decoded(tokenizer, [token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": vocabulary.text_of(token), "logprob": logprob, "bytes": list(vocabulary.bytes_of(token))}
 
     content = []
     for token, found in zip(output.token_ids[first:], output.logprobs[first:], strict=True):
@@ -99,10 +158,3 @@ def _chat_logprobs(output: RequestOutput, tokenizer: Decode, first: int, top: in
         ranked = sorted(found.items(), key=lambda item: -item[1])[:top]
         content.append({**entry(token, found[token]), "top_logprobs": [entry(*item) for item in ranked]})
     return {"content": content, "refusal": None}
-
-
-def _decoded(tokenizer: Decode, token_ids: Sequence[int]) -> str:
-    if tokenizer is None:
-        return " ".join(str(token) for token in token_ids)
-    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text

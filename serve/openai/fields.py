@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.serve.nested import MAX_NAME_LENGTH
 from swiftkv_platform.web.problems import short_value
 
 Route = Literal["completions", "chat/completions"]
@@ -22,14 +23,10 @@ BOTH: tuple[Route, ...] = ("completions", "chat/completions")
 COMPLETIONS: tuple[Route, ...] = ("completions",)
 CHAT: tuple[Route, ...] = ("chat/completions",)
 
-STREAM_OPTIONS = "stream_options."
-"""Prefix of the names of its parts."""
 ANY = "*"
 """Name by which an operator sets all unknown fields to be ignored."""
 MAX_NAMES = 32
 """Ignored fields that are named to the caller and in the log."""
-MAX_NAME_LENGTH = 64
-"""Characters of a name that are repeated; a longer one resembles no field."""
 
 
 class Treatment(StrEnum):
@@ -78,7 +75,11 @@ def _is(*values: Any) -> Callable[[Any, int], bool]:
 FIELDS: tuple[RequestField, ...] = (
     _served("model", "the served model's id, or a name of its deployment's"),
     _served("prompt", "text, token ids, or a list of either", routes=COMPLETIONS),
-    _served("messages", "parts of type `text`; image, audio and file parts are refused", routes=CHAT),
+    _served(
+        "messages",
+        "parts of type `text`, `input_text`, `output_text` and `refusal`; image, audio and file parts are refused",
+        routes=CHAT,
+    ),
     _served("max_tokens", "0 with `echo` scores the prompt and generates nothing", routes=COMPLETIONS),
     _served("max_tokens", "`max_completion_tokens` takes precedence", routes=CHAT),
     _served("max_completion_tokens", "default: the rest of the context", routes=CHAT),
@@ -98,7 +99,7 @@ FIELDS: tuple[RequestField, ...] = (
     _served("stream_options"),
     _served("stream_options.include_usage", "a last event with the usage"),
     _served("stream_options.continuous_usage_stats", "the usage so far in every event", origin="vLLM"),
-    _without_effect("stream_options.include_obfuscation", "like unknown keys of `stream_options`"),
+    _without_effect("stream_options.include_obfuscation", "like unknown keys of all parts"),
     _served("response_format"),
     _served("tools", routes=CHAT),
     _served("tool_choice", routes=CHAT),
@@ -134,11 +135,21 @@ FIELDS: tuple[RequestField, ...] = (
     _served("stop_token_ids", origin="vLLM"),
     _served("include_stop_str_in_output", origin="vLLM"),
     _served("ignore_eos", origin="vLLM"),
+    _served("skip_special_tokens", origin="vLLM"),
+    _served("allowed_token_ids", "not beside a constraint", origin="vLLM"),
+    _refused("bad_words", "logit_bias of -100 forbids tokens", origin="vLLM", accepts=_is([])),
+    _served("prompt_logprobs", "not in a stream", origin="vLLM"),
     _served("truncate_prompt_tokens", "keeps the end of the prompt", origin="vLLM"),
     _served("structured_outputs", origin="vLLM"),
     _served("priority", "lower goes first", origin="vLLM"),
     _served("add_generation_prompt", routes=CHAT, origin="vLLM"),
     _served("continue_final_message", routes=CHAT, origin="vLLM"),
+    _served(
+        "chat_template_kwargs",
+        "variables of the template, `enable_thinking` for one; those that it does not read have no effect",
+        routes=CHAT,
+        origin="vLLM",
+    ),
     _served("early_exit", origin="SwiftKV"),
     _served("num_lookup_tokens", origin="SwiftKV"),
     _served("timeout_s", origin="SwiftKV"),
@@ -151,13 +162,13 @@ def fields_of(route: Route) -> dict[str, RequestField]:
 
 
 def names_without_effect(
-    route: Route, extra: Mapping[str, Any], stream_options: Iterable[str], n: int, ignored: Collection[str]
+    route: Route, extra: Mapping[str, Any], nested: Iterable[str], n: int, ignored: Collection[str]
 ) -> tuple[str, ...]:
     """Names of the fields that a request gives in vain, at most `MAX_NAMES` of them.
 
     Args:
         extra: the fields that the body's model does not have.
-        stream_options: unknown keys of `stream_options`.
+        nested: dotted paths of unknown keys of messages, tools and other parts, which are never refused.
         ignored: fields that the operator has set to be ignored; `ANY`: all unknown ones.
 
     Raises:
@@ -167,7 +178,7 @@ def names_without_effect(
     for name, value in extra.items():
         if name not in ignored:
             _check(name, value, n, known.get(name), route, any_ignored=ANY in ignored)
-    names = [*extra, *(STREAM_OPTIONS + key for key in stream_options)]
+    names = [*dict.fromkeys([*extra, *nested])]
     return tuple(quote(name[:MAX_NAME_LENGTH], safe="", errors="replace") for name in names[:MAX_NAMES])
 
 

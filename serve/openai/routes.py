@@ -16,11 +16,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse
 
-from swiftkv_platform.errors import NotFoundError, SwiftKVError
+from swiftkv_platform.errors import ModelNotFoundError, SwiftKVError
 from swiftkv_platform.serve.access import Caller, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.chat import chat_prompt
-from swiftkv_platform.serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
+from swiftkv_platform.serve.chat import about_messages, chat_prompt, unread_variables
+from swiftkv_platform.serve.openai.answers import CompletionChoices, chat_choice, chat_delta, prompt_logprobs, usage
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 from swiftkv_platform.serve.sampling import prompts_of
 from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
@@ -61,11 +61,11 @@ def openai_router(current: Current) -> APIRouter:
             context = _context(caller, body, request, body.without_effect("completions", version.ignored_fields))
             answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), context)
         head = _head("cmpl", "text_completion", answers, version)
-        tokenizer, echo = version.tokenizer, body.echo
+        echo, choices = body.echo, CompletionChoices(version.engine.reader, echo=body.echo)
         if body.stream:
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-                render = partial(completion_choice, choice, output, tokenizer, since=since, echo=echo)
+                render = partial(choices.choice, choice, output, since)
                 return await version.rendered(render, [output], echo=echo and since is None)
 
             return _stream(answers, head, chunk, body)
@@ -73,8 +73,11 @@ def openai_router(current: Current) -> APIRouter:
             outputs = await whole(answers, request)
 
             def render() -> Response:
-                choices = [completion_choice(i, output, tokenizer, echo=echo) for i, output in enumerate(outputs)]
-                return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+                answered = [
+                    {**choices.choice(number, output), **_scores(body, output, version)}
+                    for number, output in enumerate(outputs)
+                ]
+                return JSONResponse({**head, "choices": answered, "usage": usage(outputs)})
 
             return await version.rendered(render, outputs, echo=echo)
 
@@ -84,7 +87,9 @@ def openai_router(current: Current) -> APIRouter:
         messages = [message.for_template() for message in body.messages]
         with current.entering() as version:
             _check_model(body.model, version)
-            context = _context(caller, body, request, body.without_effect("chat/completions", version.ignored_fields))
+            unread = unread_variables(version.tokenizer, body.chat_template_kwargs)
+            ignored = body.without_effect("chat/completions", version.ignored_fields, unread)
+            context = _context(caller, body, request, ignored)
             calling = tool_calling(body, version.tokenizer, version.tool_call_parser, body.constraint())
             prompt = await chat_prompt(
                 version.engine,
@@ -92,18 +97,20 @@ def openai_router(current: Current) -> APIRouter:
                 tools=calling.tools if calling else None,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
+                variables=body.chat_template_kwargs,
             )
             kept = body.truncate_prompt_tokens or -1
             num_prompt_tokens = len(prompt) if kept < 0 else min(len(prompt), kept)
             params = body.sampling_params(room=max(version.card.max_model_len - num_prompt_tokens, 1))
             params = calling.params(params) if calling else params
-            answers = await current.ask(version, [prompt], params, context)
-        tokenizer, top = version.tokenizer, body.top_logprobs
+            with about_messages():
+                answers = await current.ask(version, [prompt], params, context)
+        vocabulary, top = version.engine.reader.vocabulary, body.top_logprobs
         if body.stream:
             calls = CallStreams(calling) if calling else None
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-                render = partial(chat_delta, choice, output, tokenizer, top=top, since=since)
+                render = partial(chat_delta, choice, output, vocabulary, top=top, since=since)
                 delta = await version.rendered(render, [output])
                 return delta if calls is None else calls.delta(delta)
 
@@ -113,9 +120,10 @@ def openai_router(current: Current) -> APIRouter:
             head = _head("chatcmpl", "chat.completion", answers, version)
 
             def render() -> Response:
-                choices = [chat_choice(i, output, tokenizer, top=top) for i, output in enumerate(outputs)]
+                choices = [chat_choice(i, output, vocabulary, top=top) for i, output in enumerate(outputs)]
                 choices = [with_calls(choice, calling) for choice in choices] if calling else choices
-                return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+                scores = _scores(body, outputs[0], version)
+                return JSONResponse({**head, "choices": choices, "usage": usage(outputs), **scores})
 
             return await version.rendered(render, outputs)
 
@@ -128,6 +136,13 @@ def _context(caller: Caller, body: OpenAIFields, request: Request, ignored_field
     return RequestContext(
         caller, priority=body.priority, timeout_s=body.timeout_s, interval_s=interval_s, ignored_fields=ignored_fields
     )
+
+
+def _scores(body: OpenAIFields, output: RequestOutput, version: Version) -> dict[str, Any]:
+    """The prompt's log-probabilities, where they were asked for by that name."""
+    if body.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(output, version.engine.reader.vocabulary, body.prompt_logprobs)}
 
 
 def _model(version: Version) -> dict[str, Any]:
@@ -144,7 +159,9 @@ def _model(version: Version) -> dict[str, Any]:
 
 def _check_model(model: str, version: Version) -> None:
     if not version.answers_to(model):
-        raise NotFoundError(f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model)
+        raise ModelNotFoundError(
+            f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model
+        )
 
 
 def _head(prefix: str, kind: str, answers: Answers, version: Version) -> dict[str, Any]:

@@ -5,23 +5,23 @@ Field names and meanings: https://platform.openai.com/docs/api-reference; extens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from swiftkv_platform.engine import SamplingParams
+from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.serve.openai.fields import Route, Treatment, fields_of, names_without_effect
+from swiftkv_platform.serve.nested import Nested, unknown_keys, without_nulls
+from swiftkv_platform.serve.openai.fields import ANY, Route, Treatment, fields_of, names_without_effect
 from swiftkv_platform.serve.openai.messages import ChatMessage
-from swiftkv_platform.serve.sampling import PromptField, SamplingFields, check_generates
+from swiftkv_platform.serve.sampling import PromptField, SamplingFields, Whole, check_generates
 from swiftkv_platform.serve.tools.calling import ToolFields
 from swiftkv_platform.specs.base import MAX_MESSAGES
 
 
-class StreamOptions(FrozenModel, strict=True, extra="allow"):
-    """Options of a stream; other keys are accepted without effect."""
+class StreamOptions(Nested):
+    """Options of a stream."""
 
     include_usage: bool = False
     """Send a last event that has usage and no choices."""
@@ -47,50 +47,74 @@ class OpenAIFields(SamplingFields, extra="allow"):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = 0
-    """Lower goes first."""
+    prompt_logprobs: Whole | None = None
+    """Log-probabilities of the prompt's tokens and of this number of the most probable ones, in vLLM's shape."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+        return without_nulls(body)
 
-    def without_effect(self, route: Route, ignored: Collection[str]) -> tuple[str, ...]:
-        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be. Raises
-        `InvalidInputError`: a field that would change the answer, or an unknown one."""
-        unknown_options = (self.stream_options and self.stream_options.model_extra) or {}
-        return names_without_effect(route, self.model_extra or {}, unknown_options, self.n, ignored)
+    @model_validator(mode="after")
+    def _whole_with_prompt_logprobs(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are not in a stream; give stream: false")
+        return self
+
+    def without_effect(self, route: Route, ignored: Collection[str], unread: Collection[str] = ()) -> tuple[str, ...]:
+        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be, `unread`: those
+        that the model has no use for. Raises `InvalidInputError`: a field that would change the answer, or an unknown
+        one."""
+        nested = [*unknown_keys(self), *unread, *(self._unknown_constraints() if ANY in ignored else ())]
+        return names_without_effect(route, self.model_extra or {}, nested, self.n, ignored)
+
+    def _unknown_constraints(self) -> Iterator[str]:
+        """Take the unknown keys, which else are refused since they would change the answer, out of
+        `structured_outputs`, and name them."""
+        asked = self.structured_outputs or {}
+        for key in asked.keys() - StructuredOutputs.keys():
+            del asked[key]
+            yield f"structured_outputs.{key}"
 
 
 class CompletionRequest(OpenAIFields, json_schema_extra=_described("completions")):
     """Body of `POST /v1/completions`."""
 
     prompt: PromptField
-    max_tokens: int = SamplingParams.max_tokens
+    max_tokens: Whole = SamplingParams.max_tokens
     """0, with `echo`, scores the prompt and generates nothing."""
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     echo: bool = False
     """Begin the answer with the prompt; with logprobs also the prompt's."""
 
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidInputError` for a value out of range."""
-        if not self.echo:
+        if not self.echo and self.prompt_logprobs is None:
             check_generates(self.max_tokens, "echo")
         echoed = self.logprobs if self.echo else None
-        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed)
+        if None not in (echoed, self.prompt_logprobs) and echoed != self.prompt_logprobs:
+            raise InvalidInputError(
+                f"prompt_logprobs is {self.prompt_logprobs}; with echo it must be logprobs, {self.logprobs}",
+                field="prompt_logprobs",
+                value=self.prompt_logprobs,
+            )
+        scored = self.prompt_logprobs if echoed is None else echoed
+        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 
 
 class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=_described("chat/completions")):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Whole | None = None
+    max_completion_tokens: Whole | None = None
     """Default: what the context leaves."""
     logprobs: bool = False
-    top_logprobs: int = 0
+    top_logprobs: Whole = 0
     add_generation_prompt: bool = True
     """Let the assistant begin a turn of its own behind the messages."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template."""
     continue_final_message: bool = False
     """Let the answer go on where the last message ends; `add_generation_prompt` is then false."""
 
@@ -108,5 +132,7 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=_described("chat/c
         max_tokens = limits[0] if limits else room
         check_generates(max_tokens, "echo on /v1/completions")
         return self.params(
-            max_tokens=max_tokens, logprobs=self.top_logprobs if self.logprobs else None, prompt_logprobs=None
+            max_tokens=max_tokens,
+            logprobs=self.top_logprobs if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )

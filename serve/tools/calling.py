@@ -1,6 +1,6 @@
 """A chat request's tools, and what they become: a constraint for the engine, a parser for the answer. Knows no route.
 
-Names and meanings of fields are OpenAI's; unknown keys are refused.
+Names and meanings of fields are OpenAI's; unknown keys are without effect, and no template is told of them.
 """
 
 from __future__ import annotations
@@ -8,24 +8,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.chat import chat_template
+from swiftkv_platform.serve.nested import Nested
 from swiftkv_platform.serve.tools.families import FAMILIES, Family, family_of
 from swiftkv_platform.serve.tools.grammar import CallGrammar
 from swiftkv_platform.serve.tools.parser import ToolCallParser
+from swiftkv_platform.specs.structured_outputs import check_followed
 
 MAX_TOOLS = 128
 """Most tools of a request."""
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class FunctionTool(FrozenModel, strict=True):
+class FunctionTool(Nested):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -41,18 +44,48 @@ class FunctionTool(FrozenModel, strict=True):
         return {"type": "object", **self.parameters}
 
 
-class Tool(FrozenModel, strict=True):
+class Tool(Nested):
     type: Literal["function"]
     function: FunctionTool
 
+    def for_template(self) -> dict[str, Any]:
+        """The tool as templates take it."""
+        known = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
+        return {"type": self.type, "function": {name: value for name, value in known.items() if value is not None}}
 
-class NamedFunction(FrozenModel, strict=True):
+
+class NamedFunction(Nested):
     name: ToolName
 
 
-class NamedTool(FrozenModel, strict=True):
+class NamedTool(Nested):
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Nested):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(Nested):
+    """Some of the tools: the model sees all of them, and may call these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice(value: Any) -> Any:
+    """The kind of a choice by its type, so that errors name the fields of that one alone."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedToolChoice, Tag("allowed_tools")],
+    Discriminator(_choice),
+]
 
 
 class ToolFields(FrozenModel, strict=True):
@@ -60,9 +93,9 @@ class ToolFields(FrozenModel, strict=True):
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the answer may call."""
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     """`auto`, the default with tools: the model chooses; `none`: the model does not see them; `required`: it calls one
-    or more; a function by name: it calls that one."""
+    or more; a function by name: it calls that one; `allowed_tools`: it chooses among these, or calls one or more."""
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
 
@@ -109,17 +142,15 @@ def tool_calling(
     functions, choice = _functions(fields), fields.tool_choice
     if not functions or choice == "none":
         return None
-    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
+    tools = [tool.for_template() for tool in fields.tools or ()]
     family = _family(tokenizer, tools, parser)
     from swiftkv_platform.model.tokenizers import special_ids  # imports torch, which Serve's controller can do without
 
     ids = special_ids(tokenizer)
     found = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
     special = {token: token_id for token, token_id in found.items() if token_id in ids}
-    grammar = _grammar(fields, functions, CallGrammar(family.layout, {}, special), asked)
-    constraint = None if grammar is None else StructuredOutputs(grammar=grammar, source="tools")
-    names = frozenset([choice.function.name] if isinstance(choice, NamedTool) else functions)
-    return ToolCalling(family, tools, names, special, constraint)
+    constraint = _constraint(fields, functions, CallGrammar(family.layout, {}, special), asked)
+    return ToolCalling(family, tools, frozenset(_callable(choice, functions)), special, constraint)
 
 
 def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
@@ -143,8 +174,9 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
             )
         functions[function.name] = function
     choice = fields.tool_choice
-    wanted = choice.function.name if isinstance(choice, NamedTool) else choice
-    if (isinstance(choice, NamedTool) and wanted not in functions) or (choice == "required" and not functions):
+    missing = [name for name in _callable(choice, functions) if name not in functions]
+    if missing or (choice == "required" and not functions):
+        wanted = missing[0] if missing else choice
         raise InvalidInputError(
             f"tool_choice is {wanted!r}, and tools has {', '.join(functions) or 'none'}; name one of them, or leave "
             "tool_choice out",
@@ -154,22 +186,35 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
     return functions
 
 
-def _grammar(
-    fields: ToolFields, functions: Mapping[str, FunctionTool], calls: CallGrammar, asked: StructuredOutputs | None
-) -> str | None:
-    """Grammar of the answer; None where the model writes as it likes."""
-    choice, schemas = fields.tool_choice, {name: one.schema_of_arguments for name, one in functions.items()}
+def _callable(choice: Any, functions: Mapping[str, FunctionTool]) -> list[str]:
+    """Names of the functions that may be called."""
     if isinstance(choice, NamedTool):
-        return replace(calls, schemas={choice.function.name: schemas[choice.function.name]}, parallel=False).required()
-    calls = replace(calls, schemas=schemas, parallel=fields.parallel_tool_calls is not False)
-    if choice == "required":
-        return calls.required()
-    loose = {name: schema if functions[name].strict else _ANY_OBJECT for name, schema in schemas.items()}
-    calls = replace(calls, schemas=loose)
-    if asked is not None:
-        return calls.or_answer(_schema(asked))
-    is_free = calls.parallel and not any(function.strict for function in functions.values())
-    return None if is_free else calls.or_text()
+        return [choice.function.name]
+    if isinstance(choice, AllowedToolChoice):
+        return [*dict.fromkeys(tool.function.name for tool in choice.allowed_tools.tools)]
+    return [*functions]
+
+
+def _constraint(
+    fields: ToolFields, functions: Mapping[str, FunctionTool], calls: CallGrammar, asked: StructuredOutputs | None
+) -> StructuredOutputs | None:
+    """Grammar of the answer; None where the model writes as it likes."""
+    choice, allowed = fields.tool_choice, _callable(fields.tool_choice, functions)
+    part = choice.allowed_tools if isinstance(choice, AllowedToolChoice) else None
+    must = choice == "required" or isinstance(choice, NamedTool) or (part is not None and part.mode == "required")
+    is_single = fields.parallel_tool_calls is False or isinstance(choice, NamedTool)
+    followed = {name for name in allowed if must or functions[name].strict}
+    if not (must or followed or asked or is_single or part):
+        return None
+    schemas = {name: functions[name].schema_of_arguments if name in followed else _ANY_OBJECT for name in allowed}
+    names = {name: f"tools.{number}.function.parameters" for number, name in enumerate(functions)}
+    for name in followed:
+        check_followed(schemas[name], names[name])
+    calls = replace(calls, schemas=schemas, parallel=not is_single)
+    instead = calls.or_text if asked is None or must else partial(calls.or_answer, _schema(asked))
+    grammar = calls.required() if must else instead()
+    parts = {line: (names[name], schemas[name]) for line, name in calls.lines(grammar).items()}
+    return StructuredOutputs(grammar=grammar, source="tools", parts=parts)
 
 
 def _schema(asked: StructuredOutputs) -> dict[str, Any]:
@@ -181,6 +226,7 @@ def _schema(asked: StructuredOutputs) -> dict[str, Any]:
             field=asked.name,
             value=asked.text,
         )
+    asked.check_followed()
     schema: dict[str, Any] = json.loads(asked.text)
     return {**schema, "x-guidance": {"whitespace_flexible": False}} if asked.disable_any_whitespace else schema
 

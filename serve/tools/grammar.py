@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.serve.tools.families import ARGUMENTS, NAME, Layout
+from swiftkv_platform.specs.json_schema import settled
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
 
 Schema = Mapping[str, Any]
@@ -64,6 +65,11 @@ class CallGrammar:
             rules.append(f"arguments_{number}: %json {_json(schema)}")
         return "%llguidance {}\n" + "\n".join(rules) + "\n"
 
+    def lines(self, grammar: str) -> dict[int, str]:
+        """Tools by the lines, counted from 1, of a grammar of these calls in which their arguments stand."""
+        numbers = {line.partition(":")[0]: number for number, line in enumerate(grammar.splitlines(), start=1)}
+        return {numbers[f"arguments_{number}"]: name for number, name in enumerate(self.schemas)}
+
     def _literal(self, text: str) -> str:
         """A text as the tokens and strings of a rule."""
         tokens = "|".join(map(re.escape, self.special))
@@ -73,4 +79,4 @@ class CallGrammar:
 
 def _json(schema: Schema) -> str:
     options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
-    return json.dumps({**schema, "x-guidance": options}, allow_nan=False)
+    return json.dumps({**settled(schema), "x-guidance": options}, allow_nan=False)

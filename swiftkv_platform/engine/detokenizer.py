@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
@@ -39,8 +39,10 @@ class IncrementalDetokenizer:
 
     Args:
         silent: token ids that `decode` leaves out, as it does special ones.
+        named: texts of those among them that stop strings name; they are looked for, and not shown.
         min_tokens: tokens behind which stop strings are looked for.
         include_stop: leave the stop string at the end of the text.
+        text_of: text of a single token; given, `offsets` are kept.
     """
 
     def __init__(
@@ -51,11 +53,19 @@ class IncrementalDetokenizer:
         *,
         min_tokens: int = 0,
         include_stop: bool = False,
+        named: Mapping[int, str] | None = None,
+        text_of: Callable[[int], str] | None = None,
     ) -> None:
         self._decode = decode
         self._stop = [StopString(one) if isinstance(one, str) else one for one in stop]
         self._matched = [0] * len(self._stop)  # characters at the end of `_decoded` that begin each stop string
         self._silent = silent
+        self._named = named or {}
+        self._hidden: list[tuple[int, int]] = []  # places in `_decoded` of special tokens, which are not shown
+        self._num_hidden = 0  # characters in them
+        self._text_of = text_of
+        self.offsets: list[int] = []
+        """Places in the text at which each token's own text begins; of what continues a character, that of it."""
         self._num_unsearched = min_tokens
         self._include_stop = include_stop
         self._window: list[int] = []  # context and the tokens after it
@@ -69,12 +79,48 @@ class IncrementalDetokenizer:
     @property
     def text(self) -> str:
         """Text that may be shown."""
-        return self._decoded[: self._released]
+        shown, start = "", 0
+        for begin, end in self._hidden:
+            shown += self._decoded[start : min(begin, self._released)]
+            start = end
+        return shown + self._decoded[start : self._released]
 
     def append(self, token_id: int) -> None:
+        """Take the next token of the answer."""
+        if self._text_of is None:
+            self._append(token_id)
+            return
+        before = self._num_shown
+        self._append(token_id)
+        # What waited for this token is before it, so its place is counted from the end.
+        whole = not self._is_waiting and not self.stopped and token_id not in self._silent
+        self.offsets.append(max(before, self._num_shown - len(self._text_of(token_id))) if whole else before)
+
+    def append_end(self, token_id: int) -> None:
+        """Take the token that ended the answer, which is no text of it; a stop string may name it."""
+        if token_id in self._named or self._include_stop:
+            self.append(token_id)
+        elif self._text_of is not None:
+            self.offsets.append(self._num_shown)
+
+    @property
+    def _num_shown(self) -> int:
+        """Characters of the text, those included that are held back."""
+        return len(self._decoded) - self._num_hidden
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the last tokens are not a whole character yet."""
+        return len(self._window) > self._context_size
+
+    def _append(self, token_id: int) -> None:
         if self.stopped:
             return
         self._num_unsearched -= 1
+        if token_id in self._named:
+            self._hidden.append((len(self._decoded), len(self._decoded) + len(self._named[token_id])))
+            self._num_hidden += len(self._named[token_id])
+            self._extend(self._named[token_id])
         if token_id in self._silent:
             return
         self._window.append(token_id)
@@ -124,6 +170,8 @@ class IncrementalDetokenizer:
             self.stopped = True
             self._decoded = self._decoded[: at + len(stop.text) * self._include_stop]
             self._released = len(self._decoded)
+            # What is left of the stop string is shown as it was asked for.
+            self._hidden = [(begin, end) for begin, end in self._hidden if end <= at]
             return
         for number, stop in enumerate(self._stop):
             for character in addition:

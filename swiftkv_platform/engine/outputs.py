@@ -51,6 +51,9 @@ class RequestOutput:
     """One entry a generated token, before temperature and penalties; None unless asked for."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     """One entry a prompt token, from the full model; None for the first, and unless asked for."""
+    text_offsets: tuple[int, ...] = ()
+    """Places in the text at which each generated token's own text begins; empty without `logprobs`, and without a
+    tokenizer."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was there already."""
     num_exited_tokens: int = 0

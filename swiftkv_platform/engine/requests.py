@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.engine.vocabulary import Vocabulary
+from swiftkv_platform.errors import ContextLengthError, InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
@@ -33,6 +36,8 @@ class ReadRequest:
     token_ids: tuple[int, ...]
     params: SamplingParams
     stops: tuple[StopString, ...]
+    named: Mapping[int, str]
+    """Texts of special tokens that stop strings name."""
 
 
 class RequestReader:
@@ -45,6 +50,7 @@ class RequestReader:
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._has_exit_head = bool(getattr(model.config, "early_exit", False))
         self._num_slots = num_slots
+        self.vocabulary = Vocabulary(model.tokenizer)
         self._random = random.Random(config.seed)  # noqa: S311  # sampling, not secrets
         self._arrivals = 0
         bytes_per_token, self._silent = MAX_BYTES_PER_TOKEN, frozenset[int]()
@@ -77,11 +83,12 @@ class RequestReader:
             )
         size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
         if size > self.max_prompt_bytes:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"{field} has {size} bytes of text; {self.max_prompt_bytes} bytes are accepted for the context of "
                 f"{self._max_model_len} tokens (max_prompt_bytes)",
                 field=field,
                 value=size,
+                most=self._max_model_len,
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
@@ -92,7 +99,7 @@ class RequestReader:
         token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)
         self._check_logprobs(len(token_ids), params)
-        return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)))
+        return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)), self._named(params))
 
     def sequences(
         self,
@@ -115,7 +122,7 @@ class RequestReader:
                 request.token_ids,
                 params,
                 seed=_sample_seed(seed, index),
-                stop_token_ids=eos | frozenset(params.stop_token_ids),
+                stop_token_ids=eos | self._known(params.stop_token_ids),
                 max_model_len=self._max_model_len,
                 excluded_token_ids=self._excluded(params),
                 detokenizer=self._new_detokenizer(request),
@@ -133,12 +140,13 @@ class RequestReader:
         # The last generated token's KV is never needed.
         needed = num_prompt_tokens + max(num_output_tokens - 1, 0)
         if needed > self._num_slots:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"the request needs the KV of {needed} tokens ({num_prompt_tokens} of the prompt, up to "
                 f"{num_output_tokens} of the answer); the whole cache holds {self._num_slots}: shorten one of them, or "
                 "raise kv_cache_bytes",
                 field="prompt",
                 value=num_prompt_tokens,
+                most=self._num_slots + 1,
             )
 
     def _check_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
@@ -160,6 +168,8 @@ class RequestReader:
                 field="early_exit",
                 value=mode,
             )
+        if params.structured_outputs is not None:
+            params.structured_outputs.check_followed()
         outside = next((token for token in params.logit_bias if token >= self._vocab_size), None)
         if outside is not None:
             raise InvalidInputError(
@@ -167,10 +177,18 @@ class RequestReader:
                 field="logit_bias",
                 value=outside,
             )
-
-        if len(self._excluded(params)) >= self._vocab_size:
+        allowed = params.allowed_token_ids
+        outside = next((token for token in allowed or () if token >= self._vocab_size), None)
+        if outside is not None:
+            raise InvalidInputError(
+                f"allowed_token_ids has {outside}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
+                field="allowed_token_ids",
+                value=outside,
+            )
+        excluded = self._excluded(params)
+        if len(excluded) >= self._vocab_size if allowed is None else excluded.issuperset(allowed):
             raise InvalidInputError.of(
-                "min_tokens", params.min_tokens, ", and stop_token_ids leave no token of the vocabulary; give fewer"
+                "min_tokens", params.min_tokens, ", and stop_token_ids leave no token that is allowed; give fewer"
             )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(
@@ -183,26 +201,48 @@ class RequestReader:
         """Tokens that may not be among the first `min_tokens`: the ends of sequence too, ignored or not."""
         if not params.min_tokens:
             return frozenset()
-        ends = self._eos_token_ids | frozenset(params.stop_token_ids)
-        return frozenset(token for token in ends if token < self._vocab_size)
+        return self._known(self._eos_token_ids | frozenset(params.stop_token_ids))
+
+    def _known(self, token_ids: abc.Iterable[int]) -> frozenset[int]:
+        """Those that the model can put out; vLLM takes no others."""
+        return frozenset(token for token in token_ids if token < self._vocab_size)
+
+    def decoded(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of tokens. Not without a tokenizer."""
+        assert self._tokenizer is not None, "checked before"
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def detokenizer_of_prompts(self) -> IncrementalDetokenizer | None:
+        """A new detokenizer that shows special tokens and keeps offsets; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return IncrementalDetokenizer(self.decoded, text_of=self.vocabulary.text_of)
 
     def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
-        tokenizer, params = self._tokenizer, request.params
+        params = request.params
         skip = params.skip_special_tokens
-        if tokenizer is None:
+        if self._tokenizer is None:
             return None
-
-        def decode(token_ids: abc.Sequence[int]) -> str:
-            text: str = tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            return text
-
         return IncrementalDetokenizer(
-            decode,
+            partial(self.decoded, skip_special_tokens=skip),
             request.stops,
             self._silent if skip else frozenset(),
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
+            named=request.named if skip else {},
+            text_of=None if params.logprobs is None else self.vocabulary.text_of,
         )
+
+    def _named(self, params: SamplingParams) -> dict[int, str]:
+        if not params.stop:
+            return {}
+        texts = {token_id: self.vocabulary.text_of(token_id) for token_id in self._silent}
+        return {
+            token_id: text for token_id, text in texts.items() if text and any(text in stop for stop in params.stop)
+        }
 
     def _num_kept(self, num_tokens: int, params: SamplingParams) -> int:
         """Number of a prompt's tokens that `truncate_prompt_tokens` leaves."""
@@ -229,11 +269,12 @@ class RequestReader:
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
-            raise InvalidInputError(
+            raise ContextLengthError(
                 f"prompt has {num_tokens} tokens; the context of {self._max_model_len} tokens holds prompts of "
                 f"1..{self._max_model_len - 1} tokens, and their answer",
                 field="prompt",
                 value=num_tokens,
+                most=self._max_model_len,
             )
 
     def _is_token_id(self, token_id: Any) -> bool:

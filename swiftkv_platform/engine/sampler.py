@@ -184,18 +184,22 @@ def logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[in
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Logits with biases, penalties and exclusions; the same tensor where no request has any."""
-    if not any(row.params.logit_bias or row.params.has_penalties or row.excluded_token_ids for row in rows):
+    if not any(
+        row.params.logit_bias or row.params.has_penalties or row.params.allowed_token_ids or row.excluded_token_ids
+        for row in rows
+    ):
         return logits
     logits = logits.clone()
     _add_biases(logits, rows)
     _penalise_repetition(logits, rows)
     _penalise_answers(logits, rows)
+    _allow(logits, rows)
     _exclude(logits, rows)
     return logits
 
 
 def _add_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Change `logits` in place, as the next three do."""
+    """Change `logits` in place, as the next four do."""
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in (row.params.logit_bias or {}).items()]
     if entries:
         at, tokens, biases = _entries(entries, logits.device)
@@ -225,6 +229,15 @@ def _penalise_answers(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None
     if entries:
         at, tokens, frequency, counts, presence = _entries(entries, logits.device)
         logits.index_put_((at, tokens), -(frequency * counts + presence), accumulate=True)
+
+
+def _allow(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    entries = [(i, token, 0.0) for i, row in enumerate(rows) for token in row.params.allowed_token_ids or ()]
+    if entries:
+        at, tokens, _ = _entries(entries, logits.device)
+        kept = logits[at, tokens]
+        logits.index_fill_(0, at.unique(), float("-inf"))
+        logits.index_put_((at, tokens), kept)
 
 
 def _exclude(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -179,8 +179,8 @@ class Sequence:
         self._first_token = self._first_token or self._last_token
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
-            if self._detokenizer and self.params.include_stop_str_in_output:
-                self._detokenizer.append(token_id)
+            if self._detokenizer:
+                self._detokenizer.append_end(token_id)
             self.finish("stop")
             return
         if self._detokenizer:
@@ -213,6 +213,7 @@ class Sequence:
             metrics=self._metrics(),
             logprobs=None if params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            text_offsets=tuple(self._detokenizer.offsets) if self._detokenizer else (),
             num_cached_tokens=self._num_cached_tokens or 0,
             num_exited_tokens=self.num_exited_tokens,
             num_draft_tokens=self.num_draft_tokens,

@@ -49,7 +49,7 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
         return None
     backend = tokenizer.backend_tokenizer
     vocabulary, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder().values()
-    normalizers, pre_tokenizers = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
+    normalizers, pre_tokenizers = steps(backend.normalizer), steps(backend.pre_tokenizer)
     shrinks = [_SHRINKS.get(step["type"]) if not _is_deleting(step) else None for step in normalizers]
     kept = all(step["type"] in _KEEPING and not _is_deleting(step) for step in pre_tokenizers)
     if None in shrinks or not kept or any(token.lstrip or token.rstrip for token in added):
@@ -95,13 +95,13 @@ def _is_deleting(step: dict[str, Any]) -> bool:
     return step.get("behavior") == "Removed"
 
 
-def _steps(component: Any) -> list[dict[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer, one after another; nothing for None."""
+def steps(component: Any) -> list[dict[str, Any]]:
+    """The parts of a normalizer, pre-tokenizer or decoder, one after another; nothing for None."""
     unvisited = [] if component is None else [json.loads(component.__getstate__())]
     found = []
     while unvisited:
         step = unvisited.pop(0)
-        inner = step.get("normalizers") or step.get("pretokenizers")
+        inner = step.get("normalizers") or step.get("pretokenizers") or step.get("decoders")
         unvisited += inner or []
         if inner is None:
             found.append(step)

@@ -38,8 +38,14 @@ MAX_STOP_LENGTH = 1024
 """Characters of the longest stop string; as many may be held back from a stream."""
 MAX_STOP_TOKEN_IDS = 1024
 """Most stop token ids."""
+MAX_ALLOWED_TOKEN_IDS = 1024
+"""Most token ids that an answer is held to."""
 MAX_LOGIT_BIAS = 1024
 """Most tokens whose logits are changed."""
+MAX_TEMPERATURE = 2.0
+"""Highest temperature of a request."""
+MAX_PRIORITY = (1 << 31) - 1
+"""Largest priority of a request, either way."""
 MAX_GRAMMAR_BYTES = 1 << 16
 """Longest schema, expression or grammar, or choices together, that is safe to compile: see `engine/grammars.py`."""
 MAX_CHOICES = 4096

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from swiftkv_platform.specs.base import Count, Name, Seed, Size, Spec, Weight, Word
+from swiftkv_platform.specs.base import MAX_TEMPERATURE, Count, Name, Seed, Size, Spec, Weight, Word
 
 BUILTIN_DATA = "builtin:python-stdlib"
 """The sources of the interpreter's standard library."""
@@ -22,7 +22,7 @@ class CompletionSpec(Spec):
 
     max_tokens: Size = 512
     """Most tokens of an answer."""
-    temperature: Weight = 1.0
+    temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
     """0 takes the most probable token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Samples among the fewest tokens whose probabilities sum to at least this."""

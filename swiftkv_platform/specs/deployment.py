@@ -53,6 +53,8 @@ class ShadowSpec(FiniteModel):
 
 FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]
 
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[A-Za-z0-9.:\[\]_-]+)$", max_length=200)]
+
 Engine = TypeVar("Engine")
 Candidate = TypeVar("Candidate", bound=CandidateSpec)
 
@@ -87,6 +89,14 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     ] = None
     """Fields of requests to OpenAI's routes, refused or unknown ones, to accept without effect; `*` stands for all
     unknown ones."""
+
+    cors_origins: Annotated[
+        tuple[Origin, ...] | None,
+        Field(max_length=64),
+        Change("Counts at once, and loads nothing. Null: none any more."),
+    ] = None
+    """Origins, such as `https://chat.example.org`, whose pages may ask from a browser (CORS); `*` stands for all. Null:
+    none."""
 
     chat_template: Annotated[
         Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_LENGTH)] | None,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_LOOKUP_TOKENS,
@@ -17,11 +17,26 @@ from swiftkv_platform.specs.base import (
     MAX_STOP_LENGTH,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MAX_TEMPERATURE,
     MAX_TOP_K,
     MIN_TEMPERATURE,
 )
 from swiftkv_platform.specs.early_exit import EarlyExit
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, MAX_TEMPERATURE),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+"""Least and largest value of each number: OpenAI's, and within what vLLM takes, so that both engines refuse alike."""
+MAX_BIAS = 100.0
+"""Largest bias of a logit, either way."""
+_MIN_TOP_P = 1e-6
+"""Lowest `top_p` that is passed on; vLLM takes no 0, and the most probable token is all that either keeps."""
 
 
 @dataclass(frozen=True)
@@ -40,31 +55,35 @@ class SamplingParams:
     """Tokens before which nothing but `max_tokens` and the context ends the answer: the tokens before are no end of
     sequence and none of `stop_token_ids`, and `stop` is looked for behind them."""
     temperature: float = 1.0
-    """0 takes the most probable token, as does all below 1e-5; above, logits are divided by it."""
+    """0 takes the most probable token, as does all below 1e-5; above, up to 2, logits are divided by it."""
     top_p: float = 1.0
-    """Samples among the fewest tokens whose probabilities sum to at least this; 1 keeps all."""
+    """Samples among the fewest tokens whose probabilities sum to at least this; 1 keeps all, 0 the most probable."""
     top_k: int = 0
-    """Samples among the k most probable tokens; 0 keeps all."""
+    """Samples among the k most probable tokens; 0 and -1 keep all."""
     min_p: float = 0.0
     """Samples among tokens at least this probable, relative to the most probable one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in prompt or answer; 1 changes nothing."""
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or answer, by 0.01 to 100; 1 changes
+    nothing."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has."""
+    """Subtracted from the logits of tokens that the answer has, from -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time the answer has it."""
+    """Subtracted from a token's logit once for each time the answer has it, from -2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Numbers added to logits, by token id."""
+    """Numbers from -100 to 100 added to logits, by token id."""
     n: int = 1
     """Answers to generate for the prompt, each with a seed of its own."""
     seed: int | None = None
-    """Makes the answer repeatable, whatever else is served; None draws one from the engine's."""
+    """Makes the answer repeatable, whatever else is served: 64 bits, of which the sign counts for nothing. None and -1
+    draw one from the engine's."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, and are not part of its text. One string, or a sequence of them."""
     include_stop_str_in_output: bool = False
     """Leave the stop string, or the text of the stop token, at the end of the answer's text."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Tokens that the answer consists of, an end of sequence only where it is among them; None: all."""
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
     skip_special_tokens: bool = True
@@ -88,7 +107,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
+        object.__setattr__(
+            self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        )
+        if self.allowed_token_ids is not None:
+            allowed = _checked_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not allowed:
+                raise _refusal("allowed_token_ids", [], "left out, or name at least one token")
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
         object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
         object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
@@ -99,23 +125,22 @@ class SamplingParams:
         if self.truncate_prompt_tokens not in (None, -1):
             _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
         _check_int("n", self.n, 1, MAX_N)
-        _check_int("top_k", self.top_k, 0, MAX_TOP_K)
+        _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
         if self.num_lookup_tokens and self.early_exit.mode == "threshold":
             raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 where early_exit is 'threshold'")
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+            _check_int("seed", self.seed, ~MAX_SEED, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_numbers()
-        if self.temperature < MIN_TEMPERATURE:
-            object.__setattr__(self, "temperature", 0.0)
+        self._settle()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, getattr(self, name), "true or false")
         if self.structured_outputs is not None:
-            for name, otherwise in (("ignore_eos", "false"), ("min_tokens", "0")):
+            for name, otherwise in (("ignore_eos", "false"), ("min_tokens", "0"), ("allowed_token_ids", "left out")):
                 if value := getattr(self, name):
                     raise _refusal(name, value, f"{otherwise} where structured_outputs says where the answer ends")
 
@@ -124,28 +149,31 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     def _check_numbers(self) -> None:
-        ranges: dict[str, tuple[Callable[[float], bool], str]] = {
-            "temperature": (lambda value: 0.0 <= value < math.inf, "a finite number of at least 0"),
-            "top_p": (lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
-            "min_p": (lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1"),
-            "repetition_penalty": (lambda value: 0.0 < value < math.inf, "a finite number above 0"),
-            "presence_penalty": (math.isfinite, "a finite number"),
-            "frequency_penalty": (math.isfinite, "a finite number"),
-        }
-        for name, (accepts, accepted) in ranges.items():
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if not (_is_number(value) and accepts(value)):
-                raise _refusal(name, value, accepted)
+            if not (_is_number(value) and least <= value <= most):
+                raise _refusal(name, value, f"a number from {least:g} to {most:g}")
+
+    def _settle(self) -> None:
+        """Bring several ways to say one thing to one of them."""
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        object.__setattr__(self, "top_p", max(self.top_p, _MIN_TOP_P))
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", None if self.seed == -1 else self.seed & MAX_SEED)
 
 
 def _checked_logit_bias(logit_bias: object) -> Mapping[int, float]:
+    accepted = f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g} by token id"
     if not isinstance(logit_bias, Mapping):
-        raise _refusal("logit_bias", logit_bias, "finite numbers by token id")
+        raise _refusal("logit_bias", logit_bias, accepted)
     _check_size("logit_bias", logit_bias, MAX_LOGIT_BIAS)
     if not all(
-        _is_int(token) and token >= 0 and _is_number(bias) and math.isfinite(bias) for token, bias in logit_bias.items()
+        _is_int(token) and token >= 0 and _is_number(bias) and abs(bias) <= MAX_BIAS
+        for token, bias in logit_bias.items()
     ):
-        raise _refusal("logit_bias", logit_bias, "finite numbers by token id")
+        raise _refusal("logit_bias", logit_bias, accepted)
     return dict(logit_bias)
 
 
@@ -163,12 +191,13 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _checked_token_ids(token_ids: object) -> tuple[int, ...]:
+def _checked_token_ids(field: str, token_ids: object, at_most: int) -> tuple[int, ...]:
+    accepted = "a list of token ids, whole numbers of at least 0"
     if not isinstance(token_ids, (list, tuple)):
-        raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
-    _check_size("stop_token_ids", token_ids, MAX_STOP_TOKEN_IDS)
+        raise _refusal(field, token_ids, accepted)
+    _check_size(field, token_ids, at_most)
     if not all(_is_int(token) and token >= 0 for token in token_ids):
-        raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
+        raise _refusal(field, token_ids, accepted)
     return tuple(token_ids)
 
 

@@ -6,6 +6,7 @@ Field names are those of vLLM's `StructuredOutputsParams`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -13,9 +14,14 @@ from typing import Any, Self
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
+from swiftkv_platform.specs.json_schema import place_of, settled, unfollowed
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between two tokens of JSON: enough for indented text, too little to go on for ever."""
+_LINE = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
+"""Words of the compiler for the line of a schema in a grammar."""
+_EXCERPT = re.compile(r"\n +\d+ \| ")
+"""Beginning of the grammar's own lines in its message."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class StructuredOutputs:
     """JSON without any whitespace between its tokens."""
     source: str | None = field(default=None, compare=False)
     """Name of the constraint in errors; None: `structured_outputs.` and its name."""
+    parts: Mapping[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
+    """Schemas in a grammar, with their names in errors, by the line, from 1 on, that each stands in."""
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -59,7 +67,7 @@ class StructuredOutputs:
         what it accepts."""
         if value is None or isinstance(value, cls):
             return value
-        known = [one.name for one in fields(cls) if one.name != "source"]
+        known = cls.keys()
         if not isinstance(value, Mapping) or not set(value) <= set(known):
             wrong = sorted(map(str, set(value) - set(known))) if isinstance(value, Mapping) else [type(value).__name__]
             raise InvalidInputError(
@@ -68,6 +76,11 @@ class StructuredOutputs:
                 value=value,
             )
         return cls(**value)
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """Names that `parse` knows."""
+        return [one.name for one in fields(cls) if one.name not in ("source", "parts")]
 
     @property
     def kind(self) -> str:
@@ -92,9 +105,20 @@ class StructuredOutputs:
         """Name of the constraint in errors."""
         return self.source or f"structured_outputs.{self.kind}"
 
+    def check_followed(self) -> None:
+        """Raises `InvalidInputError`: naming the place of a constraint in a schema that no answer could be held to."""
+        if self.kind == "json":
+            check_followed(json.loads(self.text), self.name)
+
     def refusal(self, why: str) -> InvalidInputError:
-        """An error that names the field and the constraint."""
-        return InvalidInputError(f"{self.name} {why}", field=self.name, value=self.text)
+        """An error that names the constraint, and within it the place that a compiler's words are about."""
+        name, schema = self.name, json.loads(self.text) if self.kind == "json" else {}
+        if at := _LINE.search(why):
+            name, schema = self.parts.get(int(at[1]), (name, schema))
+            why = _EXCERPT.split(why.replace(at[0], ""))[0]
+        place = place_of(schema, why)
+        where = f"{name}.{place}" if place else name
+        return InvalidInputError(f"{where} {why}", field=name, value=self.text)
 
     def _check_flags(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):
@@ -154,6 +178,17 @@ class StructuredOutputs:
         return value
 
 
+def check_followed(schema: Mapping[str, Any], name: str) -> None:
+    """Raise `InvalidInputError` for a schema, `name` in the request, with a constraint that no answer could be held
+    to."""
+    found = unfollowed(schema)
+    if found is not None:
+        place, keyword = found
+        where = f"{name}.{place}" if place else name
+        message = f"{where} has {keyword!r}, which cannot be compiled: Unimplemented; leave it out, or say it otherwise"
+        raise InvalidInputError(message, field=name)
+
+
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -166,9 +201,10 @@ def _parsed(text: str) -> Any:
 
 
 def _schema_text(schema: Any) -> str:
-    """One text for equal schemas, however they were spaced. Raises `ValueError`, `TypeError`, `RecursionError`."""
+    """One text for schemas that ask for the same, however they were spaced. Raises `ValueError`, `TypeError`,
+    `RecursionError`."""
     if isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
         raise TypeError(f"it is a {type(schema).__name__}")
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return json.dumps(settled(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -1,11 +1,13 @@
-"""A tokenizer whose tokens can be counted by eye: one a byte, and `<s>` and `</s>`."""
+"""Tokenizers whose tokens can be counted by eye."""
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS = 256, 257
+WORDS = ("▁", "▁the", "the", "▁cat", "a", "é")
+"""Pieces of `sentence_tokenizer`, from id 258 on."""
 
 
 def byte_tokenizer(*, chat_template: str | None = None, special: bool = True) -> PreTrainedTokenizerFast:
@@ -17,3 +19,14 @@ def byte_tokenizer(*, chat_template: str | None = None, special: bool = True) ->
     tokenizer.decoder = decoders.ByteLevel()
     names = {"bos_token": "<s>", "eos_token": "</s>"} if special else {}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **names)
+
+
+def sentence_tokenizer() -> PreTrainedTokenizerFast:
+    """As SentencePiece's: bytes 0 to 255 as `<0x..>`, BOS, EOS, and `WORDS`. The first space of a text is dropped."""
+    bytes_first = [*(f"<0x{byte:02X}>" for byte in range(256)), "<s>", "</s>", *WORDS]
+    vocab = {piece: number for number, piece in enumerate(bytes_first)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
+from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from swiftkv_platform.serve.answers import Answers
 from tests.surface.replicas import application, asgi_client, version_of
 from tests.unit.engine.tiny_models import save_swiftkv
@@ -184,7 +185,8 @@ async def test_bad_requests_are_problems_that_name_the_field(
         problem = response.json()
         assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
         assert problem.keys() == {"type", "title", "status", "detail", "instance", "code", "errors"}
-        assert (problem["status"], problem["code"], problem["instance"]) == (422, "invalid_input", "/generate")
+        code = "context_length_exceeded" if "the context of" in message else "invalid_input"
+        assert (problem["status"], problem["code"], problem["instance"]) == (422, code, "/generate")
         assert [error["field"] for error in problem["errors"]] == [field]
         assert message in problem["errors"][0]["message"]
 
@@ -309,3 +311,50 @@ async def test_the_api_reference_comes_from_the_replica(client: httpx.AsyncClien
     page = await client.get("/docs")
     assert "docs/assets/vendor/swagger-ui-bundle.js" in page.text
     assert (await client.get("/docs/assets/vendor/swagger-ui-bundle.js")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_a_body_of_another_type_is_told_so(client: httpx.AsyncClient, path: str, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = await client.post(path, content=b'{"prompt": "a", "model": "mdl_1"}', headers=headers)
+    assert answer.status_code == 415
+    assert f"content-type is {kind or ''!r}; the body must be JSON, of type application/json" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/mdl_1", "/openapi.json"])
+async def test_a_probe_by_head_is_answered_as_get_without_the_body(client: httpx.AsyncClient, path: str) -> None:
+    head, whole = await client.head(path), await client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert (await client.head("/generate")).status_code == (await client.get("/generate")).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/models/", "/v1/models//mdl_1/", "//health//"])
+async def test_slashes_too_many_are_one(client: httpx.AsyncClient, path: str) -> None:
+    assert (await client.get(f"http://serve{path}")).status_code == 200
+    body = {"model": "mdl_1", "prompt": "a", "max_tokens": 1}
+    assert (await client.post("/v1//completions/", json=body)).status_code == 200
+
+
+PAGE = "https://chat.example.org"
+
+
+@pytest.mark.parametrize("allowed", [(), ("https://other.example.org",), (PAGE,), ("*",)], ids=str)
+async def test_pages_of_origins_that_a_deployment_names_may_ask(
+    engine: EngineFrontend, allowed: tuple[str, ...], tmp_path: Path
+) -> None:
+    version = version_of(engine)
+    version.cors_origins = frozenset(allowed)
+    create_key(tmp_path / "keys.json", name="a", tenant="a", scopes=frozenset({Scope.GENERATE}))
+    client = asgi_client(application(version, key_ring=KeyRing(tmp_path / "keys.json")))
+    asks = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    asked = await client.options("/v1/completions", headers=asks)
+    refused = await client.post("/v1/completions", json={}, headers={"origin": PAGE})
+    assert refused.status_code == 401, "a page sees why it is not answered"
+    known = {PAGE, "*"} & {*allowed}
+    assert asked.status_code == (200 if known else 400 if allowed else 405)
+    for answer in (asked, refused, await client.get("/health", headers={"origin": PAGE})):
+        assert answer.headers.get("access-control-allow-origin") in ((PAGE, "*") if known else (None,))
+        assert "access-control-allow-credentials" not in answer.headers
+    assert not known or asked.headers["access-control-allow-headers"] == "authorization"

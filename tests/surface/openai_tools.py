@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel
 from tokenizers.pre_tokenizers import ByteLevel
 
 import swiftkv_platform.sources
@@ -105,6 +106,10 @@ def named(name: str) -> Any:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: str, *names: str) -> Any:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
 ARRAYS = pytest.mark.soak("arrays of calls, which the parsers of hermes and mistral_v11 read as well")
 CHOICES = [
     *(
@@ -169,6 +174,22 @@ async def test_calls_that_are_cut_off_say_so(client: Any) -> None:
     assert "".join(call.arguments or "" for call in calls) == arguments
 
 
+@pytest.mark.parametrize("cut", ["city", '"days"', "stop_token_ids"])
+async def test_a_stop_within_a_calls_arguments_is_no_call(client: Any, cut: str) -> None:
+    fields: dict[str, Any] = {"tool_choice": named("get_weather"), "stop": [cut], "n": 4, "temperature": 1.0}
+    if cut == "stop_token_ids":
+        fields |= {"stop": [], "extra_body": {cut: [ALPHABET.index(":")]}}
+    whole = await client.chat.completions.create(**asked(**fields))
+    reasons: dict[int, str] = {}
+    async for chunk in await client.chat.completions.create(**asked(**fields, stream=True)):
+        reasons |= {choice.index: choice.finish_reason for choice in chunk.choices if choice.finish_reason}
+    assert [choice.finish_reason for choice in whole.choices] == [reasons[number] for number in range(4)]
+    assert "stop" in reasons.values()
+    for choice in whole.choices:
+        if choice.finish_reason == "tool_calls":
+            check_calls(choice.message.tool_calls)
+
+
 async def test_a_strict_function_that_the_model_chose_validates_too(client: Any, version: Version) -> None:
     version.tool_call_parser = "llama3"
     favoured = {**SPACES, str(ALPHABET.index("{")): 100, str(ALPHABET.index("g")): 50}  # as its calls begin
@@ -187,6 +208,28 @@ async def test_an_answer_that_calls_nothing_follows_the_response_format(client: 
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
     jsonschema.validate(json.loads(choice.message.content), MOVE)
     check_calls((await chat(client, response_format=schema, tool_choice="required")).message.tool_calls)
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+async def test_some_of_the_tools_are_seen_with_the_others_and_called_alone(
+    client: Any, version: Version, mode: str
+) -> None:
+    version.tool_call_parser = "llama3"
+    begun = {**SPACES, str(ALPHABET.index("{")): 100}  # as a call begins
+    fields = {"tool_choice": allowed(mode, "move", "ping"), "logit_bias": begun if mode == "auto" else SPACES}
+    whole = await client.chat.completions.create(**asked(n=4, max_tokens=120, **fields))
+    auto = await client.chat.completions.create(**asked(max_tokens=1))
+    assert whole.usage.prompt_tokens == auto.usage.prompt_tokens
+    calls = [call for choice in whole.choices for call in choice.message.tool_calls or ()]
+    assert calls
+    assert {call.function.name for call in calls} <= {"move", "ping"}
+
+
+async def test_schemas_of_tools_that_are_called_freely_are_not_compiled(client: Any) -> None:
+    free = tool("f", parameters={"not": {}, "properties": {"a": {"type": "string", "format": "x", "pattern": "(?=a)"}}})
+    assert await chat(client, tools=[free], max_tokens=1)
+    described = tool("f", parameters=closed(a={"enum": ["b"], "format": "x", "x-y": 1}), strict=True)
+    assert said(await chat(client, tools=[described], tool_choice="required", parallel_tool_calls=False))[0][0] == "f"
 
 
 async def test_tools_that_may_not_be_called_change_nothing(client: Any) -> None:
@@ -217,6 +260,77 @@ async def test_a_conversation_with_calls_goes_on(client: Any) -> None:
     check_calls((await chat(client, tool_choice="required", messages=told)).message.tool_calls)
 
 
+class Weather(BaseModel):
+    """Arguments, as OpenAI's client makes a tool of them."""
+
+    city: Literal["Rome", "Oslo"]
+    days: Literal[1, 2]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_the_clients_helpers_returned_goes_back_over_several_turns(client: Any, streams: bool) -> None:
+    """With the parsed arguments and contents that the client keeps in its messages."""
+    told, tools = [*MESSAGES], [openai.pydantic_function_tool(Weather)]
+    fields = {"tools": tools, "response_format": Weather, "tool_choice": "required", "parallel_tool_calls": False}
+    against = {**SPACES, str(ALPHABET.index("<")): -100}  # as a call would begin
+    for turn in ({}, {}, {"tool_choice": "auto", "logit_bias": against}, {}):
+        body = asked(messages=told, **fields | turn)
+        if streams:
+            async with client.chat.completions.stream(**body) as stream:
+                message = (await stream.get_final_completion()).choices[0].message
+        else:
+            message = (await client.chat.completions.parse(**body)).choices[0].message
+        told.append(message)
+        for call in message.tool_calls or ():
+            assert isinstance(call.function.parsed_arguments, Weather)
+            told.append({"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "22"}]})
+        assert isinstance(message.parsed, Weather) == (turn != {})
+    raw = await client.chat.completions.with_raw_response.create(**asked(messages=told, tools=tools, max_tokens=1))
+    named = raw.headers["x-swiftkv-ignored-fields"].split(", ")
+    assert {"messages.parsed", "messages.tool_calls.function.parsed_arguments"} <= {*named}
+
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+SAID = {"role": "assistant", "content": "22"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "as_if"),
+    [
+        ({**SAID, "id": "x", "thinking_blocks": [{}], "provider_specific_fields": {"a": {}}, "annotations": []}, SAID),
+        ({**SAID, "content": [{"type": "text", "text": "22", **CACHED}]}, SAID),
+        ({**SAID, "content": [{"type": "output_text", "text": "2"}, "2"], "audio": None, "tool_calls": []}, SAID),
+        ({**SAID, "content": [{"type": "refusal", "refusal": "22"}]}, SAID),
+        ({"role": "assistant", "content": None, "refusal": "22"}, SAID),
+        ({**SAID, "reasoning": "hm"}, {**SAID, "reasoning_content": "hm"}),
+        ({**SAID, "content": []}, {**SAID, "content": ""}),
+    ],
+    ids=str,
+)
+async def test_a_turn_from_elsewhere_is_laid_out_by_what_it_says(
+    client: Any, version: Version, monkeypatch: pytest.MonkeyPatch, turn: Any, as_if: Any
+) -> None:
+    shows = "{% for m in messages %}{{ m | tojson }}{% endfor %}{{ tools | tojson }}"
+    monkeypatch.setattr(version.tokenizer, "chat_template", shows + "<tool_call>")
+    tools = [{**TOOLS[2], **CACHED}, {**TOOLS[1], "function": {**TOOLS[1]["function"], **CACHED}}]
+    both = [
+        await client.chat.completions.create(**asked(messages=[*MESSAGES, said, *MESSAGES], max_tokens=1, tools=given))
+        for said, given in ((turn, tools), (as_if, [TOOLS[2], TOOLS[1]]))
+    ]
+    assert both[0].usage.prompt_tokens == both[1].usage.prompt_tokens
+
+
+@pytest.mark.parametrize("content", [None, [], ""])
+@pytest.mark.parametrize("arguments", ['{"by": 1}', {"by": 1}], ids=type)
+async def test_calls_in_the_form_before_tool_calls_are_calls(client: Any, content: Any, arguments: Any) -> None:
+    function = {"name": "move", "arguments": arguments, "parsed_arguments": {}}
+    old: Any = {"role": "assistant", "content": content, "function_call": function}
+    new = {"role": "assistant", "content": content, "tool_calls": [{**CALL, "id": "call_0", "function": function}]}
+    fields = {"tool_choice": "required", "temperature": 0.0}
+    told = [said(await chat(client, messages=[*MESSAGES, turn, *MESSAGES], **fields)) for turn in (old, new)]
+    assert told[0] == told[1]
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "ping", "arguments": "{}"}}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
@@ -241,7 +355,31 @@ def message(**fields: Any) -> dict[str, Any]:
         (bare(name="a b"), "tools.0.function.name", "pattern"),
         ({"tools": [tool("ping")] * 129}, "tools", "128"),
         (bare(name="f", parameters={"type": "array"}), "tools.0.function.parameters.type", "arguments are an 'object'"),
-        ({**bare(name="f", parameters={"not": {}}), "tool_choice": "required"}, "tools", "cannot be compiled"),
+        (
+            {"tools": [TOOLS[2], tool("f", parameters=closed(a={"not": {}}))], "tool_choice": "required"},
+            "tools.1.function.parameters",
+            "tools.1.function.parameters.properties.a has 'not', which cannot be compiled",
+        ),
+        (
+            {"tools": [TOOLS[2], tool("f", parameters=closed(a={"type": "string", "pattern": "(?=a)"}), strict=True)]},
+            "tools.1.function.parameters",
+            r"tools.1.function.parameters.properties.a.pattern cannot be compiled.*look-around",
+        ),
+        (
+            {"tools": [tool("f", parameters={"$ref": "#/nowhere"})], "tool_choice": named("f")},
+            "tools.0.function.parameters",
+            r"tools.0.function.parameters.\$ref cannot be compiled",
+        ),
+        (
+            {"tool_choice": allowed("auto", "ping", "fly")},
+            "tool_choice",
+            "'fly', and tools has get_weather, move, ping",
+        ),
+        (
+            {"tool_choice": allowed("any", "ping")},
+            "tool_choice.allowed_tools.allowed_tools.mode",
+            "'auto' or 'required'",
+        ),
         (bare(name="f", parameters={"description": "x" * 70000}), "tools.0.function.parameters", "longer than"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex", "tool_choice: none"),
         (message(role="tool"), "messages.0", "needs tool_call_id"),
@@ -249,10 +387,13 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(tool_call_id="a"), "messages.0", "role 'tool'"),
         (message(content=None), "messages.0", "content is missing"),
         (message(content=[PICTURE]), "messages.0.content", "part 0 is of type 'image_url'"),
+        (message(content=[{"type": "text"}]), "messages.0.content", "its text must be a string"),
+        (message(content={"type": "text"}), "messages.0.content", "a list of parts"),
+        (message(role="assistant", audio={"id": "a"}), "messages.0.audio", "messages are text"),
     ],
 )
 async def test_what_cannot_be_called_is_named(client: Any, body: dict[str, Any], param: str, reason: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=reason) as caught:
+    with pytest.raises(openai.BadRequestError, match=f"(?s){reason}") as caught:
         await chat(client, **body)
     assert (caught.value.param or "").startswith(param)
 

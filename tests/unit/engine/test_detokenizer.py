@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from swiftkv_platform.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from swiftkv_platform.engine.vocabulary import Vocabulary
+from tests.fakes.tokenizers import BOS, EOS, WORDS, byte_tokenizer, sentence_tokenizer
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:
@@ -138,3 +142,99 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(text: str, 
             (size for string in stop for size in range(len(string)) if so_far.endswith(string[:size])), default=0
         )
         assert shown == so_far[: at - held]
+
+
+WORD = {piece: 258 + number for number, piece in enumerate(WORDS)}
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, sentence_tokenizer])
+def test_a_tokens_text_and_bytes_are_the_vocabularys(make: Callable[[], Any]) -> None:
+    tokenizer = make()
+    vocabulary = Vocabulary(tokenizer)
+    text = "a é€🙂\x00\xff\n"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert b"".join(map(vocabulary.bytes_of, ids)).decode().removeprefix(" ") == text
+    every = [vocabulary.bytes_of(token_id) for token_id in range(256)]
+    assert sorted(every) == [bytes([byte]) for byte in range(256)]
+    texts = [vocabulary.text_of(token_id) for token_id in range(258)]
+    assert len(set(texts)) == 258, "parts of characters do not collide"
+    assert r"bytes:\xe2" in texts
+    assert texts[256:] == ["<s>", "</s>"]
+    assert (vocabulary.bytes_of(9999), vocabulary.text_of(9999)) == (b"", "")
+
+
+def test_a_word_of_sentencepiece_keeps_its_space() -> None:
+    vocabulary = Vocabulary(sentence_tokenizer())
+    assert [vocabulary.text_of(WORD[piece]) for piece in WORDS] == [" ", " the", "the", " cat", "a", "é"]
+
+
+def placed(token_ids: Sequence[int], tokenizer: Any, **options: Any) -> tuple[str, list[int]]:
+    """The text, and the offset of each token in it, as they are told after each token."""
+    vocabulary = Vocabulary(tokenizer)
+    detokenizer = IncrementalDetokenizer(tokenizer.decode, text_of=vocabulary.text_of, **options)
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+    detokenizer.finish()
+    return detokenizer.text, detokenizer.offsets
+
+
+@given(st.text(max_size=20))
+def test_an_offset_is_where_the_character_begins(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    shown, offsets = placed(tokenizer(text)["input_ids"], tokenizer)
+    assert shown == text
+    assert offsets == [at for at, character in enumerate(text) for _ in character.encode()]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "offsets"),
+    [
+        (["▁the", "▁cat"], "the cat", [0, 3]),
+        ([0xE2, "a"], REPLACEMENT + "a", [0, 1]),
+        (["▁the", 0xE2, 0x82, 0xAC, "▁cat"], "the€ cat", [0, 3, 3, 3, 4]),
+        ([0xE2, 0x82, 0xAC, 0xC3, 0xA9, "a"], "€éa", [0, 0, 0, 1, 1, 2]),
+    ],
+    ids=str,
+)
+def test_offsets_in_text_of_sentencepiece(pieces: list[Any], text: str, offsets: list[int]) -> None:
+    assert placed([WORD.get(piece, piece) for piece in pieces], sentence_tokenizer()) == (text, offsets)
+
+
+def test_offsets_count_what_is_held_back() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("abENxEND")["input_ids"]
+    assert placed(ids, tokenizer, stop=("END",)) == ("abENx", [*range(8)])
+
+
+SPECIAL = {BOS: "<s>", EOS: "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "shown"),
+    [
+        ("<s>", False, "ab\n"),
+        ("<s>", True, "ab\n<s>"),
+        ("\n<s>", False, "ab"),
+        ("\n<s>c", True, "ab\n<s>c"),
+        ("<s>c</s>", False, "ab\n"),
+        ("x<s>", False, "ab\ncd"),
+    ],
+)
+def test_a_stop_string_may_name_special_tokens_which_are_not_shown(stop: str, include: bool, shown: str) -> None:
+    tokenizer = byte_tokenizer()
+    a, b, line, c, d = tokenizer("ab\ncd")["input_ids"]
+    named = {token_id: text for token_id, text in SPECIAL.items() if text in stop}
+    told = []
+    detokenizer = IncrementalDetokenizer(
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        (stop,),
+        frozenset(SPECIAL),
+        include_stop=include,
+        named=named,
+    )
+    for token_id in (a, b, line, BOS, c, EOS, d):
+        detokenizer.append(token_id)
+        told.append(detokenizer.text)
+    detokenizer.finish()
+    assert detokenizer.text == shown
+    assert all(shown.startswith(text) for text in told), "what was streamed is taken back nowhere"

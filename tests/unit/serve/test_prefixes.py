@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from swiftkv_platform.serve.prefixes import (
     in_header,
     proxy_middlewares,
 )
+from swiftkv_platform.serve.probes import Probes
 
 LONG = "a system prompt " * 64
 
@@ -93,6 +95,30 @@ async def test_the_body_passes_unchanged_and_only_its_beginning_is_waited_for() 
     parts = [whole[at : at + 5000] for at in range(0, len(whole), 5000)]
     messages = [{"type": "http.request", "body": part, "more_body": part is not parts[-1]} for part in parts]
     assert await through_middleware(messages) == (in_header(fingerprints(whole)), messages)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/health", "/t/acme/chat/health", "/health/"])
+async def test_a_probe_is_answered_while_no_replica_is_ready(method: str, path: str) -> None:
+    """Serve holds the request; a replica that answers is heard."""
+    ended: list[bool] = []
+
+    async def held(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    def client(app: Any, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(Probes(app, **options)), base_url="http://serve")
+
+    loading = await client(held, timeout_s=0.01).request(method, path)
+    await asyncio.sleep(0)  # until what was cancelled has ended
+    assert (loading.status_code, loading.headers["retry-after"]) == (503, "5")
+    assert ended, "the held request is taken back"
+    assert method == "HEAD" or loading.json()["code"] == "loading"
+    ready = await client(PlainTextResponse("ok")).request(method, path)
+    assert ready.status_code == 200
 
 
 async def test_what_asks_for_nothing_or_brings_a_session_is_left_alone() -> None:

@@ -88,6 +88,44 @@ async def test_every_route_takes_every_constraint(http: httpx.AsyncClient, path:
     await text(response_format={"type": "text"}, stop_token_ids=list(range(256)))
 
 
+DESCRIBED: dict[str, Any] = {
+    "$id": "https://example.org/pet",
+    "x-order": 1,
+    "format": "pet",
+    "unevaluatedProperties": True,
+    "not": False,
+    "then": {"maxLength": 1},
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog"], "format": "animal", "deprecated": True, "example": "cat"},
+        "legs": {"type": "integer", "enum": [2, 4], "format": "int32", "minContains": 3, "nullable": False},
+        "format": {
+            "type": "array",
+            "uniqueItems": False,
+            "maxItems": 0,
+            "items": {"type": "string", "format": "uri-template"},
+        },
+    },
+    "required": ["kind", "legs", "format"],
+    "additionalProperties": False,
+}
+
+
+async def test_what_only_describes_a_schema_refuses_nothing(http: httpx.AsyncClient) -> None:
+    fields = {"seed": 3, "logit_bias": {"1": -20}, **schema(DESCRIBED)}
+    response = await http.post("/generate", json={"prompt": "a", "max_tokens": 400, **fields})
+    answer = json.loads(response.raise_for_status().json()["choices"][0]["text"])
+    assert answer.keys() == {"kind", "legs", "format"}, "a property may be named as a keyword is"
+    Pet.model_validate({"kind": answer["kind"], "legs": answer["legs"]})
+    assert answer["format"] == []
+
+
+async def test_a_known_format_is_followed(http: httpx.AsyncClient) -> None:
+    date = wanted(json={"type": "string", "format": "date", "x": 1})
+    response = await http.post("/generate", json={"prompt": "a", "max_tokens": 40, "seed": 1, **date})
+    assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', response.json()["choices"][0]["text"])
+
+
 async def test_a_json_object_is_one(http: httpx.AsyncClient) -> None:
     biased = {"1": -100, "92": 8, "90": 100}  # few strings, an early brace: random weights write no short JSON
     body = {"prompt": "a", "max_tokens": 400, "seed": 1, "temperature": 0.7, "logit_bias": biased}
@@ -128,7 +166,18 @@ REFUSED = [
     (wanted(json="{"), "structured_outputs.json", "a JSON schema"),
     (wanted(json="[]"), "structured_outputs.json", "a JSON schema"),
     (wanted(json={"type": "strin"}), "structured_outputs.json", "Invalid type"),
-    (wanted(json={"not": {}}), "structured_outputs.json", "Unimplemented"),
+    (wanted(json={"not": {}}), "structured_outputs.json", "has 'not', which cannot be compiled"),
+    (
+        schema({"properties": {"a": {"items": {"uniqueItems": True}}}}),
+        "response_format.json_schema.schema",
+        "response_format.json_schema.schema.properties.a.items has 'uniqueItems'",
+    ),
+    (wanted(json={"if": {}, "then": {"minLength": 2}}), "structured_outputs.json", "has 'if'"),
+    (
+        wanted(json={"$defs": {"a": {"pattern": "(?=a)"}}, "$ref": "#/$defs/a"}),
+        "structured_outputs.json",
+        "$defs.a.pattern",
+    ),
     (wanted(json_object="yes"), "structured_outputs.json_object", "true or false"),
     (wanted(grammar="start: a b"), "structured_outputs.grammar", "cannot be compiled"),
     (schema({"$ref": "#/nowhere"}), "response_format.json_schema.schema", "nowhere"),

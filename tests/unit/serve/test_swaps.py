@@ -141,6 +141,18 @@ async def test_a_bad_version_is_refused_and_the_old_one_stays(
     assert current.version is loader.loaded["one"], "what is served already is not loaded again"
 
 
+async def test_origins_count_at_once_and_load_nothing(current: Current, swaps: Swaps) -> None:
+    before = current.version
+    for origins in (["https://a.example.org", "*"], None):
+        await swaps.want(document("one", cors_origins=origins, revision=str(origins)))
+        await swapped(current, str(origins))
+        assert current.version is before
+        assert current.origins() == frozenset(origins or ())
+    await swaps.want(document("one", cors_origins=["a.example.org/x"], revision="bad"))
+    await swapped(current, "bad")
+    assert current.swap.status == "refused"
+
+
 async def test_fields_to_ignore_count_at_once_and_load_nothing(current: Current, swaps: Swaps) -> None:
     before = current.version
     for fields in (["suffix", "*"], None):

@@ -157,7 +157,7 @@ class TrainingRuns:
             spec,
             total_steps=total_steps,
             listener=notes,
-            held_out=self.data.held_out,
+            held_out=self.data.steering if len(self.data.steering) else None,
         ).run()
         key = checkpoints.model()
         assert key is not None, "a run that ends has saved its last step"

@@ -24,6 +24,7 @@ from ulid import ULID
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest, refusal
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
+from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ProtocolError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.jobs.attempt.tailing import following
@@ -140,7 +141,12 @@ def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
         checkpoint, prepared = train(store, request, reporter)
         reporter.status("evaluating")
         manifest = measure(evaluate, store, request, reporter, checkpoint, prepared)
-    _try_to_publish(store, request, reporter)
+    if open_gates := undecided(manifest.metrics):
+        reporter.message(f"undecided quality gates: {'; '.join(open_gates)}", level="warn", undecided=open_gates)
+    if open_gates and request.spec.publish.publication is not None:
+        reporter.message("not published: a gate is undecided; `swiftkv models publish` publishes it", level="warn")
+    else:
+        _try_to_publish(store, request, reporter)
     reporter.artifact(request.attempt_id.artifact_prefix, manifest)
     _clean_up(store, request)
     return manifest

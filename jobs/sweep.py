@@ -25,6 +25,7 @@ from swiftkv_platform.contract.events import (
     TrackingEvent,
 )
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
+from swiftkv_platform.contract.verdicts import verdict_of
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
 from swiftkv_platform.jobs.attempt.events import Reporter
@@ -54,7 +55,7 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
 
     Raises:
         StoppedError: the job is to pause, or its machines go; the trials that were running have left checkpoints.
-        QualityGateError: no trial passes the gates; `sweep.json` beside the attempt says what each came to.
+        QualityGateError: every trial fails a gate; `sweep.json` beside the attempt says what each came to.
     """
     trials = expand(request.spec)
     outcomes = _run_trials(store, request, trials, reporter)
@@ -64,7 +65,9 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
         store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
     trial = _choose(report, trials)
-    reporter.message(f"trial {trial.name} is the cheapest within the budget")
+    within = report.chosen is not None and report.chosen.within_budget
+    why = "the cheapest within the budget" if within else "of the lowest KL, of those that no gate fails"
+    reporter.message(f"trial {trial.name} is taken: {why}")
     reporter.status("evaluating")
     manifest = outcomes[trial.name].manifest
     assert manifest is not None, "a trial within the budget has a report"
@@ -223,13 +226,10 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
         raise TrainingError(f"every trial of the sweep failed, the first: {report.points[0].error}", field="sweep")
     best = min(measured, key=lambda candidate: candidate.cost[-1])
     assert best.report is not None
-    failed = next(gate for gate in best.report["gates"] if not gate["passed"])
-    undecided = failed.get("outcome") == "undecided"
-    remedy = "more samples or a wider limit" if undecided else "more training or a larger l"
+    failed = next(gate for gate in best.report["gates"] if verdict_of(gate) == "failed")
     raise QualityGateError(
-        f"no trial of the sweep passes the gates; of {best.name}, whose KL is the lowest, {failed['subject']} is "
-        f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}"
-        f"{', which its samples cannot decide' if undecided else ''}; try {remedy}",
+        f"every trial of the sweep fails a gate; of {best.name}, whose KL is the lowest, {failed['subject']} is "
+        f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}; try more training or a larger l",
         field=failed["field"],
         value=failed["value"],
     )

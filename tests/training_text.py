@@ -66,13 +66,14 @@ def prepare(
     remote: Any = None,
     directory: Path | None = None,
     splits: bool = False,
+    steers: bool = False,
     **settings: Any,
 ) -> PreparedData:
     entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
     spec = DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
     directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
     tokenizer = tokenizer or byte_tokenizer(chat_template=template)
-    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits)
+    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, steers=steers)
 
 
 def texts(rows: PackedRows) -> list[str]:

@@ -147,6 +147,7 @@ def _rows(
         seed=seed,
         remote=StoreFiles(workspace / "objects"),
         splits=student.config.decodes_own,
+        steers=not data and job is not None and job.training.validation is not None,
     )
     # A source may bring held-out text of its own; of any other all is measured.
     return prepared.train if data and not len(prepared.held_out) else prepared.held_out

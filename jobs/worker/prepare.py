@@ -129,6 +129,7 @@ def _prepare_rows(
             access=access,
             written=written,
             splits=spec.swiftkv.decode_key_value == "own",
+            steers=spec.training.validation is not None,
         )
 
 

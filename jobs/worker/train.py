@@ -102,7 +102,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
         spec,
         total_steps=worker.total_steps,
         listener=listener,
-        held_out=prepared.data.held_out,
+        held_out=prepared.data.steering if len(prepared.data.steering) else None,
     )
 
 

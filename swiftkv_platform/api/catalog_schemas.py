@@ -125,6 +125,8 @@ class PromotionRequest(FrozenModel):
     """Alias that the model is promoted to."""
     reason: Reason
     """Reason of the promotion; kept with its author and time."""
+    accept_undecided: bool = False
+    """Promote a model although its samples do not decide every quality gate; without it that is answered with 409."""
 
 
 class RollbackRequest(FrozenModel):

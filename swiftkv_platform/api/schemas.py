@@ -131,8 +131,8 @@ class ResumeRequest(FiniteModel):
 
 
 class EstimateAnswer(Estimate):
-    """Estimate of the job's cost and of its student, of a sweep its first trial's; null but for the sources where the
-    teacher's configuration is on the hub.
+    """Estimate of the job's cost and of its student, of a sweep its first trial's; null but for sources and gates where
+    the teacher's configuration is on the hub.
     """
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)

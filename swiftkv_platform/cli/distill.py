@@ -13,6 +13,7 @@ from swiftkv_platform.cli.context import Json, checked
 from swiftkv_platform.cli.job_options import job_document, save_beside
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
+from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
@@ -83,9 +84,11 @@ def distill(
     distilled, teacher = evaluation["distilled"], evaluation["teacher"]
     line = (
         f"{artifact}: perplexity {distilled['perplexity']:.2f} (teacher {teacher['perplexity']:.2f}), "
-        f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}. "
-        f"`swiftkv serve {artifact}` answers with it."
+        f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}."
     )
+    if open_gates := undecided(evaluation):
+        line += f" Undecided by too few samples: {'; '.join(open_gates)}."
+    line += f" `swiftkv serve {artifact}` answers with it."
     tell({"output": str(artifact), **evaluation}, line, json=json)
 
 
@@ -168,6 +171,22 @@ def evaluate(
         raise typer.Exit(1)
 
 
+def _interval_rows(report: Report) -> list[tuple[str, ...]]:
+    """The 95% intervals below the figures that they are of; the perplexity's by its ratio to the teacher's."""
+    found, teacher = report.intervals, report.teacher.perplexity
+    if found is None:
+        return []
+    perplexity, kl, agreement = (
+        (f"{low:{form}} to {high:{form}}")
+        for (low, high), form in (
+            ((teacher * found.perplexity_ratio[0], teacher * found.perplexity_ratio[1]), ".3f"),
+            (found.kl, ".4f"),
+            (found.top1_agreement, ".1%"),
+        )
+    )
+    return [(f"95% interval, {found.num_units:,} {found.unit}s", perplexity, kl, agreement)]
+
+
 def _print(report: Report) -> None:
     distilled = report.distilled
     print_table(
@@ -175,6 +194,7 @@ def _print(report: Report) -> None:
         [
             ("teacher", f"{report.teacher.perplexity:.3f}", "", ""),
             ("student", f"{distilled.perplexity:.3f}", f"{distilled.kl:.4f}", f"{distilled.top1_agreement:.1%}"),
+            *_interval_rows(report),
         ],
         empty="",
     )

@@ -121,6 +121,7 @@ def _source(source: Mapping[str, Any]) -> str:
 
 
 _COLUMNS = ("phase", "workers", "device", "host", "node's disk", "store", "downloads", "uploads", "time")
+_GATE_COLUMNS = ("gate on", "samples", "smallest loss excluded, points", "limit", "samples needed")
 _NOUNS = {
     "prepare": "preparation",
     "calibrate": "calibration",
@@ -157,6 +158,31 @@ def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json:
         print_phases(estimate.model_dump())
     else:
         say("The teacher is on the hub: with its config.json (--config) the job's phases are planned.")
+    if not json:
+        print_gates(estimate.model_dump())
+
+
+def print_gates(estimate: Mapping[str, Any]) -> None:
+    """Print what the samples of each task can decide, as `POST /jobs/validate` answers it; nothing without tasks."""
+    gates: Sequence[Mapping[str, Any]] = estimate.get("gates") or ()
+    if not gates:
+        return
+    rows = [
+        (
+            gate["task"],
+            "not known" if gate["num_samples"] is None else f"{gate['num_samples']:,}",
+            "not known" if gate["excluded"] is None else f"{gate['excluded']:g}",
+            "by its samples" if gate["limit"] is None else f"{gate['limit']:g}",
+            "" if gate["samples_needed"] is None else f"{gate['samples_needed']:,}",
+        )
+        for gate in gates
+    ]
+    print_table(_GATE_COLUMNS, rows, empty="")
+    if any(gate["samples_needed"] is not None for gate in gates):
+        say(
+            "A limit below what the samples exclude may leave good students undecided: use more samples, a wider limit "
+            "or auto."
+        )
 
 
 def print_phases(estimate: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, checked, connect, read_spec
-from swiftkv_platform.cli.estimates import describe_estimate, foresee, print_phases
+from swiftkv_platform.cli.estimates import describe_estimate, foresee, print_gates, print_phases
 from swiftkv_platform.cli.job_outputs import artifacts, checkpoints, download, events, metrics, wandb_sync
 from swiftkv_platform.cli.output import (
     err,
@@ -121,6 +121,7 @@ def validate(
         say(f"{file} is accepted.")
         print_fields(describe_estimate(estimate, spec, _memory_here(url)))
         print_phases(estimate.model_dump())
+        print_gates(estimate.model_dump())
         if estimate.model_dump().get("num_hidden_layers") is None:
             say(
                 "The teacher is on the hub: with its config.json (--config) layers are checked and memory is told, too."

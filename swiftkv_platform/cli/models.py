@@ -122,11 +122,18 @@ def compare(
 
 @models_app.command()
 def promote(
-    model_id: ModelId, reason: Reason, alias: AliasName = "production", url: Url = None, json: Json = False
+    model_id: ModelId,
+    reason: Reason,
+    alias: AliasName = "production",
+    accept_undecided: Annotated[
+        bool, typer.Option("--accept-undecided", help="Although its samples do not decide every quality gate.")
+    ] = False,
+    url: Url = None,
+    json: Json = False,
 ) -> None:
     """Let an alias stand for a model; deployments made of the alias swap it in."""
     with connect(url) as client:
-        promotion = client.models.promote(model_id, alias=alias, reason=reason)
+        promotion = client.models.promote(model_id, alias=alias, reason=reason, accept_undecided=accept_undecided)
     tell(promotion, f"{promotion.alias} is {promotion.model}.", json=json)
 
 

@@ -238,17 +238,27 @@ class Models:
         return Comparison.model_validate(self._transport.request("GET", path, repeatable=True).json())
 
     def promote(
-        self, model_id: str, *, reason: str, alias: str = "production", version: int | None = None
+        self,
+        model_id: str,
+        *,
+        reason: str,
+        alias: str = "production",
+        version: int | None = None,
+        accept_undecided: bool = False,
     ) -> Promotion:
         """Let `alias` stand for the model; deployments made of the alias swap it in.
 
         Args:
             version: change that version of the alias, and no other; 0 is that of a new one.
+            accept_undecided: promote a model although its samples do not decide every quality gate.
 
         Raises:
-            RequestConflictError: it is at another version, or another model was promoted at the same time.
+            RequestConflictError: it is at another version, another model was promoted at the same time, or a gate of
+                the model is undecided.
         """
-        body = {"alias": alias, "reason": reason}
+        body: dict[str, Any] = {"alias": alias, "reason": reason}
+        if accept_undecided:  # which an older control plane does not know
+            body["accept_undecided"] = True
         response = self._transport.request(
             "POST", f"/models/{model_id}/promote", json=body, headers=_if_match(version), repeatable=version is None
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swiftkv_platform.contract.verdicts import Verdict, verdict
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
@@ -81,8 +82,13 @@ class Point(FrozenModel):
     """Whether no other trial has both less prefill compute and a lower KL, or one of them and the other equal."""
 
     @property
+    def verdict(self) -> Verdict:
+        """The worst of its gates."""
+        return "failed" if self.report is None else verdict(self.report)
+
+    @property
     def within_budget(self) -> bool:
-        return self.report is not None and all(gate["passed"] for gate in self.report["gates"])
+        return self.verdict == "passed"
 
     @property
     def cost(self) -> tuple[float, float, float]:
@@ -97,7 +103,8 @@ class SweepReport(FrozenModel):
 
     points: tuple[Point, ...]
     recommended: str | None
-    """The cheapest point within the budget, see `SweepSpec`; None where no point is."""
+    """The cheapest point within the budget, see `SweepSpec`; where no point is, of those that no gate fails the one of
+    the lowest KL; None where there is none of those either."""
 
     @property
     def chosen(self) -> Point | None:
@@ -119,12 +126,16 @@ def summarise(points: Sequence[Point]) -> SweepReport:
     """Mark the frontier and choose."""
     measured = [point for point in points if point.report is not None]
     affordable = [point for point in measured if point.within_budget]
+    open_ones = [point for point in measured if point.verdict == "undecided"]
+    chosen = min(affordable, key=lambda point: point.cost) if affordable else None
+    if chosen is None and open_ones:
+        chosen = min(open_ones, key=lambda point: point.cost[-1])
     return SweepReport(
         points=tuple(
             point.model_copy(update={"on_frontier": point.report is not None and _on_frontier(point, measured)})
             for point in points
         ),
-        recommended=min(affordable, key=lambda point: point.cost).name if affordable else None,
+        recommended=None if chosen is None else chosen.name,
     )
 
 

@@ -264,10 +264,12 @@ class DocumentCollector:
         self._tokens.close()
         self._counts.close()
         sides = np.array(self._sides, dtype=np.int8)
+        digests = np.array(self._digests, dtype=np.uint64)
+        texts = np.repeat(np.unique(digests, return_inverse=True)[1], np.array(self._num_samples, dtype=np.int64))
         return Documents(
-            samples=Samples(*open_tokens(self._directory, self._dtype), _starts(self._lengths)),
+            samples=Samples(*open_tokens(self._directory, self._dtype), _starts(self._lengths), texts),
             first_samples=_starts(self._num_samples),
-            digests=np.array(self._digests, dtype=np.uint64),
+            digests=digests,
             sources=np.array(self._sources, dtype=np.int64),
             held_out=sides == 1,
             is_settled=sides >= 0,

@@ -36,6 +36,9 @@ class Samples:
     last token of every sample."""
     starts: IntArray
     """[num_samples + 1]: where each sample begins; the last entry is `num_tokens`."""
+    texts: IntArray | None = None
+    """[num_samples]: number of the conversation or text that a sample is of, equal for equal content; None: each is one
+    of its own."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -90,7 +93,7 @@ class PackedRows:
         batch = self._blank(len(indices), self.max_length)
         for row, index in enumerate(indices):
             end = 0
-            for member in self._members(index):
+            for member in self.members_of(index):
                 end = self._write(batch, row, end, member)
             begin = int(batch["position_ids"][row, end - 1]) + 1 if end else 0
             batch["position_ids"][row, end:] = np.arange(begin, begin + self.max_length - end)
@@ -106,7 +109,7 @@ class PackedRows:
             multiple: padding behind the last sample fills up to a multiple of this number of tokens.
             num_counted: the loss counts positions of this number of rows only, the first ones; None: of all.
         """
-        members = [list(self._members(index)) for index in indices]
+        members = [list(self.members_of(index)) for index in indices]
         lengths = [self.samples.lengths[row].tolist() for row in members]
         num_tokens = sum(map(sum, lengths))
         batch = self._blank(1, -(-num_tokens // multiple) * multiple)
@@ -120,9 +123,14 @@ class PackedRows:
         batch["position_ids"][0, end:] = np.arange(batch["position_ids"].shape[1] - end)
         return batch, tuple(chain.from_iterable(lengths))
 
+    def texts(self, index: int) -> IntArray:
+        """The number of the conversation or text of each sample of a row, in its order."""
+        members = self.members_of(index)
+        return members if self.samples.texts is None else self.samples.texts[members]
+
     def lengths(self, index: int) -> IntArray:
         """Tokens of each sample of a row, in its order."""
-        return self.samples.lengths[self._members(index)]
+        return self.samples.lengths[self.members_of(index)]
 
     @cached_property
     def sample_counts(self) -> tuple[tuple[int, int], ...]:
@@ -130,7 +138,8 @@ class PackedRows:
         lengths, numbers = np.unique(self.samples.lengths[self.members], return_counts=True)
         return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
 
-    def _members(self, index: int) -> IntArray:
+    def members_of(self, index: int) -> IntArray:
+        """The indices of the samples of a row, in its order."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self.members[self.row_starts[index] : self.row_starts[index + 1]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ def prepare_data(
     access: Access = OPEN,
     written: WrittenBy | None = None,
     splits: bool = False,
+    steers: bool = False,
 ) -> PreparedData:
     """Read, tokenize and pack every source of `spec`.
 
@@ -51,6 +52,7 @@ def prepare_data(
         access: what sources may read.
         written: what the teacher has written to the prompts of sources with `complete`.
         splits: let no sample count as a whole, see `DocumentEncoder`.
+        steers: keep a share of the held-out texts for what training is steered by, see `PreparedData.steering`.
 
     Raises:
         DataError: a source is missing, undecodable, empty or without the columns of a known format, or nothing is left
@@ -85,16 +87,20 @@ def prepare_data(
         )
     pad_token_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     samples = documents.samples_of(chosen)
-    train, evaluation = (
+    steering = _steering_samples(documents, held_out) if steers else np.zeros_like(held_out)
+    reported = held_out & ~steering
+    train, evaluation, steered = (
         pack(documents.samples, side, max_length=spec.max_length, pad_token_id=pad_token_id, packing=spec.packing)
-        for side in (samples[~held_out[samples]], np.flatnonzero(held_out))
+        for side in (samples[~held_out[samples]], np.flatnonzero(reported), np.flatnonzero(steering))
     )
     statistics = DataStatistics(
         train=RowStatistics.of(train, len(chosen)),
-        held_out=RowStatistics.of(evaluation, len(np.unique(of_document[held_out]))),
+        held_out=RowStatistics.of(evaluation, len(np.unique(of_document[reported]))),
+        steering=RowStatistics.of(steered, len(np.unique(of_document[steering]))) if steers else None,
         sources=tuple(sources),
     )
-    prepared = PreparedData(train, evaluation, statistics, fingerprint(spec, directory, train, evaluation))
+    sides = train, evaluation, steered
+    prepared = PreparedData(*sides, statistics, fingerprint(spec, directory, *sides))
     prepared.save(directory)
     return prepared
 
@@ -108,18 +114,42 @@ def _held_out_samples(documents: Documents, fraction: float) -> BoolArray:
     held_out, eligible = np.repeat(documents.held_out, counts), np.repeat(~documents.is_settled, counts)
     digests = np.repeat(documents.digests, counts)
     if fraction * len(np.unique(documents.digests[~documents.is_settled])) < 1.0:
-        within = np.arange(len(digests)) - np.repeat(documents.first_samples[:-1], counts)
-        digests = digests ^ _scattered(within)
+        digests = _apart(documents, digests)
+    return held_out | _share(digests, eligible, fraction)
+
+
+_STEERING_SHARE = 0.25
+
+
+def _steering_samples(documents: Documents, held_out: BoolArray) -> BoolArray:
+    """[num_samples]: a quarter of the held-out texts, by another hash of their content than the one that holds them
+    out, the same in every data set; of a single text a quarter of its samples. None of a single sample.
+    """
+    digests = _scattered(np.repeat(documents.digests, documents.num_samples))
+    if len(np.unique(digests[held_out])) < 2:
+        digests = _apart(documents, digests)
+    return _share(digests, held_out, _STEERING_SHARE)
+
+
+def _apart(documents: Documents, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`digests` [num_samples] of documents as those of their samples."""
+    within = np.arange(len(digests)) - np.repeat(documents.first_samples[:-1], documents.num_samples)
+    return digests ^ _scattered(within)
+
+
+def _share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction: float) -> BoolArray:
+    """[num_samples]: the eligible samples whose digests lie in the lowest `fraction` of their range. Of two or more
+    different ones at least one is, and at least one is not; of one, and for a fraction of 0, none is."""
     different = np.unique(digests[eligible])
     if fraction == 0.0 or len(different) < 2:
-        return held_out
+        return np.zeros_like(eligible)
     limit = np.clip(np.searchsorted(different, np.uint64(fraction * 2.0**64)), 1, len(different) - 1)
     below: BoolArray = digests < different[limit]
-    return held_out | (eligible & below)
+    return eligible & below
 
 
-def _scattered(numbers: IntArray) -> npt.NDArray[np.uint64]:
-    """Numbers from 0 as 64 bits that look random, 0 as 0 (the finaliser of splitmix64)."""
+def _scattered(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Whole numbers as 64 bits that look random, 0 as 0 (the finaliser of splitmix64)."""
     bits = numbers.astype(np.uint64)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,10 +1,10 @@
 """Prepared rows as files: token ids memory-mapped, so that neither training nor evaluation holds them in memory. Knows
 no source and no tokenizer.
 
-    tokens.bin, counts.bin      `Samples.tokens` (type in data.json) and `Samples.counts`, one after another
-    samples.npy                 where each sample begins
-    {train,held_out}-*.npy      which samples make up each row
-    data.json                   statistics, fingerprint, and what the arrays alone do not say
+    tokens.bin, counts.bin          `Samples.tokens` (type in data.json) and `Samples.counts`, one after another
+    samples.npy, texts.npy          where each sample begins, and the text that it is of
+    {train,held_out,steering}-*.npy which samples make up each row
+    data.json                       statistics, fingerprint, and what the arrays alone do not say
 
 A token takes three bytes, five where the vocabulary needs 32 bits.
 """
@@ -25,7 +25,7 @@ from swiftkv_platform.data.statistics import DataStatistics
 from swiftkv_platform.specs import DataSpec
 
 _BYTES_PER_READ = 1 << 22
-_SIDES = ("train", "held_out")
+_SIDES = ("train", "held_out", "steering")
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,19 @@ class PreparedData:
 
     train: PackedRows
     held_out: PackedRows
-    """Empty where nothing is held out."""
+    """Rows that are reported. Empty where nothing is held out."""
+    steering: PackedRows
+    """Rows that are held out as well, by which training chooses a learning rate and a state: none of them is reported.
+    Empty where nothing is chosen, or a single sample is held out."""
     statistics: DataStatistics
     fingerprint: str
-    """SHA-256 over every token, border and counted position of both sides, and the settings that shaped them."""
+    """SHA-256 over every token, border and counted position of all sides, and the settings that shaped them."""
 
     def save(self, directory: Path) -> None:
         """Complete `directory`, which holds the token files already."""
-        np.save(directory / "samples.npy", self.train.samples.starts)
+        samples = self.train.samples
+        np.save(directory / "samples.npy", samples.starts)
+        np.save(directory / "texts.npy", np.arange(len(samples)) if samples.texts is None else samples.texts)
         for side in _SIDES:
             rows: PackedRows = getattr(self, side)
             np.save(directory / f"{side}-members.npy", rows.members)
@@ -57,12 +62,16 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: Path) -> PreparedData:
-        """The data saved in `directory`; its files may be deleted while they are in use."""
+        """The data saved in `directory`; its files may be deleted while they are in use. What a version before
+        `steering` prepared steers by the rows that are reported, as the run that it is of began."""
         description = json.loads((directory / "data.json").read_text(encoding="utf-8"))
+        texts, has_steering = directory / "texts.npy", (directory / "steering-rows.npy").is_file()
         samples = Samples(
-            *open_tokens(directory, np.dtype(description["dtype"])), np.load(directory / "samples.npy", mmap_mode="r")
+            *open_tokens(directory, np.dtype(description["dtype"])),
+            np.load(directory / "samples.npy", mmap_mode="r"),
+            np.load(texts, mmap_mode="r") if texts.is_file() else None,
         )
-        train, held_out = (
+        train, held_out, steering = (
             PackedRows(
                 samples=samples,
                 members=np.load(directory / f"{side}-members.npy", mmap_mode="r"),
@@ -70,10 +79,10 @@ class PreparedData:
                 max_length=description["max_length"],
                 pad_token_id=description["pad_token_id"],
             )
-            for side in _SIDES
+            for side in (_SIDES if has_steering else ("train", "held_out", "held_out"))
         )
         statistics = DataStatistics.model_validate(description["statistics"])
-        return cls(train, held_out, statistics, description["fingerprint"])
+        return cls(train, held_out, steering, statistics, description["fingerprint"])
 
 
 def open_tokens(directory: Path, dtype: npt.DTypeLike) -> tuple[TokenArray, BoolArray]:
@@ -87,7 +96,7 @@ def _map(path: Path, dtype: npt.DTypeLike) -> Any:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def fingerprint(spec: DataSpec, directory: Path, train: PackedRows, held_out: PackedRows) -> str:
+def fingerprint(spec: DataSpec, directory: Path, *sides: PackedRows) -> str:
     """See `PreparedData.fingerprint`; `directory` holds the token files."""
     settings = {"max_length": spec.max_length, "packing": spec.packing, "train_on": spec.train_on}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
@@ -95,7 +104,8 @@ def fingerprint(spec: DataSpec, directory: Path, train: PackedRows, held_out: Pa
         with (directory / name).open("rb") as file:
             while chunk := file.read(_BYTES_PER_READ):
                 digest.update(chunk)
-    for array in (train.samples.starts, train.members, train.row_starts, held_out.members, held_out.row_starts):
+    arrays = [array for side in sides for array in (side.members, side.row_starts)]
+    for array in (sides[0].samples.starts, *arrays):
         digest.update(str(len(array)).encode())
         digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
     return digest.hexdigest()

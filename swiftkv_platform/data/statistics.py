@@ -84,18 +84,25 @@ class DataStatistics(FrozenModel):
 
     train: RowStatistics
     held_out: RowStatistics
+    """Rows that are reported."""
+    steering: RowStatistics | None = None
+    """Rows that training is steered by; None where it is not, and of earlier versions, which took reported ones."""
     sources: tuple[SourceStatistics, ...]
 
     def messages(self) -> Iterator[tuple[str, bool]]:
         """A sentence on each source and each side, and whether it is a warning."""
         for index, source in enumerate(self.sources):
             yield f"data.sources[{index}] {source.name_or_path}: {_describe(source)}", _loses_much(source)
-        for name, side in (("training", self.train), ("held out", self.held_out)):
+        for name, side in (("training", self.train), ("held out", self.held_out), ("steering", self.steering)):
+            if side is None:
+                continue
             yield (
                 f"{name}: {side.documents} documents, {side.tokens} tokens, {side.counted_tokens} of them counted, in "
                 f"{side.rows} rows ({side.packing_efficiency:.1%} full)",
                 False,
             )
+        if self.steering is not None and not self.steering.rows:
+            yield "a single sample is held out, which is reported: nothing steers training, which ends as it ends", True
 
 
 def _describe(source: SourceStatistics) -> str:

@@ -42,7 +42,7 @@ def micro_batches(
 
 
 class HeldOut:
-    """The measurements of a run over `rows`, which are all that is held out.
+    """The measurements of a run over `rows`, which are held out to steer it.
 
     Args:
         every_steps: steps between two measurements.

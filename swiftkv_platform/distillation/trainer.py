@@ -89,7 +89,8 @@ class Trainer:
 
     Args:
         total_steps: where the run, and its learning rate, end.
-        held_out: rows by which the run is steered, see `course`; None trains to the last step, whatever it comes to.
+        held_out: rows by which the run is steered, see `course`, and which are not reported; None trains to the last
+            step, whatever it comes to.
     """
 
     def __init__(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from swiftkv_platform.planning.gates import NEEDLE_LENGTHS
 from swiftkv_platform.specs import EvaluationSpec
 
 MAX_KL = 0.2
 MIN_TOP1_AGREEMENT = 0.8
-NEEDLE_LENGTHS = (1024, 4096)
 
 
 def is_instruction_tuned(tokenizer: Any) -> bool:
@@ -29,8 +29,9 @@ class Limits:
     max_kl: float | None
     max_perplexity_ratio: float | None
     min_top1_agreement: float | None
-    max_drop: float | None
-    max_needle_drop: float | None
+    max_drop: float | Literal["auto"] | None
+    """`auto` and None as in the spec: the default of a task follows from its samples, see `planning.gates`."""
+    max_needle_drop: float | Literal["auto"] | None
 
     @classmethod
     def of(cls, spec: EvaluationSpec, *, instruct: bool) -> Limits:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 Interval = tuple[float, float]
 
@@ -51,6 +52,38 @@ def bootstrap_interval(
     margin = _Z * float(np.std(draws, ddof=1))
     loss = aggregate(teacher) - aggregate(student)
     return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
+
+
+def resampled(
+    parts: npt.NDArray[np.float64], statistic: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+) -> float | None:
+    """Half of the 95% interval of `statistic` of summed parts, drawn anew with replacement.
+
+    Args:
+        parts: [num_parts, num_sums]: what each independent part, a conversation for instance, adds to the sums. Teacher
+            and student are in one part, so they are drawn as a pair.
+        statistic: figures [n] of sums [n, num_sums].
+
+    Returns:
+        None for a single part, or where it is no finite number. Student's quantile widens it where parts are few.
+    """
+    num_parts = len(parts)
+    if num_parts < 2:
+        return None
+    drawn = np.random.default_rng(0).multinomial(num_parts, np.full(num_parts, 1.0 / num_parts), size=_RESAMPLINGS)
+    spread = float(np.std(statistic(drawn @ parts), ddof=1)) * math.sqrt(num_parts / (num_parts - 1))
+    margin = _student_quantile(num_parts - 1) * spread
+    return margin if math.isfinite(margin) else None
+
+
+_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def _student_quantile(freedom: int) -> float:
+    """The 97.5% quantile of Student's distribution: from a table, then by the first terms of its expansion."""
+    if freedom <= len(_QUANTILES):
+        return _QUANTILES[freedom - 1]
+    return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
 
 
 def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:

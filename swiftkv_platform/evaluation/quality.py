@@ -79,6 +79,20 @@ class BinnedSums:
 
 
 @dataclass(frozen=True)
+class SampleSums:
+    """Sums over the counted positions of one sample: a conversation, or a part of a text."""
+
+    sample: int
+    text: int
+    """Number of the conversation or text that the sample is of."""
+    positions: int
+    teacher_nll: float
+    student_nll: float
+    kl: float
+    agreements: int
+
+
+@dataclass(frozen=True)
 class Totals:
     """Sums over positions; those of several workers add up."""
 
@@ -94,6 +108,8 @@ class Totals:
     """By the counted position's number in its sample's counted part: the answer, where only answers count."""
     by_prompt_length: BinnedSums = field(default_factory=BinnedSums)
     """By the tokens that the sample has before its first counted position."""
+    samples: tuple[SampleSums, ...] = ()
+    """One entry for each sample with a counted position. Empty in what an earlier version measured."""
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
@@ -155,27 +171,37 @@ def measure(
             batch = to_tensors(rows.batch(chosen))
             batch["loss_mask"][max(len(indices) - start, 0) :] = False
             on_device = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            totals += _measure_batch(model, on_device, _sample_lengths(rows, chosen))
+            totals += _measure_batch(model, on_device, _Placed.of(rows, chosen))
     return totals
 
 
-def _sample_lengths(rows: PackedRows, indices: Sequence[int]) -> list[int]:
-    """Lengths of the samples of some rows; what fills a row up belongs to its last one."""
-    lengths: list[int] = []
-    for index in indices:
-        own = [int(length) for length in rows.lengths(index)]
-        own[-1] += rows.max_length - sum(own)
-        lengths += own
-    return lengths
+@dataclass(frozen=True)
+class _Placed:
+    """Samples of some rows end to end; what fills a row up belongs to its last one."""
+
+    lengths: list[int]
+    samples: list[int]
+    texts: list[int]
+
+    @classmethod
+    def of(cls, rows: PackedRows, indices: Sequence[int]) -> _Placed:
+        placed = cls([], [], [])
+        for index in indices:
+            own = [int(length) for length in rows.lengths(index)]
+            own[-1] += rows.max_length - sum(own)
+            placed.lengths.extend(own)
+            placed.samples.extend(map(int, rows.members_of(index)))
+            placed.texts.extend(map(int, rows.texts(index)))
+        return placed
 
 
-def _measure_batch(model: Any, batch: dict[str, torch.Tensor], lengths: Sequence[int]) -> Totals:
+def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) -> Totals:
     """One forward pass, the layers below l computed once where they are the same; tensors are [rows, max_length].
-    Positions that count are deep tokens, each run of them a turn. `lengths`: of the rows' samples."""
+    Positions that count are deep tokens, each run of them a turn. `placed`: the rows' samples."""
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     if decoder.config.decodes_own:
-        context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], lengths, dtype=model.dtype)
+        context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], placed.lengths, dtype=model.dtype)
     else:
         context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
     x = decoder.lower(context)
@@ -189,14 +215,27 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], lengths: Sequence
     exits = _rows(x, counted) if model.config.early_exit else None
     places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
-    totals = Totals()
+    chunks, totals = list[torch.Tensor](), Totals()
     for start in range(0, len(targets), chunk_size):
         chunk = slice(start, start + chunk_size)
         logits = model.lm_head(student[chunk])
-        totals += _compare(model.lm_head(teacher[chunk]), logits, targets[chunk], places[chunk], prompts[chunk])
+        chunks.append(_compare(model.lm_head(teacher[chunk]), logits, targets[chunk]))
         if exits is not None:
             totals += Totals(exit_head=_exit_counts(model.exit_logits(exits[chunk]), logits.argmax(-1)))
-    return totals
+    if not chunks:
+        return totals
+    figures = torch.cat(chunks, dim=1)
+    teacher_nll, student_nll, kl, agreements = figures.sum(-1).tolist()
+    return totals + Totals(
+        len(targets),
+        teacher_nll=teacher_nll,
+        student_nll=student_nll,
+        kl=kl,
+        agreements=int(agreements),
+        by_position=_binned(places, figures),
+        by_prompt_length=_binned(prompts, figures),
+        samples=_by_sample(figures, counted, placed),
+    )
 
 
 def _rows(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
@@ -235,10 +274,25 @@ def _places(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Te
     return positions - prompts, prompts
 
 
-def _binned(
-    values: torch.Tensor, teacher_nll: torch.Tensor, student_nll: torch.Tensor, kl: torch.Tensor, same: torch.Tensor
-) -> BinnedSums:
-    """Sums of [num_positions] by the bins of `values`."""
+def _by_sample(figures: torch.Tensor, counted: torch.Tensor, placed: _Placed) -> tuple[SampleSums, ...]:
+    """Sums of `figures` [4, num_positions], see `_compare`, by the samples of rows [rows, max_length] that hold the
+    `counted` positions."""
+    number = len(placed.lengths)
+    owner = torch.from_numpy(np.repeat(np.arange(number), placed.lengths)).to(figures.device)[counted.flatten()]
+    none = torch.zeros(number, len(figures) + 1, dtype=torch.double, device=figures.device)
+    sums = none.index_add_(0, owner, torch.cat([figures, torch.ones_like(figures[:1])]).T)
+    return tuple(
+        SampleSums(sample, text, int(positions), teacher_nll, student_nll, kl, int(agreements))
+        for sample, text, (teacher_nll, student_nll, kl, agreements, positions) in zip(
+            placed.samples, placed.texts, sums.tolist(), strict=True
+        )
+        if positions
+    )
+
+
+def _binned(values: torch.Tensor, figures: torch.Tensor) -> BinnedSums:
+    """Sums of `figures` [4, num_positions], see `_compare`, by the bins of `values` [num_positions]."""
+    teacher_nll, student_nll, kl, same = figures
     borders = torch.tensor(BORDERS[1:], device=values.device)
     bins = torch.bucketize(values, borders, right=True)
 
@@ -251,29 +305,19 @@ def _binned(
         teacher_nll=sums(teacher_nll),
         student_nll=sums(student_nll),
         kl=sums(kl),
-        agreements=_counts(bins[same], len(BORDERS)),
+        agreements=_counts(bins[same > 0], len(BORDERS)),
     )
 
 
-def _compare(
-    teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor, places: torch.Tensor, prompts: torch.Tensor
-) -> Totals:
-    """Sums over positions for logits [num_positions, vocab_size] and the ids of the next tokens [num_positions], also
-    by where the positions are and how long their prompts."""
+def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return [4, num_positions] for logits [num_positions, vocab_size] and the ids of the next tokens [num_positions]:
+    the negative log-likelihoods of teacher and student, KL, and 1 where the most likely tokens are the same."""
     log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)  # [num_positions]
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     index = targets.unsqueeze(-1)
-    of_teacher, of_student = (-log.gather(-1, index).squeeze(-1).double() for log in (log_p, log_q))
+    of_teacher, of_student = (-log.gather(-1, index).squeeze(-1) for log in (log_p, log_q))
     same = log_p.argmax(-1) == log_q.argmax(-1)
-    return Totals(
-        num_positions=len(targets),
-        teacher_nll=of_teacher.sum().item(),
-        student_nll=of_student.sum().item(),
-        kl=kl.double().sum().item(),
-        agreements=int(same.sum()),
-        by_position=_binned(places, of_teacher, of_student, kl, same),
-        by_prompt_length=_binned(prompts, of_teacher, of_student, kl, same),
-    )
+    return torch.stack([of_teacher.double(), of_student.double(), kl.double(), same.double()])
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
+from swiftkv_platform.contract.verdicts import VERDICTS, Verdict, verdict_of
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
 from swiftkv_platform.evaluation.harness.needle import NEEDLE, TEACHER_FINDS
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
+from swiftkv_platform.evaluation.held_out import HeldOutIntervals
 from swiftkv_platform.evaluation.instruct import Limits
-from swiftkv_platform.evaluation.paired import samples_to_decide
+from swiftkv_platform.evaluation.paired import Interval, samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import (
     BORDERS,
@@ -24,6 +26,7 @@ from swiftkv_platform.evaluation.quality import (
     Totals,
 )
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.planning.gates import DROPS, default_limit, default_needle_limit, num_task_gates
 from swiftkv_platform.specs import EvaluationSpec
 
 NO_TASKS = TaskResults()
@@ -70,25 +73,24 @@ class Gate(FrozenModel):
     limit: float
     value: float
     passed: bool
-    outcome: Literal["passed", "failed", "undecided"]
+    outcome: Verdict
     """`undecided`: the interval has the limit in it, or there is no interval; that is not a pass."""
     interval: tuple[float, float] | None = None
-    """95% interval of `value`; None where it is measured without samples of its own."""
+    """95% interval of `value`; None where there is none."""
     samples_needed: int | None = None
     """About how many samples would decide an undecided gate; None where no number would, or none can be told."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_before_outcomes(cls, data: Any) -> Any:
-        """Reports of before this key know `passed` alone."""
         if isinstance(data, dict) and "outcome" not in data and "passed" in data:
-            return {**data, "outcome": "passed" if data["passed"] else "failed"}
+            return {**data, "outcome": verdict_of(data)}
         return data
 
     @property
     def severity(self) -> tuple[int, float]:
         """Order of gates, the worst largest: outcome, then how much of the limit is used up."""
-        rank = ("passed", "undecided", "failed").index(self.outcome)
+        rank = VERDICTS.index(self.outcome)
         used = abs(self.value - self.limit) / abs(self.limit) if self.limit else abs(self.value)
         used = used if math.isfinite(used) else math.inf
         return rank, used if self.outcome == "failed" else -used
@@ -113,8 +115,8 @@ class TrainingOutcome(FrozenModel):
     """Optimizer steps done."""
     reason: Literal["lowest_held_out_kl", "last_step"]
     held_out_kl: float | None = None
-    """KL of that state, in nats, on the few rows that are measured while a job trains; the report's own figures take
-    more of them."""
+    """KL of that state, in nats, on the few rows that are measured while a job trains, none of which the report's own
+    figures take."""
     start_kl: float | None = None
     """KL of the state before training, on the same rows."""
 
@@ -134,6 +136,9 @@ class Report(FrozenModel):
     """1 - distilled.kl / rewired.kl; 0 where rewiring costs nothing. It depends on how bad the start is: no gate."""
     num_positions: int
     """Held-out positions compared."""
+    intervals: HeldOutIntervals | None = None
+    """Intervals of `distilled` and `perplexity_ratio`; None where a single part of a text was measured, and in reports
+    of before this key."""
     prefill_flops_ratio: float
     """SwiftKV / dense, counted on a forward pass."""
     kv_bytes_ratio: float
@@ -180,7 +185,7 @@ class Report(FrozenModel):
         is instruction-tuned, which decides the limits that the spec leaves open."""
         student, teacher = distilled.student, distilled.teacher
         ratio = student.perplexity / teacher.perplexity
-        recovered = None
+        recovered, intervals = None, HeldOutIntervals.of(distilled.samples)
         if rewired:
             recovered = 1.0 - student.kl / rewired.student.kl if rewired.student.kl else 0.0
         return cls(
@@ -191,6 +196,7 @@ class Report(FrozenModel):
             perplexity_ratio=ratio,
             kl_recovered=recovered,
             num_positions=distilled.num_positions,
+            intervals=intervals,
             prefill_flops_ratio=cost.flops_ratio,
             kv_bytes_ratio=cost.kv_bytes_ratio,
             prompt_length=cost.prompt_length,
@@ -205,21 +211,20 @@ class Report(FrozenModel):
             exit_head=exit_bins(distilled.exit_head),
             tasks=tasks.scores,
             tasks_left_out=tasks.left_out,
-            gates=_gates(Limits.of(spec, instruct=instruct), student, ratio, tasks.scores),
+            gates=_gates(spec, Limits.of(spec, instruct=instruct), (student, ratio, intervals), tasks.scores),
         )
 
     def check_gates(self) -> None:
-        """Refuse a student too far from its teacher. Raises `QualityGateError` with the figures that decided."""
-        refused = [gate for gate in self.gates if not gate.passed]
+        """Refuse a student too far from its teacher. Raises `QualityGateError` with the figures of the gates that
+        failed; undecided ones refuse nothing."""
+        refused = [gate for gate in self.gates if gate.outcome == "failed"]
         if not refused:
             return
         reasons = "; ".join(gate.reason for gate in refused)
-        undecided = all(gate.outcome == "undecided" for gate in refused)
-        remedy = "more samples or a wider limit" if undecided else "more training or fewer skipped layers"
         raise QualityGateError(
             f"{reasons} (perplexity {self.distilled.perplexity:.3f} against the teacher's "
             f"{self.teacher.perplexity:.3f}, KL {self.distilled.kl:.4f} nats, top-1 agreement "
-            f"{self.distilled.top1_agreement:.1%}); use {remedy}",
+            f"{self.distilled.top1_agreement:.1%}); use more training or fewer skipped layers",
             field=refused[0].field,
             value=refused[0].value,
         )
@@ -261,43 +266,75 @@ def exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
     )
 
 
-def _gates(limits: Limits, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
+def _gates(
+    spec: EvaluationSpec,
+    limits: Limits,
+    held_out: tuple[Quality, float, HeldOutIntervals | None],
+    tasks: tuple[TaskScore, ...],
+) -> tuple[Gate, ...]:
+    num_gates = max(num_task_gates(spec), sum(not score.task.startswith(NEEDLE) for score in tasks))
+    student, ratio, known = held_out
+    figures: tuple[tuple[str, str, float, float | None], ...] = (
+        ("kl", "held-out KL in nats", student.kl, limits.max_kl),
+        ("perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, limits.max_perplexity_ratio),
+        ("top1_agreement", "held-out top-1 agreement", student.top1_agreement, limits.min_top1_agreement),
+    )
     gates = [
-        _gate("max_kl", "held-out KL in nats", student.kl, limits.max_kl),
-        _gate(
-            "max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, limits.max_perplexity_ratio
-        ),
-        *(_task_gate(score, limits) for score in tasks),
-        _gate("min_top1_agreement", "held-out top-1 agreement", student.top1_agreement, limits.min_top1_agreement),
+        _held_out_gate(name, subject, value, limit, known)
+        for name, subject, value, limit in figures
+        if limit is not None
     ]
-    return tuple(sorted((gate for gate in gates if gate is not None), key=lambda gate: gate.severity, reverse=True))
+    gates += [gate for gate in (_task_gate(score, limits, num_gates) for score in tasks) if gate is not None]
+    return tuple(sorted(gates, key=lambda gate: gate.severity, reverse=True))
 
 
-def _gate(name: str, subject: str, value: float, limit: float | None) -> Gate | None:
-    if limit is None:
-        return None
-    # A value that is not a number passes no gate.
-    passed = value >= limit if name.startswith("min_") else value <= limit
-    outcome: Literal["passed", "failed"] = "passed" if passed else "failed"
-    return Gate(field=f"evaluation.{name}", subject=subject, limit=limit, value=value, passed=passed, outcome=outcome)
+def _held_out_gate(name: str, subject: str, value: float, limit: float, known: HeldOutIntervals | None) -> Gate:
+    is_least = name == "top1_agreement"
+    interval: Interval | None = None if known is None else getattr(known, name)
+    outcome, needed = _outcome(value, limit, interval, is_least=is_least), None
+    if outcome == "undecided" and known is not None and interval is not None:
+        needed = samples_to_decide(interval, value, limit, known.num_units)
+    return Gate(
+        field=f"evaluation.{'min' if is_least else 'max'}_{name}",
+        subject=subject,
+        limit=limit,
+        value=value,
+        passed=outcome == "passed",
+        outcome=outcome,
+        interval=interval,
+        samples_needed=needed,
+    )
 
 
-def _task_gate(score: TaskScore, limits: Limits) -> Gate | None:
+def _outcome(value: float, limit: float, interval: Interval | None, *, is_least: bool = False) -> Verdict:
+    """Passed where the whole interval keeps the limit, failed where none of it does. A value that is no finite number
+    fails."""
+    if not math.isfinite(value):
+        return "failed"
+    if interval is None:
+        return "undecided"
+    low, high = interval
+    if is_least:
+        low, high, limit = -high, -low, -limit
+    return "passed" if high <= limit else "failed" if low > limit else "undecided"
+
+
+def _task_gate(score: TaskScore, limits: Limits, num_gates: int) -> Gate | None:
     """A test of non-inferiority: passed where the whole interval of the points lost is within the limit, failed where
     none of it is. There is no gate for a length at which the teacher itself finds few needles."""
     is_needle = score.task.startswith(NEEDLE)
-    limit = limits.max_needle_drop if is_needle else limits.max_drop
-    if limit is None or (is_needle and score.teacher < TEACHER_FINDS):
+    asked = limits.max_needle_drop if is_needle else limits.max_drop
+    if asked is None or (is_needle and score.teacher < TEACHER_FINDS):
         return None
+    if asked != "auto":
+        limit = asked
+    elif is_needle:
+        limit = default_needle_limit(score.num_samples)
+    else:
+        limit = default_limit(score.num_samples, num_gates=num_gates) if score.is_share else DROPS[0]
     interval, needed = score.drop_interval, None
-    outcome: Literal["passed", "failed", "undecided"] = "undecided"
-    if not math.isfinite(score.drop):
-        outcome = "failed"
-    elif interval is not None and interval[1] <= limit:
-        outcome = "passed"
-    elif interval is not None and interval[0] > limit:
-        outcome = "failed"
-    elif interval is not None:
+    outcome = _outcome(score.drop, limit, interval)
+    if outcome == "undecided" and interval is not None:
         share = 100.0 if score.is_share else None
         needed = samples_to_decide(interval, score.drop, limit, score.num_samples, share=share)
     return Gate(

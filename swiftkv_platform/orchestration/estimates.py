@@ -16,6 +16,7 @@ from swiftkv_platform.planning import (
     shared_key_value_heads,
 )
 from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.gates import TaskForecast, forecast
 from swiftkv_platform.planning.job_plan import calibration_tokens, plan_job
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import Machines
@@ -41,8 +42,8 @@ PROCESS_MEMORY = 710 << 20
 
 
 class Estimate(FrozenModel):
-    """Estimate of the job's cost and of its student, of a sweep its first trial's; all None but the sources where the
-    teacher's configuration is on the hub.
+    """Estimate of the job's cost and of its student, of a sweep its first trial's; all None but sources and gates where
+    the teacher's configuration is on the hub.
     """
 
     num_hidden_layers: int | None = None
@@ -82,6 +83,8 @@ class Estimate(FrozenModel):
     is known."""
     assumptions: Assumptions | None = None
     """Nodes and rates that `phases` assume."""
+    gates: tuple[TaskForecast, ...] = ()
+    """Losses that the samples of each task can exclude, by their numbers."""
 
 
 def machines(settings: Settings) -> Machines:
@@ -140,6 +143,7 @@ def estimate(
         sources=sources,
         phases=planned.phases,
         assumptions=planned.assumptions,
+        gates=forecast(spec.evaluation),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 from swiftkv_platform.orchestration.changes import Expected
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus
@@ -107,15 +108,26 @@ class RegistryService:
         return found
 
     def promote(
-        self, model_id: str, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        tenant: str,
+        by: str,
+        reason: str,
+        expected: Expected | None = None,
+        accept_undecided: bool = False,
     ) -> Promotion:
         """Let `alias` stand for the model; promoting what it stands for already changes nothing. `expected` are the
         versions of the alias that may be changed (0: it stands for nothing yet), None the one it is at now.
 
-        Raises `NotFoundError` for an unknown model, `PreconditionFailedError` for an alias at another version than
-        `expected`, and `StaleVersionError` where another model is promoted at the same time.
+        Raises `NotFoundError` for an unknown model, `ConflictError` for one with an undecided gate unless
+        `accept_undecided`, `PreconditionFailedError` for an alias at another version than `expected`, and
+        `StaleVersionError` where another model is promoted at the same time.
         """
-        model = self.registry.get_model(model_id, tenant=tenant).id
+        found = self.registry.get_model(model_id, tenant=tenant)
+        _check_gates(found, accept_undecided=accept_undecided)
+        model = found.id
         seen, now = _version(self.registry.promotions(tenant=tenant, alias=alias)), int(self.clock())
 
         def decide(history: Sequence[Promotion]) -> Promotion:
@@ -163,6 +175,17 @@ class RegistryService:
 
         self.registry.promote(remember, alias, tenant, _swap)
         return made[-1]
+
+
+def _check_gates(model: Model, *, accept_undecided: bool) -> None:
+    found = undecided(model.metrics)
+    if found and not accept_undecided:
+        raise ConflictError(
+            f"{model.id} has gates that its samples do not decide: {'; '.join(found)}; measure it on more samples, or "
+            "promote it with accept_undecided, with the reason for it",
+            field="accept_undecided",
+            value=False,
+        )
 
 
 def _swap(deployment: Deployment, model: Model) -> tuple[ResolvedDeployment, DeploymentState]:

@@ -16,6 +16,7 @@ from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.orchestration.estimates import DEFAULT_MACHINES, Estimate, estimate
 from swiftkv_platform.planning import student_layer_map
+from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
 from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
@@ -53,7 +54,7 @@ def validate(
     name = spec.model.name_or_path if config is None else str(config)
     values = read_teacher_config(name, read_object, access=access) if config is None else read_config_file(config)
     if values is None:
-        return Estimate(sources=sources)
+        return Estimate(sources=sources, gates=forecast(spec.evaluation))
     trial = _first_fitting_trial(spec, _num_hidden_layers(values, name))
     return estimate(trial, values, sources, machines, num_tokens=num_tokens)
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from swiftkv_platform.contract.verdicts import verdict_of
+
 _UNKNOWN_LICENCE = "unknown"
 
 
@@ -55,7 +57,7 @@ def _verdict(report: Mapping[str, Any]) -> str:
     worst = gates[0]
     return (
         f"**Worst measure: {worst['subject']} is {_number(worst['value'])}, limit {_number(worst['limit'])}, "
-        f"{_outcome(worst)}.**"
+        f"{verdict_of(worst)}.**"
     )
 
 
@@ -92,12 +94,8 @@ def _limits(report: Mapping[str, Any]) -> str:
     ]
     for gate in gates:
         limit, value = _number(gate["limit"]), _number(gate["value"])
-        lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {_outcome(gate)} |")
+        lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {verdict_of(gate)} |")
     return "\n".join(lines)
-
-
-def _outcome(gate: Mapping[str, Any]) -> str:
-    return str(gate.get("outcome") or ("passed" if gate.get("passed") else "failed"))
 
 
 def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:

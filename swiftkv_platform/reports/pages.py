@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from swiftkv_platform.contract.sweeps import Point, SweepReport
+from swiftkv_platform.contract.verdicts import verdict_of
 from swiftkv_platform.reports.charts import as_svg, exit_head_chart, frontier_chart, loss_chart, task_chart
 from swiftkv_platform.specs.evaluation import points_lost
 
@@ -99,8 +100,8 @@ def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
     parts = [f"teacher {lineage['teacher']}"] if lineage.get("teacher") else []
     if report["gates"]:
         worst = report["gates"][0]
-        verdict = worst.get("outcome", "passed" if worst["passed"] else "failed")
-        parts.insert(0, f"worst measure: {worst['subject']} {worst['value']:.4g} (limit {worst['limit']:g}, {verdict})")
+        figures = f"{worst['value']:.4g} (limit {worst['limit']:g}, {verdict_of(worst)})"
+        parts.insert(0, f"worst measure: {worst['subject']} {figures}")
     parts.append(f"{report['num_positions']:,} held-out positions")
     if report["tokens_trained"] is not None:
         parts.append(f"{report['tokens_trained']:,} tokens trained")

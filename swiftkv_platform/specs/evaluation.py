@@ -59,7 +59,8 @@ PAPER_TASKS = (
 
 
 class EvaluationSpec(Spec):
-    """The report of a job, and its quality gate: with a limit passed the job fails as `quality_gate`."""
+    """The report of a job, and its quality gates: with one failed the job fails as `quality_gate`; with one undecided
+    its model is made, and cannot be promoted without a word on that."""
 
     max_tokens: Annotated[Count, Field(ge=64)] = 65536
     """Held-out tokens measured."""
@@ -89,23 +90,21 @@ class EvaluationSpec(Spec):
     min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] | None = "auto"
     """Gate: least share of held-out positions where the student's most likely token is the teacher's. `auto`: 0.8 for
     instruction-tuned models, none for others."""
-    max_needle_drop: Annotated[float, Field(ge=0.0)] | None = 5.0
-    """Gate, like `max_drop`, for each length of `needle_lengths` where the teacher finds 80% or more."""
-    max_drop: Annotated[float, Field(ge=0.0)] | None = 1.0
+    max_needle_drop: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = "auto"
+    """Gate, like `max_drop`, for each length of `needle_lengths` where the teacher finds 80% or more; `auto` is 5 to
+    20."""
+    max_drop: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = "auto"
     """Gate: most points of a hundred lost against the teacher on any of `tasks`; of a score outside 0..1, or of which
     less is better, most percent of the teacher's. Passed where the whole 95% interval of the paired differences is
-    within it; too few samples to tell are no pass. null: tasks are only reported."""
+    within it, failed where none of it is, else undecided. `auto`: of each task the smallest true loss that its number
+    of samples can exclude, 1 at least and 10 at most. null: tasks are only reported."""
 
     @property
     def has_gate(self) -> bool:
         """Whether it sets a limit of its own."""
-        limits = (
-            self.max_kl,
-            self.max_perplexity_ratio,
-            self.min_top1_agreement,
-            self.max_drop if self.tasks else None,
-        )
-        return any(limit not in (None, "auto") for limit in limits)
+        limits = self.max_kl, self.max_perplexity_ratio, self.min_top1_agreement
+        judges_tasks = bool(self.tasks) and self.max_drop is not None
+        return judges_tasks or any(limit not in (None, "auto") for limit in limits)
 
 
 def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:

@@ -51,11 +51,11 @@ class FakeWorker:
         self._publish(key, "checkpoint")
         return key
 
-    def artifact(self) -> Manifest:
-        return self._publish(self._attempt.artifact_prefix, "artifact")
+    def artifact(self, **metrics: Any) -> Manifest:
+        return self._publish(self._attempt.artifact_prefix, "artifact", **metrics)
 
-    def _publish(self, prefix: str, kind: Any) -> Manifest:
+    def _publish(self, prefix: str, kind: Any, **metrics: Any) -> Manifest:
         self._store.put_bytes(f"{prefix}/data.bin", b"weights")
         files = {"data.bin": ManifestFile(size=7, sha256="0" * 64)}
         lineage = {"teacher": "tiny"}
-        return write_manifest(self._store, prefix, files, kind=kind, lineage=lineage, metrics=METRICS)
+        return write_manifest(self._store, prefix, files, kind=kind, lineage=lineage, metrics=METRICS | metrics)

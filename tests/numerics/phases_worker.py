@@ -173,7 +173,7 @@ def run_evaluation(case: Case) -> Outcome:
     evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
     measure._PREFILL_ROUNDS = case.prefill_rounds
     weights.write_model_shards = partial(write_model_shards, max_shard_bytes=case.max_file_bytes)
-    prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
+    prepared = Prepared(PreparedData(rows, rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
     newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
     checkpoint = workers.from_first(newest)
     keep = StoredParts.put

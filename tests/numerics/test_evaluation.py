@@ -92,6 +92,10 @@ def test_figures_equal_naive_ones(
     totals = evaluate(student, rows, max_tokens=1 << 20, batch_size=2)
     teacher, expected = naive(student, rows)
     assert totals.num_positions == rows.num_counted_tokens
+    counted = np.add.reduceat(rows.samples.counts, rows.samples.starts[:-1], dtype=int)
+    assert sorted((one.sample, one.positions) for one in totals.samples) == list(enumerate(counted))
+    for name in ("teacher_nll", "student_nll", "kl", "agreements"):
+        assert sum(getattr(one, name) for one in totals.samples) == pytest.approx(getattr(totals, name))
     assert totals.teacher.perplexity == pytest.approx(teacher.perplexity, rel=1e-5)
     assert totals.student.model_dump() == pytest.approx(expected.model_dump(), rel=1e-5)
     assert expected.kl > 0.05

@@ -117,11 +117,18 @@ def promote_model(
 ) -> PromotionAnswer:
     """Let an alias stand for the model. Deployments made of the alias swap it in, without a failed request.
 
-    Where another model is promoted to it at the same time, the later request is answered with 409. With `If-Match` the
+    Where another model is promoted to it at the same time, the later request is answered with 409, and so is a model
+    with an undecided quality gate, unless the request has `accept_undecided`. With `If-Match` the
     alias is changed at that version, and at no other (412).
     """
     promotion = service.promote(
-        model_id, body.alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected
+        model_id,
+        body.alias,
+        tenant=caller.tenant,
+        by=caller.name,
+        reason=body.reason,
+        expected=expected,
+        accept_undecided=body.accept_undecided,
     )
     tag(response, promotion.version)
     return PromotionAnswer.model_validate(promotion)

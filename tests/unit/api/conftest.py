@@ -125,14 +125,14 @@ class Server:
         self.cluster.finish(f"{job_id}-{attempt}", status)
         self.tick()
 
-    def succeed(self, **spec: Any) -> dict[str, Any]:
-        """A job that has run to its end; returns it."""
+    def succeed(self, *, report: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+        """A job that has run to its end; returns it. `report`: more of its model's."""
         job_id = self.submit(**spec)["id"]
         worker = self.run(job_id)
         worker.step(1, 2, time=1001)
         worker.step(3, time=1002)
         worker.checkpoint(2)
-        worker.artifact()
+        worker.artifact(**(report or {}))
         self.cluster.submissions[f"{job_id}-1"].log = "trained\n"
         self.end(job_id)
         job: dict[str, Any] = self.get(f"/jobs/{job_id}")

@@ -79,6 +79,21 @@ def test_aliases_come_in_pages_with_their_newest_changes(server: Server, models:
     assert server.client.get("/aliases", params={"limit": 1001}).status_code == 422
 
 
+def test_a_model_with_an_undecided_gate_is_promoted_only_on_a_word(server: Server) -> None:
+    gate = {"field": "evaluation.max_drop", "subject": "points lost on ifeval", "value": 0.4, "limit": 1.0}
+    passed = {**gate, "outcome": "passed", "passed": True}
+    model = server.succeed(report={"gates": [{**gate, "outcome": "undecided", "passed": False}, passed]})[
+        "distilled_model"
+    ]
+    asked = {"alias": "production", "reason": "good enough"}
+    refused = refusal(server.client.post(f"/models/{model}/promote", json=asked), 409)
+    assert refused["field"] == "accept_undecided"
+    assert "points lost on ifeval is 0.4, evaluation.max_drop asks for 1" in refused["message"]
+    assert server.client.get("/aliases/production").status_code == 404
+    assert server.client.post("/deployments", json={"model": model}).status_code == 201, "to try it out"
+    assert post(server, f"/models/{model}/promote", {**asked, "accept_undecided": True})["model"] == model
+
+
 def test_a_deployment_of_an_alias_follows_it(server: Server, models: list[str]) -> None:
     promote(server, models[0])
     created = server.client.post("/deployments", json={"model": "production"}).json()

@@ -35,6 +35,20 @@ def test_json_is_the_plan() -> None:
 RECIPE = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
 
 
+def test_what_the_samples_of_tasks_can_exclude_is_told_before_a_job(tmp_path: Path) -> None:
+    """Also where the teacher is on the hub, and of a limit that is too narrow for the samples how many it takes."""
+    narrow = tmp_path / "narrow.yaml"
+    narrow.write_text(RECIPE.read_text().replace("max_drop: 4.0", "max_drop: 1.0"))
+    rows = [line.split() for line in run(narrow).output.splitlines()]
+    of_gsm8k = next(row for row in rows if row[0] == "gsm8k_llama")
+    assert (of_gsm8k[1], of_gsm8k[3]) == ("1,319", "1")
+    assert float(of_gsm8k[2]) > 1.0 < int(of_gsm8k[4].replace(",", ""))
+    gates = json.loads(run(narrow, "--json").output)["gates"]
+    assert [gate["task"] for gate in gates][-1] == "gsm8k_llama"
+    validated = CliRunner().invoke(app, ["jobs", "validate", "-f", str(narrow), "--config", str(LLAMA_70B)])
+    assert "gsm8k_llama" in validated.output
+
+
 def test_the_table_compares_students_as_table_1_does(tmp_path: Path) -> None:
     result = run(LLAMA_70B, "-l", "60", "-l", "40", "-g", "1", "-g", "4")
     assert result.exit_code == 0, result.output

@@ -92,6 +92,16 @@ def test_the_cheapest_point_within_the_budget_is_taken() -> None:
     assert [item.within_budget for item in report.points] == [True, True, True, True, False, False]
 
 
+def test_where_none_passes_the_closest_undecided_point_is_taken() -> None:
+    points = [measured("near", 0.8, 0.9, 0.05, passed=False), measured("far", 0.5, 0.5, 0.3, passed=False)]
+    for each in points:
+        assert each.report is not None
+        each.report["gates"][0]["outcome"] = "undecided"
+    failed = measured("failed", 0.4, 0.5, 0.01, passed=False)
+    assert summarise([*points, failed]).recommended == "near"
+    assert summarise([*points, failed, measured("fits", 0.9, 0.9, 0.9)]).recommended == "fits"
+
+
 def test_without_a_point_within_the_budget_none_is_taken() -> None:
     report = summarise([measured("a", 0.5, 0.5, 0.3, passed=False)])
     assert report.recommended is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tokenizers import models
 
 from swiftkv_platform.data import documents
+from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
@@ -147,6 +149,48 @@ def test_of_one_long_text_parts_are_held_out(write: Write) -> None:
     assert set(texts(again.held_out)) - {"^another$"} == set(held_out)
 
 
+def test_rows_that_steer_are_none_that_are_reported(write: Write) -> None:
+    """A conversation steers or is reported, whole, and on the same side in every data set."""
+    long = [{"text": f"{i:03d} " * 40} for i in range(100)]
+    whole = prepare(write(long), validation_fraction=0.4, steers=True)
+    part = prepare(write(long[:60][::-1], "part.jsonl"), validation_fraction=0.4, steers=True, seed=7)
+    undivided = prepare(write(long, "undivided.jsonl"), validation_fraction=0.4)
+
+    def numbers(rows: PackedRows) -> set[str]:
+        return {found for text in texts(rows) for found in re.findall(r"\d{3}", text)}
+
+    steering, reported = numbers(whole.steering), numbers(whole.held_out)
+    assert steering.isdisjoint(reported)
+    assert steering | reported == numbers(undivided.held_out)
+    assert 4 <= len(steering) <= 18 < len(reported)
+    assert numbers(part.steering) <= steering
+    assert numbers(part.held_out) <= reported
+    assert (len(undivided.steering), undivided.statistics.steering) == (0, None)
+    texts_of_rows = [set(map(int, rows.samples.texts[rows.members])) for rows in (whole.steering, whole.held_out)]
+    assert [len(found) for found in texts_of_rows] == [len(steering), len(reported)], "all parts of a text are one text"
+
+
+def test_of_one_text_parts_steer_and_of_one_sample_nothing_does(write: Write) -> None:
+    text = "".join(f"line {i:03d} of one text\n" for i in range(200))
+    one = prepare(write(text, "corpus.txt"), validation_fraction=0.2, steers=True)
+    assert 1 <= len(one.steering.members) < len(one.held_out.members)
+    assert not set(texts(one.steering)) & set(texts(one.held_out))
+    alone = prepare(write([{"text": "a"}, {"text": "b"}]), validation_fraction=0.5, steers=True)
+    assert (len(alone.steering), len(alone.held_out)) == (0, 1)
+    assert any(warns and "nothing steers" in said for said, warns in alone.statistics.messages())
+
+
+def test_rows_of_before_steering_still_open(write: Write, tmp_path: Path) -> None:
+    directory = tmp_path / "rows"
+    directory.mkdir()
+    prepared = prepare(write(NUMBERED), validation_fraction=0.3, directory=directory)
+    for name in ("texts.npy", "steering-members.npy", "steering-rows.npy"):
+        (directory / name).unlink()
+    opened = PreparedData.load(directory)
+    assert texts(opened.steering) == texts(opened.held_out) == texts(prepared.held_out)
+    assert list(opened.held_out.texts(0)) == list(opened.held_out.members_of(0))
+
+
 def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> None:
     rows = [{"text": str(i) * length} for i, length in enumerate((6000, 900, 800, 30))]
     prepared = prepare(write(rows), validation_fraction=0.1)
@@ -209,11 +253,11 @@ def test_the_same_input_gives_the_same_rows_and_fingerprint(write: Write) -> Non
 
 def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write, tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
-    made = prepare(write(NUMBERED), validation_fraction=0.2, directory=tmp_path / "made")
+    made = prepare(write(NUMBERED), validation_fraction=0.2, directory=tmp_path / "made", steers=True)
     opened = PreparedData.load(tmp_path / "made")
     assert isinstance(made.train.samples.tokens, np.memmap)
     assert (opened.statistics, opened.fingerprint) == (made.statistics, made.fingerprint)
-    for ours, theirs in ((made.train, opened.train), (made.held_out, opened.held_out)):
+    for ours, theirs in ((getattr(made, side), getattr(opened, side)) for side in ("train", "held_out", "steering")):
         assert len(ours) == len(theirs) > 0
         for index in range(len(ours)):
             assert all(np.array_equal(array, theirs[index][name]) for name, array in ours[index].items())

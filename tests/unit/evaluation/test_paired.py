@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from swiftkv_platform.evaluation.harness.pairs import loss_interval
+from swiftkv_platform.evaluation.held_out import HeldOutIntervals
 from swiftkv_platform.evaluation.paired import (
     bootstrap_interval,
     mean_of,
@@ -16,6 +18,7 @@ from swiftkv_platform.evaluation.paired import (
     share_interval,
     unpaired_interval,
 )
+from swiftkv_platform.evaluation.quality import SampleSums
 
 
 def test_a_share_interval_is_agresti_and_mins() -> None:
@@ -35,6 +38,28 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         low, high = share_interval(rng.choice([1.0, -1.0, 0.0], size=80, p=[0.10, 0.04, 0.86]).tolist())
         covered += low <= 0.06 <= high
     assert 0.93 <= covered / 2000 <= 0.99
+
+
+@pytest.mark.parametrize("num_texts", [4, 12, 60])
+def test_intervals_of_held_out_text_cover_the_truth_where_texts_differ(num_texts: int) -> None:
+    """Positions of one text are alike, so texts are drawn and not positions: 0.1 nats on average, of texts of any
+    length. As single positions they would cover it a fifth as often."""
+    rng, covered, wide = np.random.default_rng(3), 0, 0
+    for _ in range(300):
+        lengths, levels = rng.integers(5, 200, size=num_texts), rng.gamma(4.0, 0.025, size=num_texts)
+        samples = [
+            SampleSums(i, i, int(n), 2.0 * n, 2.0 * n + n * kl, float(n * kl), int(n * (1 - kl)))
+            for i, (n, kl) in enumerate(zip(lengths, levels, strict=True))
+        ]
+        found = HeldOutIntervals.of(samples)
+        assert found is not None
+        assert (found.unit, found.num_units) == ("text" if num_texts >= 10 else "row", num_texts)
+        covered += found.kl[0] <= 0.1 <= found.kl[1]
+        wide += found.perplexity_ratio[0] <= math.exp(0.1) <= found.perplexity_ratio[1]
+    assert covered / 300 >= 0.9
+    assert wide / 300 >= 0.9
+    parts = [replace(one, text=i % 10) for i, one in enumerate(samples)]
+    assert HeldOutIntervals.of(parts).num_units == min(num_texts, 10), "parts of one text are drawn together"
 
 
 def test_pairs_are_narrower_than_two_independent_scores() -> None:

@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
+from swiftkv_platform.contract.verdicts import undecided, verdict
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.paired import share_interval
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
-from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Totals
+from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, SampleSums, Totals
 from swiftkv_platform.evaluation.report import Report
-from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.planning.gates import NEEDLE_LENGTHS, forecast, samples_to_exclude, smallest_excluded_loss
+from swiftkv_platform.specs import EvaluationSpec, load_spec
 from swiftkv_platform.specs.evaluation import points_lost
+from tests.recipes import RECIPES
 
 COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))
 
 
-def totals(kl: float, *, exit_head: ExitCounts | None = None) -> Totals:
-    counts = exit_head or ExitCounts()
-    return Totals(10, teacher_nll=10.0, student_nll=11.0, kl=10 * kl, agreements=8, exit_head=counts)
+TEXTS = 12
 
 
-def report(kl: float = 0.25, *tasks: TaskScore, instruct: bool = False, **limits: Any) -> Report:
+def totals(kl: float, *, exit_head: ExitCounts | None = None, spread: float = 0.0, texts: int = TEXTS) -> Totals:
+    """Sums of texts of ten positions each, whose KL is `kl` more or less `spread`."""
+    samples = tuple(
+        SampleSums(i, i, 10, 10.0, 11.0, 10 * (kl + spread * (i % 2 * 2 - 1)), 8 - round(8 * spread) * (i % 2))
+        for i in range(texts)
+    )
+    sums = (sum(getattr(one, name) for one in samples) for name in ("teacher_nll", "student_nll", "kl", "agreements"))
+    return Totals(10 * texts, *sums, exit_head=exit_head or ExitCounts(), samples=samples)
+
+
+def report(
+    kl: float = 0.25, *tasks: TaskScore, instruct: bool = False, measured: Totals | None = None, **limits: Any
+) -> Report:
     spec, scores = EvaluationSpec(**limits), TaskResults(tasks)
-    return Report.build(spec, distilled=totals(kl), cost=COST, tasks=scores, instruct=instruct)
+    return Report.build(spec, distilled=measured or totals(kl), cost=COST, tasks=scores, instruct=instruct)
 
 
 def outcomes(*arguments: Any, **options: Any) -> dict[str, str]:
@@ -62,12 +77,19 @@ def test_the_report_has_the_published_keys() -> None:
     assert json.loads(built.model_dump_json()) == {
         "teacher": {"perplexity": close(math.e)},
         **{
-            name: {"perplexity": close(math.exp(1.1)), "kl": close(of.kl / 10), "top1_agreement": 0.8}
+            name: {"perplexity": close(math.exp(1.1)), "kl": close(of.kl / 120), "top1_agreement": close(0.8)}
             for name, of in stages.items()
         },
         "perplexity_ratio": close(math.exp(0.1)),
         "kl_recovered": close(0.75),
-        "num_positions": 10,
+        "num_positions": 120,
+        "intervals": {
+            "unit": "text",
+            "num_units": TEXTS,
+            "kl": close([0.25, 0.25]),
+            "top1_agreement": close([0.8, 0.8]),
+            "perplexity_ratio": close([math.exp(0.1)] * 2),
+        },
         "prefill_flops_ratio": 0.6,
         "kv_bytes_ratio": 0.75,
         "prompt_length": 128,
@@ -107,18 +129,18 @@ def test_a_gate_refuses_with_the_figures(limits: dict[str, float], kl: float, me
 
 
 def test_limits_that_are_kept_pass_and_every_failed_gate_is_named() -> None:
-    built = report(0.2, score(0.5, 0.49), max_kl=0.2, max_perplexity_ratio=1.11, min_top1_agreement=0.8)
+    built = report(0.2, score(0.5, 0.49), max_kl=0.21, max_perplexity_ratio=1.11, min_top1_agreement=0.79)
     built.check_gates()
     kept = ("max_kl", "max_perplexity_ratio", "max_drop", "min_top1_agreement")
     assert {gate.field: gate.passed for gate in built.gates} == {f"evaluation.{field}": True for field in kept}
-    with pytest.raises(QualityGateError, match=r"evaluation.max_kl asks for 0.1; .*evaluation.max_perplexity_ratio"):
+    with pytest.raises(QualityGateError, match=r"evaluation.max_kl asks for 0.1 .*; .*evaluation.max_perplexity_ratio"):
         report(max_kl=0.1, max_perplexity_ratio=1.0).check_gates()
 
 
 def test_points_lost_on_a_task_fail_the_gate_unless_it_is_off() -> None:
     lost = score(0.50, 0.48)
     with pytest.raises(QualityGateError, match=r"points lost on trivia is 2, evaluation.max_drop asks for 1"):
-        report(0.25, lost).check_gates()
+        report(0.25, lost, max_drop=1.0).check_gates()
     report(0.25, lost, max_drop=2.5).check_gates()
     report(0.25, lost, max_drop=None).check_gates()
     report(0.25, score(0.48, 0.50), max_drop=0.0).check_gates()
@@ -145,7 +167,7 @@ def test_what_is_lost_is_points_of_shares_and_percent_of_other_scores(
     """A score that is no number passes no gate."""
     scored = score(teacher, student, higher_is_better=higher_is_better)
     assert lost is None or scored.drop == lost
-    (gate,) = report(0.25, scored).gates
+    (gate,) = report(0.25, scored, max_drop=1.0).gates
     assert gate.passed == (lost is not None and lost <= 1.0)
 
 
@@ -163,19 +185,44 @@ def test_what_is_lost_is_points_of_shares_and_percent_of_other_scores(
 def test_points_lost_are_judged_only_with_samples_enough(
     student: float, margin: float | None, outcome: str, samples: int | None
 ) -> None:
-    built = report(0.25, score(0.5, student, margin=margin))
+    """An undecided gate refuses no model; it keeps it from being promoted (`tests/unit/api/test_registry.py`)."""
+    built = report(0.25, score(0.5, student, margin=margin), max_drop=1.0)
     (gate,) = built.gates
     assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)
     if outcome == "undecided":
         said = "its samples give no interval" if samples is None else f"{samples:,} samples are needed"
-        with pytest.raises(QualityGateError, match=f"undecided, .*{said}.*; use more samples or a wider limit"):
-            built.check_gates()
+        assert re.search(f"undecided, .*{said}", gate.reason)
+        built.check_gates()
+    assert (verdict(built.model_dump(mode="json")), bool(undecided(built.model_dump()))) == (
+        outcome,
+        outcome == "undecided",
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcome"), [(0.01, "failed"), (0.19, "undecided"), (0.25, "undecided"), (0.4, "passed")]
+)
+def test_figures_of_held_out_text_are_judged_by_their_intervals(limit: float, outcome: str) -> None:
+    """A mean of 0.2 over 12 texts of 0.1 or 0.3 is no 0.2 of all texts."""
+    built = report(measured=totals(0.2, spread=0.1), max_kl=limit)
+    (gate,) = built.gates
+    assert built.intervals is not None
+    assert (gate.outcome, gate.interval) == (outcome, built.intervals.kl)
+    assert gate.interval[0] < 0.2 < gate.interval[1]
+    other = {"failed": 0.999, "undecided": 0.76, "passed": 0.5}[outcome]
+    assert outcomes(measured=totals(0.2, spread=0.1), min_top1_agreement=other) == {"min_top1_agreement": outcome}
+
+
+def test_a_single_text_has_no_interval_and_decides_nothing() -> None:
+    alone = report(measured=totals(0.1, texts=1), max_kl=0.2)
+    assert (alone.intervals, alone.gates[0].outcome) == (None, "undecided")
+    assert outcomes(measured=totals(math.nan, texts=1), max_kl=0.2) == {"max_kl": "failed"}
 
 
 def test_the_worst_gate_comes_first() -> None:
     tasks = (score(0.5, 0.5), score(0.5, 0.495, margin=1.0), score(0.5, 0.4))
-    gates = report(0.15, *tasks, max_kl=0.2, min_top1_agreement=0.79).gates
-    closest_first = [("passed", 0.8), ("passed", pytest.approx(0.15)), ("passed", 0.0)]
+    gates = report(0.15, *tasks, max_kl=0.2, min_top1_agreement=0.79, max_drop=1.0).gates
+    closest_first = [("passed", pytest.approx(0.8)), ("passed", pytest.approx(0.15)), ("passed", 0.0)]
     assert [(gate.outcome, gate.value) for gate in gates] == [("failed", 10.0), ("undecided", 0.5), *closest_first]
 
 
@@ -196,7 +243,68 @@ def test_instruction_tuned_models_have_limits_that_others_have_not() -> None:
 
 def test_a_length_judges_only_where_the_teacher_finds_its_needles() -> None:
     found = {
-        scores: outcomes(0.1, needle(*scores)) for scores in ((0.9, 0.9), (0.9, 0.8), (1.0, 0.95, 20), (0.79, 0.1))
+        scores: outcomes(0.1, needle(*scores), max_needle_drop=5.0)
+        for scores in ((0.9, 0.9), (0.9, 0.8), (1.0, 0.95, 20), (0.79, 0.1))
     }
     assert [each.get("max_needle_drop") for each in found.values()] == ["passed", "failed", "undecided", None]
     assert "max_drop" not in found[0.9, 0.9]
+
+
+SIZES = {"gsm8k": 1319, "winogrande": 1267, "builtin:ifeval": 541}
+OF_RECIPES = {spec.evaluation for spec in map(load_spec, RECIPES) if spec.evaluation.tasks}
+JUDGED = {
+    **{f"recipe {spec.max_drop}": spec for spec in OF_RECIPES},
+    **{f"recipe, {limit}": spec.model_copy(update={"max_drop": limit}) for spec in OF_RECIPES for limit in ("auto",)},
+    **{name: EvaluationSpec(tasks=(name,)) for name in SIZES},
+}
+DRAWS = 200
+ALONE = {"builtin:ifeval"}
+"""Tasks of too few samples to tell three points from none by themselves."""
+
+
+def pass_rate(spec: EvaluationSpec, lost: float) -> float:
+    """Share of 200 drawn evaluations that pass all gates, of a student that loses `lost` of its samples on every task;
+    8% of the samples differ. Needles are 60 of each length, as by default."""
+    rng, discordant = np.random.default_rng(7), max(0.08, lost)
+    sizes = [(each.task, each.num_samples or 0) for each in forecast(spec)]
+    sizes += [(f"needle_{length}", spec.needle_samples) for length in NEEDLE_LENGTHS]
+    passed = 0
+    for _ in range(DRAWS):
+        scores = []
+        for name, size in sizes:
+            worse, better = rng.multinomial(size, [(discordant + lost) / 2, (discordant - lost) / 2, 1 - discordant])[
+                :2
+            ]
+            low, high = share_interval([1.0] * worse + [-1.0] * better + [0.0] * (size - worse - better))
+            student = 0.85 - (worse - better) / size
+            scores.append(task(name, 0.85, student, (100 * low, 100 * high), num_samples=size))
+        built = report(0.0, *scores, tasks=spec.tasks, max_drop=spec.max_drop)
+        passed += all(gate.passed for gate in built.gates)
+    return passed / DRAWS
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_student_without_a_loss_passes_and_one_three_points_worse_does_not(name: str) -> None:
+    assert pass_rate(JUDGED[name], 0.0) >= 0.95
+    assert pass_rate(JUDGED[name], 0.03) <= (1.0 if name in ALONE else 0.05)
+
+
+def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_it() -> None:
+    spec = EvaluationSpec(tasks=("builtin:ifeval", "own_task"), needle_lengths=(512,), task_limit=None)
+    found = {each.task: each for each in forecast(spec)}
+    assert (found["own_task"].num_samples, found["own_task"].limit) == (None, None)
+    gates = report(
+        0.0,
+        task("ifeval", 0.5, 0.5, (-1.0, 1.0), num_samples=541),
+        task("needle_512", 0.9, 0.9, (-1.0, 1.0), num_samples=60),
+        tasks=spec.tasks,
+        needle_lengths=spec.needle_lengths,
+    ).gates
+    assert sorted(gate.limit for gate in gates) == sorted(
+        limit for limit in (found["builtin:ifeval"].limit, found["needle_512"].limit) if limit
+    )
+    narrow = forecast(EvaluationSpec(tasks=("gsm8k",), max_drop=1.0, needle_lengths=()))[0]
+    assert narrow.samples_needed is not None
+    assert smallest_excluded_loss(narrow.samples_needed) <= 1.0 < smallest_excluded_loss(narrow.samples_needed - 1)
+    assert smallest_excluded_loss(0) <= 100.0
+    assert samples_to_exclude(0.0) is None

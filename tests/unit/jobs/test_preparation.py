@@ -69,11 +69,12 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, 
 def test_what_was_found_is_said_in_sentences(job: Job) -> None:
     job.write([{"text": f"number {i} of many"} for i in range(50)] + [{"text": ""}] * 10 + [{"text": "long " * 100}])
     plan, _ = prepare(request(1, job.spec(**COPIED)), job.store.uri)
-    (source, is_warning), (training, _), (held_out, _) = plan.messages
+    (source, is_warning), (training, _), (held_out, _), (steering, _) = plan.messages
     assert is_warning  # a sixth of the rows is empty
     assert all(part in source for part in ("61 rows (61 text)", "10 dropped", "1 texts split"))
     assert "% full" in training
     assert held_out.startswith("held out: ")
+    assert steering.startswith("steering: ")
     assert is_discarded(job)
     job.write([{"text": "one document"}])
     with pytest.raises(DataError, match="no held-out text") as caught:

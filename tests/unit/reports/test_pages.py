@@ -147,6 +147,10 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     assert "&lt;script&gt;" in html
     assert ">failed<" in evaluation_page(report(passed=False), LINEAGE)
     perplexity = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
+    sure = {"unit": "text", "num_units": 41, "kl": [0.08, 0.12], "top1_agreement": [0.7, 0.75]}
+    told = text_of(evaluation_page(report(intervals=sure | {"perplexity_ratio": [1.01, 1.05]}), LINEAGE))
+    for expected in ("by 41 texts", "1.010 to 1.050", "0.0800 to 0.1200", "70.0% to 75.0%"):
+        assert expected in told, expected
     lost = evaluation_page(report(tasks=[TASK | perplexity]), LINEAGE, POINTS)
     assert "+2.00" in text_of(lost), "a perplexity that grows is lost"
     for tasks in ([TASK], []):

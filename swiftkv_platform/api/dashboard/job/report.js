@@ -24,15 +24,18 @@ const GATES = [
   { name: "Outcome", cell: (gate) => html`<${Status} status=${outcome(gate)} />` },
   { name: "Set by", cell: (gate) => html`<code>${gate.field}</code>` },
 ];
+const between = (interval, shown) => html`<span class="quiet small">${shown(interval[0])} to ${shown(interval[1])}</span>`;
 const QUALITY = [
   { name: "Model", cell: ([name]) => name },
-  { name: "Perplexity", number: true, cell: ([, quality]) => figure(quality.perplexity) },
-  { name: "KL to the teacher, nats", number: true, cell: ([, quality]) => figure(quality.kl) },
-  { name: "Top-1 agreement", number: true, cell: ([, quality]) => percent(quality.top1_agreement) },
+  { name: "Perplexity", number: true, cell: ([, quality]) => quality.perplexity !== undefined ? figure(quality.perplexity) : between(quality.perplexity_ratio, (ratio) => `${figure(ratio)}×`) },
+  { name: "KL to the teacher, nats", number: true, cell: ([, quality]) => Array.isArray(quality.kl) ? between(quality.kl, figure) : figure(quality.kl) },
+  { name: "Top-1 agreement", number: true, cell: ([, quality]) => Array.isArray(quality.top1_agreement) ? between(quality.top1_agreement, percent) : percent(quality.top1_agreement) },
 ];
 
 export function Report({ report }) {
   const rows = ["teacher", "rewired", "calibrated", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
+  const { intervals } = report;
+  if (intervals) rows.push([`95% interval, ${intervals.num_units} ${intervals.unit}s`, intervals]);
   const gates = report.gates ?? [];
   const { dense, swiftkv } = report.ttft_ms ?? {};
   return html`<${Worst} gates=${gates} />

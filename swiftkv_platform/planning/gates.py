@@ -1,0 +1,172 @@
+"""Losses that the samples of a task can tell from none, before anything runs: the default limits of gates on tasks,
+and a forecast of what a spec's gates can decide. Arithmetic on numbers of samples alone.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
+
+DISCORDANT = 0.08
+"""Share of the samples that one of two equally good models gets right and the other does not, as it is assumed."""
+PASSES = 0.98
+"""Chance that a student without a loss passes all gates on tasks, where their limits are the default. Above the 95%
+that are promised: the normal distribution is an approximation."""
+DROPS = 1.0, 10.0
+"""Least and largest default of `max_drop`, in points: fewer samples than the largest takes leave good students
+undecided."""
+NEEDLE_DROPS = 5.0, 20.0
+"""The same of `max_needle_drop`."""
+NEEDLE_LENGTHS = (1024, 4096)
+"""Lengths of needle prompts that instruction-tuned models have by default, where the context holds them."""
+
+_NEEDLE_GATES = 16
+_Z = NormalDist().inv_cdf(0.975)
+_NUM_SAMPLES = {
+    "arc_challenge": 1172,
+    "arc_challenge_llama": 1172,
+    "arc_easy": 2376,
+    "boolq": 3270,
+    "builtin:gsm8k": 1319,
+    "builtin:ifeval": 541,
+    "builtin:tool-calls": 30,
+    "gsm8k": 1319,
+    "gsm8k_llama": 1319,
+    "hellaswag": 10_042,
+    "humaneval": 164,
+    "ifeval": 541,
+    "openbookqa": 500,
+    "piqa": 1838,
+    "truthfulqa_mc2": 817,
+    "winogrande": 1267,
+}
+_NUM_SUBJECTS, _ALL_SUBJECTS = 57, 14_042
+_BY_SUBJECT = frozenset({"builtin:mmlu", "mmlu", "mmlu_llama", "mmlu_cot_llama"})
+"""Groups of MMLU, of which `task_limit` counts each subject by itself."""
+
+
+class TaskForecast(FrozenModel):
+    """Forecast of what the gate on one task can decide."""
+
+    task: str
+    field: str
+    """Dotted path of the limit in the spec."""
+    num_samples: int | None
+    """None where it is known only when the task runs."""
+    limit: float | None
+    """Points of a hundred; None where it follows from a number of samples that is not known."""
+    excluded: float | None
+    """Smallest true loss, in points, that the samples can exclude; see `smallest_excluded_loss`."""
+    samples_needed: int | None
+    """Samples with which a student without a loss passes; None where the task's are enough, or not known."""
+
+
+def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
+    """The smallest true loss that `num_samples` paired samples can exclude, in points of a hundred.
+
+    At that limit a student without a loss passes its gate, which asks for a whole 95% interval (Agresti and Min's,
+    `evaluation.paired`) within the limit, so often that it passes `num_gates` independent ones with a chance of
+    `PASSES`. Teacher and student differ on `DISCORDANT` of the samples. 100 is the most.
+    """
+    share = PASSES ** (1.0 / num_gates)
+    counted = num_samples + 2
+    discordant = num_samples * DISCORDANT
+    margin = _Z * math.sqrt(discordant + 1.0)  # of the interval
+    spread = NormalDist().inv_cdf(share) * math.sqrt(discordant)  # of the loss that is measured
+    return min(100.0 * (margin + spread) / counted, 100.0)
+
+
+def default_limit(num_samples: int, *, num_gates: int) -> float:
+    """The limit of a gate on a task of shares whose spec says `auto`, in points of a hundred; `num_gates`: see
+    `num_task_gates`."""
+    return _between(DROPS, smallest_excluded_loss(num_samples, num_gates=num_gates))
+
+
+def default_needle_limit(num_samples: int) -> float:
+    """The same of a length of needle prompts. Needles are few and their limits wide, so each gate is made to pass more
+    surely instead of having tasks share with them: only a tokenizer tells whether there are needles."""
+    return _between(NEEDLE_DROPS, smallest_excluded_loss(num_samples, num_gates=_NEEDLE_GATES))
+
+
+def _between(bounds: tuple[float, float], loss: float) -> float:
+    return min(max(bounds[0], round(loss, 2)), bounds[1])
+
+
+def samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
+    """The fewest samples that exclude a true loss of `loss` points; None where no number does."""
+    if loss <= 0.0:
+        return None
+    low, high = 0, 1
+    while smallest_excluded_loss(high, num_gates=num_gates) > loss:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if smallest_excluded_loss(middle, num_gates=num_gates) > loss:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def num_task_gates(spec: EvaluationSpec) -> int:
+    """Gates on tasks that a spec asks for, counted alike before a job and in its report; needles are not."""
+    return max(len(_tasks(spec)), 1)
+
+
+def forecast(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
+    """Forecasts for the gates on tasks of a spec; of needles where the spec names their lengths, since only the
+    tokenizer tells whether a model has them by default."""
+    num_gates = num_task_gates(spec)
+    found = [] if spec.max_drop is None else [_of_task(task, spec, num_gates) for task in _tasks(spec)]
+    lengths = spec.needle_lengths or ()
+    if spec.max_needle_drop is not None:
+        found += [_of_needles(length, spec) for length in lengths]
+    return tuple(found)
+
+
+def _of_task(task: TaskSpec, spec: EvaluationSpec, num_gates: int) -> TaskForecast:
+    limit = spec.max_drop if isinstance(spec.max_drop, float) else None
+    samples = _num_samples(task.name, spec.task_limit)
+    if limit is None and samples is not None:
+        limit = default_limit(samples, num_gates=num_gates)
+    return _forecast(task.name, "max_drop", samples, limit, num_gates)
+
+
+def _of_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
+    samples = spec.needle_samples if spec.task_limit is None else min(spec.needle_samples, spec.task_limit)
+    asked = spec.max_needle_drop
+    limit = asked if isinstance(asked, float) else default_needle_limit(samples)
+    return _forecast(f"needle_{length}", "max_needle_drop", samples, limit, _NEEDLE_GATES)
+
+
+def _forecast(name: str, field: str, samples: int | None, limit: float | None, num_gates: int) -> TaskForecast:
+    excluded = needed = None
+    if samples is not None:
+        excluded = round(smallest_excluded_loss(samples, num_gates=num_gates), 2)
+        if limit is not None and excluded > limit:
+            needed = samples_to_exclude(limit, num_gates=num_gates)
+    return TaskForecast(
+        task=name,
+        field=f"evaluation.{field}",
+        num_samples=samples,
+        limit=limit,
+        excluded=excluded,
+        samples_needed=needed,
+    )
+
+
+def _tasks(spec: EvaluationSpec) -> list[TaskSpec]:
+    """The tasks of a spec, `paper` spelt out."""
+    named = (TaskSpec(name=task) if isinstance(task, str) else task for task in spec.tasks)
+    return [one for task in named for one in (PAPER_TASKS if task.name == "paper" else (task,))]
+
+
+def _num_samples(name: str, limit: int | None) -> int | None:
+    """Samples of a task as its authors published it; None for one that is not known here."""
+    if name in _BY_SUBJECT:
+        return _ALL_SUBJECTS if limit is None else min(_NUM_SUBJECTS * limit, _ALL_SUBJECTS)
+    known = _NUM_SAMPLES.get(name)
+    return known if known is None or limit is None else min(known, limit)

@@ -9,7 +9,8 @@ from itertools import chain, islice, pairwise
 import numpy as np
 
 from swiftkv_platform.data.files import NumberedRow, Table
-from swiftkv_platform.data.formats import FORMATS, Content, RowError, RowFormat, RowReader, find_format
+from swiftkv_platform.data.formats import FORMATS, Content, RowFormat, RowReader, find_format
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.opening import RemoteFiles, read_source
 from swiftkv_platform.data.packing import IntArray
 from swiftkv_platform.errors import DataError

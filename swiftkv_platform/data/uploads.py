@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftkv_platform.data.files import parse_line
-from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Row, RowError, content_digest, find_format
+from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Row, content_digest, find_format
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import DataError
 
 LONGEST_ROW = 4 << 20

@@ -278,7 +278,7 @@ class _Turns:
         return text, {last: _within(shown, len(prompt), len(text))}
 
     def _found(self, turns: Sequence[int], text: str, marks: list[Span], end: int) -> dict[int, list[Span]]:
-        """What counts of those of `turns` that `text`, of the messages up to `end`, asks for as `_prompt` does."""
+        """Counted characters of those of `turns` that `text`, of the messages up to `end`, asks for by `_prompt`."""
         begins = {turn: begin for turn in self._turns if turn < end and (begin := self._begin(turn, text)) is not None}
         found = dict[int, list[Span]]()
         for turn in (turn for turn in turns if turn in begins):
@@ -344,13 +344,13 @@ def _in_order(found: Mapping[int, list[Span]]) -> list[Span]:
 
 
 def _within(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
-    """What lies of `spans` in [begin, end)."""
+    """The parts of `spans` in [begin, end)."""
     cut = ((max(first, begin), min(last, end)) for first, last in spans)
     return [(first, last) for first, last in cut if first < last]
 
 
 def _outside(spans: Sequence[Span], length: int) -> list[Span]:
-    """What of [0, length) lies in none of `spans`, which are in order."""
+    """The parts of [0, length) outside `spans`, which are in order."""
     edges = [0, *(edge for span in spans for edge in span), length]
     return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 

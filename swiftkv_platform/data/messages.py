@@ -270,7 +270,7 @@ def shown(value: Any) -> str:
 
 
 def parse_json(text: str, what: str) -> Any:
-    """What `text` says. Raises `RowError`."""
+    """The value that JSON says. Raises `RowError`."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"it holds {constant}, which JSON has no word for")

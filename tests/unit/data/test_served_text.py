@@ -140,7 +140,7 @@ COUNTED = [2, 4, 8]
 
 
 def served(tokenizer: Any, turn: int) -> list[int]:
-    """What the chat routes make of the request that `turn` answers."""
+    """Tokens that the chat routes make of the request that `turn` answers."""
     fields = [{key: value for key, value in message.items() if key != "weight"} for message in SENT[:turn]]
     messages = [ChatMessage.model_validate(message).for_template() for message in fields]
     return render_chat(tokenizer, messages, tools=[Tool.model_validate(TOOL).model_dump(exclude_none=True)])

@@ -14,6 +14,7 @@ import pytest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSpec
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
@@ -66,13 +67,14 @@ def prepare(
     remote: Any = None,
     directory: Path | None = None,
     splits: bool = False,
+    access: Access = OPEN,
     **settings: Any,
 ) -> PreparedData:
     entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
     spec = DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
     directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
     tokenizer = tokenizer or byte_tokenizer(chat_template=template)
-    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits)
+    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, access=access)
 
 
 def texts(rows: PackedRows) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,9 @@ class RowFormat:
     optional: tuple[str, ...] = ()
     """Columns read where they exist."""
 
-    def match(self, columns: Collection[str]) -> tuple[str, ...] | None:
-        return next((group for group in self.columns if set(group) <= set(columns)), None)
+    def matches(self, columns: Collection[str]) -> list[tuple[str, ...]]:
+        """Those of its sets of columns that are all there."""
+        return [group for group in self.columns if set(group) <= set(columns)]
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,77 @@ class RowReader:
             raise RowError("it is nested too deeply to be read") from error
 
 
+class Holdings:
+    """Columns that hold something in the rows of a table, which are read as far as it takes to know.
+
+    Args:
+        read: the rows from the beginning.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[Row]]) -> None:
+        self._read = read
+        self._rows: Iterator[Row] | None = None
+        self._held: dict[frozenset[str], set[str]] = {}
+
+    def hold(self, layout: Collection[str], columns: Collection[str]) -> bool:
+        """Whether each of `columns` holds something in some row that has the columns `layout`."""
+        wanted = _known(layout)
+        held = self._held.setdefault(wanted, set())
+        while not held.issuperset(columns):
+            self._rows = self._read() if self._rows is None else self._rows
+            row = next(self._rows, None)
+            if row is None:
+                return False
+            found = self._held.get(_known(row))
+            if found is None and len(self._held) < _LAYOUTS_KEPT:
+                found = self._held.setdefault(_known(row), set())
+            if found is not None:
+                found.update(column for column, value in row.items() if not _is_nothing(value))
+        return True
+
+
+_LAYOUTS_KEPT = 256
+"""Sets of columns of which is remembered what they hold."""
+
+
+def _known(columns: Iterable[str]) -> frozenset[str]:
+    return COLUMNS.intersection(columns)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value) or value != value
+
+
+def match_format(
+    columns: Collection[str], formats: Sequence[RowFormat], holdings: Holdings | None = None
+) -> tuple[RowFormat, tuple[str, ...], bool] | None:
+    """The first of `formats` that fits, the set of its columns that does, and whether those hold something. One whose
+    columns are there and hold nothing comes behind all others; without `holdings`, all hold something."""
+    found = [(candidate, group) for candidate in formats for group in candidate.matches(columns)]
+    for candidate, group in found:
+        if holdings is None or holdings.hold(columns, group):
+            return candidate, group, True
+    return (*found[0], False) if found else None
+
+
 def find_format(
-    name: str, columns: Sequence[str], *, origin: str, path: str, formats: Sequence[RowFormat] | None = None
+    name: str,
+    columns: Sequence[str],
+    *,
+    origin: str,
+    path: str,
+    formats: Sequence[RowFormat] | None = None,
+    holdings: Holdings | None = None,
 ) -> RowReader:
     """The reader for rows with `columns`: of the format `name`, or the first of `formats` (all) that fits where it is
-    `auto`. Raises `DataError`: the columns of no format, or not those of `name`, are there."""
+    `auto`, as `match_format`. Raises `DataError`: the columns of no format, or not those of `name`, are there."""
     formats = FORMATS if formats is None else formats
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
-    for candidate in candidates:
-        required = candidate.match(columns)
-        if required is not None:
-            optional = tuple(column for column in candidate.optional if column in columns)
-            return RowReader(candidate, required, required + optional)
+    matched = match_format(columns, candidates, holdings)
+    if matched is not None:
+        candidate, required, _ = matched
+        optional = tuple(column for column in candidate.optional if column in columns)
+        return RowReader(candidate, required, required + optional)
     wanted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in candidates)
     raise DataError(
         f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these are accepted: {wanted}",
@@ -220,3 +280,8 @@ PROMPT_FORMATS = (
     RowFormat("text", (("text",),), _parse_text),
 )
 """The same for rows of which only the prompt is read, because the teacher answers it."""
+
+COLUMNS = frozenset(
+    column for formats in (FORMATS, PROMPT_FORMATS) for each in formats for group in each.columns for column in group
+)
+"""Columns that decide a format."""

@@ -104,10 +104,12 @@ class ChatRenderer:
         That is one text, the whole conversation, unless the template writes earlier turns in another way once others
         follow (some give the tools before the last question alone): then an answer has a text of its own, which ends
         with it. Turns of `weight` 0 are not counted. Where the template marks what counts by `{% generation %}`, that
-        is counted of a turn; otherwise the turn, its closing marker included. Raises as `render`.
+        is counted of a turn; otherwise the turn, its closing marker included. Raises as `render`; `RowError` also for
+        calls that the template leaves out.
         """
         layout = self._layout(conversation)
         messages = layout.fitted(conversation.messages)
+        layout.check_calls(messages)
         counted = [
             turn
             for turn, (message, given) in enumerate(zip(messages, conversation.messages, strict=True))
@@ -155,11 +157,10 @@ class _Layout:
                 arguments = call["function"]["arguments"]
                 if not isinstance(arguments, str):
                     call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        self._check_calls(fitted)
         return fitted
 
-    def _check_calls(self, messages: list[Message]) -> None:
-        """Refuse calls that the template leaves out."""
+    def check_calls(self, messages: list[Message]) -> None:
+        """Refuse to train on calls that the template leaves out. Raises `RowError`."""
         calling = [message for message in messages if message.get("tool_calls")]
         if calling and "tool_calls" not in self.template:
             silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
@@ -314,7 +315,11 @@ class _Turns:
         # read off one that says something else, and what follows it off a whole that says something else there.
         closing = self._layout.write(self._otherwise(turn, turn + 1)).rpartition(_PLACEHOLDER)[2]
         content_end = len(text) - self._follows(turn, text, end)
-        return content_end + len(closing) if content_end > begin and text.startswith(closing, content_end) else None
+        ends = self._layout.variables.get("eos_token", "")  # which some (Phi's) write behind the last turn alone
+        for each in (closing, closing.removesuffix(ends)):
+            if content_end > begin and text.startswith(each, content_end):
+                return content_end + len(each)
+        return None
 
     def _hole(self, turn: int, text: str) -> Span:
         """Characters of message `turn` in the whole conversation, its closing marker included where it is found."""

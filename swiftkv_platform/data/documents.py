@@ -174,7 +174,7 @@ class DocumentEncoder:
         for begin in range(0, len(ids), self.max_length):
             window = slice(begin, begin + self.max_length)
             counts = np.append(is_target[window][1:], False)
-            if self._splits and passage.spans is None:
+            if self._splits and (passage.spans is None or (counts[0] and not self._assistant_only)):
                 counts[: _prompt_length(draft.digest, begin, len(counts))] = False
             if counts.any():
                 samples.append((ids[window], counts))

@@ -21,7 +21,7 @@ from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec
-from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, texts
+from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, targets, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -42,7 +42,9 @@ ASKED = [{"prompt": "ask", "completion": "say"}]
 )
 def test_published_files_are_read_whole(name: str, format_: str, rows: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
-    tokenizer.chat_template = CHAT
+    tokenizer.chat_template = CHAT.replace(
+        "|{% endfor", "{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}|{% endfor"
+    )
     data = prepare(str(PUBLISHED / name), tokenizer=tokenizer, max_length=1024, validation_fraction=0.01)
     (source,) = data.statistics.sources
     assert (source.formats, source.dropped, source.documents) == ({format_: rows}, 0, rows)
@@ -171,6 +173,37 @@ def test_the_name_of_a_directory_is_no_pattern(write: Write, tmp_path: Path, dir
             assert texts(prepared.train) == ["^own$"]
 
 
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"role": "assistant", "content": None}, "message 2, of the role assistant, holds no words"),
+        ({"role": "critic", "content": "no"}, "a message has the role 'critic'"),
+        ({"from": "gpt", "value": "say", "weight": 2}, "a message has the weight 2; 0 and 1 are accepted"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "-"}}, "calls f with the arguments '-'"),
+        ({"role": "assistant", "content": [{"type": "image_url"}]}, "only text parts are accepted"),
+    ],
+)
+@pytest.mark.parametrize(("column", "format_"), [("messages", "messages"), ("conversations", "sharegpt")])
+def test_an_upload_and_a_job_refuse_the_same_rows_with_the_same_words(
+    write: Write, column: str, format_: str, turn: dict[str, Any], message: str
+) -> None:
+    path = write([{column: TALK}, {column: [TALK[0], turn]}])
+    uploads, job = (partial(check_upload, Path(path), path, field="file", max_rows=9), partial(prepare, path))
+    for refuses in (uploads, job):
+        with pytest.raises(DataError) as caught:
+            refuses()
+        assert f"line 2, read as {format_}: " in caught.value.message
+        assert message in caught.value.message
+        assert caught.value.value == f"{path}:2"
+
+
+def test_turns_of_weight_0_are_read_and_not_counted(write: Write) -> None:
+    talk = [*TALK[:3], {**TALK[3], "weight": 0}]
+    prepared = prepare(write([{"messages": talk}]), template=CHAT, train_on="assistant", max_length=128)
+    assert texts(prepared.train) == ["<user>ask|<assistant>say|<user>more|<assistant>no|"]
+    assert targets(prepared.train) == ["say|"]
+
+
 def test_every_row_of_a_file_may_have_its_own_format(write: Write) -> None:
     path = write([{"text": "one"}, {"messages": TALK[:2], "text": "two"}, {"question": "q", "answer": "a"}])
     formats = prepare(path, max_length=128).statistics.sources[0].formats
@@ -296,6 +329,7 @@ def test_shards_named_as_on_the_hub_and_what_datasets_saved_are_data_sets_with_s
         ("rubbish", "rubbish.parquet", "rubbish.parquet cannot be read as parquet", ".name_or_path"),
         ("a,b", "table.xlsx", "not a readable file; .jsonl, .ndjson, .json", ".name_or_path"),
         ('{"text": "a"}\n{"body": "b"}', "columns.jsonl", "columns.jsonl, line 2, has the columns body", ".format"),
+        ('{"text": "a"}\n{"text": NaN}\n', "nan.jsonl", "line 2, read as text: text is NaN, a float; a string is", ""),
         ('{"text": "a"}\n{"text": 3}\n', "mixed.jsonl", "line 2, read as text: text is 3", ""),
         ('{"text": "a\\ud800"}\n', "half.jsonl", "line 1, read as text: character 1 is half of a surrogate pair", ""),
     ],

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from swiftkv_platform.data import chat as templates
+from swiftkv_platform.data.chat import ChatRenderer
+from swiftkv_platform.data.formats import Conversation
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import ContextLengthError, InvalidInputError, ModelError
 
 if TYPE_CHECKING:
@@ -65,8 +69,7 @@ def render_chat(
     """Token ids of a conversation up to where the assistant begins to speak, or goes on with the last message. Blocks
     for as long as the template runs. `variables`: of the template, beside those that are always there. Raises
     `InvalidInputError`: a model without tokenizer or template, or a conversation its template refuses."""
-    template = chat_template(tokenizer, tools)
-    if template is None:
+    if chat_template(tokenizer, tools) is None:
         raise InvalidInputError(
             "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
         )
@@ -78,21 +81,18 @@ def render_chat(
             "out",
             field=f"{_VARIABLES}.{taken}",
         )
+    conversation = Conversation(
+        [dict(message) for message in messages], None if tools is None else list(map(dict, tools))
+    )
     try:
-        rendered: Any = tokenizer.apply_chat_template(
-            _fitted(messages, template),
-            tools=None if tools is None else list(tools),
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=True,
-            **variables,
+        text = ChatRenderer.for_tokenizer(tokenizer, tells_today=True).render_prompt(
+            conversation, asks=add_generation_prompt, goes_on=continue_final_message, variables=variables
         )
-    except _REFUSALS as error:
+    except RowError as error:
         raise InvalidInputError(
-            f"messages do not fit the model's chat template: {error}", field="messages", value=None
+            f"messages do not fit the model's chat template: {error.__cause__ or error}", field="messages", value=None
         ) from error
-    token_ids: list[int] = list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return token_ids
 
 
@@ -105,15 +105,12 @@ def unread_variables(tokenizer: Any, variables: Iterable[str]) -> list[str]:
 def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
     """The template that lays out a conversation, which with tools may be another one; None where there is none. Raises
     `InvalidInputError`: a tokenizer with several templates, none of which is the default."""
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        return None
     try:
-        template: str = tokenizer.get_chat_template(tools=tools or None)
-    except ValueError as error:
+        return templates.chat_template(tokenizer, tools)
+    except ModelError as error:
         raise InvalidInputError(
             f"messages need a default chat template, which this model has not: {error}", field="messages", value=None
         ) from error
-    return template
 
 
 def set_template(tokenizer: Any, template: str) -> None:
@@ -133,17 +130,6 @@ def set_template(tokenizer: Any, template: str) -> None:
         ) from error
     except _REFUSALS:  # it may ask for more than one message
         return
-
-
-def _fitted(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages in words that the template knows: most have no developer, and join content to other text unseen."""
-    fitted = [dict(message) for message in messages]
-    for message in fitted:
-        if message["role"] == "developer" and "developer" not in template:
-            message["role"] = "system"
-        if message.get("content") is None:
-            message["content"] = ""
-    return fitted
 
 
 def _text(part: Any) -> str:

@@ -14,6 +14,7 @@ import pytest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSpec
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
@@ -67,6 +68,7 @@ def prepare(
     directory: Path | None = None,
     splits: bool = False,
     steers: bool = False,
+    access: Access = OPEN,
     **settings: Any,
 ) -> PreparedData:
     entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
@@ -74,6 +76,7 @@ def prepare(
     directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
     tokenizer = tokenizer or byte_tokenizer(chat_template=template)
     return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, steers=steers)
+    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, access=access)
 
 
 def texts(rows: PackedRows) -> list[str]:

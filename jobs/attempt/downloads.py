@@ -8,8 +8,9 @@ import builtins
 from pathlib import Path
 
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import ModelSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_model, keys_below
@@ -51,30 +52,30 @@ class StoreFiles:
     def __init__(self, workspace: Path) -> None:
         self._workspace = workspace
 
-    def list(self, uri: str) -> builtins.list[str]:
-        """Raises `DataError` if there is no object at `uri` and none below it."""
-        parent, _, name = uri.rstrip("/").rpartition("/")
-        if parent != "s3:/" and open_store(parent).head(name) is not None:
-            return [uri.rstrip("/")]
-        return [f"{uri.rstrip('/')}/{key}" for key in keys_below(uri, DataError, field="data.sources")]
+    def list(self, source: S3Source) -> builtins.list[RemoteFile]:
+        """Raises `DataError` if there is no object at `source` and none below it."""
+        address = f"s3://{source.bucket}"
+        store = open_store(address)
+        if source.key and store.head(source.key) is not None:
+            return [RemoteFile(address, source.key)]
+        return [RemoteFile(address, key) for key in keys_below(store, source, DataError, field="data.sources")]
 
-    def fetch(self, uri: str) -> Path:
+    def fetch(self, file: RemoteFile) -> Path:
         """Download one object, unless it is there."""
-        parent, _, name = uri.rpartition("/")
-        store, path = open_store(parent), self.path(uri)
+        path = self.path(file)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            store.download_file(name, path)
+            open_store(file.store).download_file(file.key, path)
         return path
 
-    def path(self, uri: str) -> Path:
-        """Local path of the object at `uri`, or of what lies below it."""
-        return self._workspace / uri.removeprefix("s3://").strip("/")
+    def path(self, file: RemoteFile) -> Path:
+        """Local path of an object, or of what lies below its key."""
+        return self._workspace / file.store.removeprefix("s3://").strip("/") / file.key
 
 
 def fetch_data(uri: str, workspace: Path) -> Path:
     """The file or directory that an `s3://` address becomes below `workspace`. Raises `DataError`: nothing is there."""
-    files = StoreFiles(workspace)
-    for address in files.list(uri):
-        files.fetch(address)
-    return files.path(uri)
+    files, source = StoreFiles(workspace), S3Source(uri)
+    for file in files.list(source):
+        files.fetch(file)
+    return files.path(RemoteFile(f"s3://{source.bucket}", source.key))

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from swiftkv_platform.data.messages import call_arguments
 from swiftkv_platform.serve.nested import Nested
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS
-from swiftkv_platform.specs.base import MAX_SCHEMA_DEPTH
 from swiftkv_platform.web.problems import short_value
 
 _WORDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -74,6 +74,9 @@ class FunctionCall(Nested):
     name: Annotated[str, Field(min_length=1)]
     arguments: Annotated[str, BeforeValidator(_written)] = ""
     """JSON, as the answer had it."""
+
+    def for_template(self) -> dict[str, Any]:
+        return {"name": self.name, "arguments": call_arguments(self.arguments)}
 
 
 class ToolCall(Nested):
@@ -146,24 +149,6 @@ class ChatMessage(Nested):
         fields |= {name: value for name, value in others.items() if value is not None}
         if self.calls:
             fields["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": _for_template(call.function)} for call in self.calls
+                {"id": call.id, "type": "function", "function": call.function.for_template()} for call in self.calls
             ]
         return fields
-
-
-def _for_template(call: FunctionCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):  # what a model wrote that was cut off, or is no JSON, is shown as it is
-        arguments = None
-    is_plain = isinstance(arguments, dict) and not _is_deep(arguments)
-    return {"name": call.name, "arguments": arguments if is_plain else call.arguments}
-
-
-def _is_deep(value: Any) -> bool:
-    """Whether a value is nested deeper than templates can follow safely."""
-    level: list[Any] = [value]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for several in inner for one in several]
-    return bool(level)

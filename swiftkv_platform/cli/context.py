@@ -22,6 +22,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec, load_spec
+from swiftkv_platform.specs.documents import DuplicateKeyError
 from swiftkv_platform.web.hostile_json import dotted
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -75,6 +76,8 @@ def read_spec(path: Path) -> JobSpec:
             field=".".join(str(part) for part in first["loc"]),
             value=first["input"],
         ) from error
+    except DuplicateKeyError as error:
+        raise InvalidInputError(f"{path}: {error}", field="file", value=str(path)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{path} is neither YAML nor JSON: {error}", field="file", value=str(path)) from error
 

@@ -16,6 +16,8 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from swiftkv_platform.specs.documents import load_yaml
+
 _SCALARS = (str, int, float, bool)
 
 
@@ -87,7 +89,7 @@ def _help(field: FieldInfo) -> str:
 
 def _mapping(text: str) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise typer.BadParameter(f"{text!r} is neither YAML nor JSON: {error}") from error
     if not isinstance(value, dict):

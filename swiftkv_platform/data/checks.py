@@ -8,20 +8,24 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS
+from swiftkv_platform.data.decompression import opened, reads_zstandard
+from swiftkv_platform.data.files import reader_for
+from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Holdings, Row, match_format
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access, BuiltinSource, FileSource, PathSource
-from swiftkv_platform.sources.cards import (
-    SUFFIXES,
-    check_laid_out,
-    check_saved,
-    data_files,
+from swiftkv_platform.sources.cards import check_laid_out, check_saved
+from swiftkv_platform.sources.layout import (
+    ACCEPTED,
+    check_subset,
+    check_whole,
+    compression_of,
     is_hub_layout,
     is_saved_dataset,
+    kind_of,
+    source_files,
 )
 from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
 
@@ -56,9 +60,11 @@ def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceE
                 raise _unusable(where, name, f"the built-in data sets are {known}")
             if name in BUILTIN_PROMPTS and source.complete is None:
                 raise _unusable(where, name, "its rows are requests, which need complete: the teacher answers them")
+            check_subset(source, where)
             return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
         case FileSource():
             assert access.files is not None, "a file without an entry there is refused by `Access.data`"
+            check_whole(source, where)
             stored = access.files[name]
             found = _format_of(stored.columns, "it", source, where)
             return SourceEstimate(name, num_files=1, num_bytes=stored.size, formats=(found,))
@@ -81,13 +87,13 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
             if access.is_restricted:
                 _check_laid_out(path, field)
             return SourceEstimate(name)
-    found = [file for file in data_files(path) if file.suffix in SUFFIXES]
+    found = [file for file in source_files(path, source, where) if kind_of(file.name) is not None]
     if not found:
-        raise _unusable(where, name, f"it has no file that can be read; {', '.join(SUFFIXES)} can")
+        raise _unusable(where, name, f"it has no file that can be read; {ACCEPTED}")
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _unusable(where, name, "it is empty; at least one row is needed")
-    formats = [_TEXT if file.suffix in _TEXT_FILES else _find_format(file, source, where) for file in filled]
+    formats = [_TEXT if kind_of(file.name) in _TEXT_FILES else _find_format(file, source, where) for file in filled]
     return SourceEstimate(
         name,
         num_files=len(filled),
@@ -105,18 +111,24 @@ def _check_laid_out(path: Path, field: str) -> None:
 
 def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:
     """The row format of the file's first row; None where its columns cannot be seen."""
-    read_columns = _parquet_columns if file.suffix == ".parquet" else _json_columns
-    columns = read_columns(file, source, where)
-    return None if columns is None else _format_of(columns, file.name, source, where)
+    if kind_of(file.name) in (".csv", ".tsv", ".parquet"):
+        columns = _columns(file, f"{where}.name_or_path")
+        return None if columns is None else _format_of(columns, file.name, source, where)
+    if _is_closed(file):
+        return None
+    row = _json_row(file, source, where)
+    return None if row is None else _format_of(row, file.name, source, where, Holdings(lambda: iter([row])))
 
 
-def _format_of(columns: Collection[str], origin: str, source: DataSourceSpec, where: str) -> str:
+def _format_of(
+    columns: Collection[str], origin: str, source: DataSourceSpec, where: str, holdings: Holdings | None = None
+) -> str:
     """The row format of rows with these columns."""
     formats = FORMATS if source.complete is None else PROMPT_FORMATS
     wanted = [each for each in formats if source.format in ("auto", each.name)]
-    for each in wanted:
-        if each.match(columns) is not None:
-            return each.name
+    matched = match_format(columns, wanted, holdings)
+    if matched is not None:
+        return matched[0].name
     accepted = "; ".join(
         f"{each.name}: {' or '.join(' + '.join(sorted(group)) for group in each.columns)}" for each in wanted
     )
@@ -124,9 +136,9 @@ def _format_of(columns: Collection[str], origin: str, source: DataSourceSpec, wh
     raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these are accepted: {accepted}")
 
 
-def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:
-    """Keys of the first row; None if it is longer than what is looked at."""
-    with file.open("rb") as stream:
+def _json_row(file: Path, source: DataSourceSpec, where: str) -> Row | None:
+    """The first row; None if it is longer than what is looked at."""
+    with opened(file, f"{where}.name_or_path") as stream:
         head = stream.read(_HEAD_BYTES)
     # A character cut in two at the end is not the file's fault.
     text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
@@ -140,17 +152,23 @@ def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[s
         raise _unusable(where, source.name_or_path, f"the first row of {file.name} is no JSON ({error})") from error
     if not isinstance(row, dict):
         raise _unusable(where, source.name_or_path, f"the first row of {file.name} is no object with columns")
-    return frozenset(row)
+    return row
 
 
-def _parquet_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:
-    """Columns of a Parquet file; None where no Parquet reader is installed, as in the control plane's own image."""
-    if find_spec("pyarrow") is None:
+def _columns(file: Path, field: str) -> Collection[str] | None:
+    """Columns of every row of a file; None where nothing installed here reads it, as in the control plane's image."""
+    if _is_closed(file):
         return None
-    try:
-        return frozenset(import_module("pyarrow.parquet").read_schema(file).names)
-    except ValueError as error:
-        raise _unusable(where, source.name_or_path, f"{file.name} is no Parquet file ({error})") from error
+    reader = reader_for(file, field)
+    assert reader is not None, "only files with a reader are looked at"
+    return reader.columns(file, field)
+
+
+def _is_closed(file: Path) -> bool:
+    """Whether it takes a package to look into the file that is not installed here."""
+    if compression_of(file.name) == ".zst":
+        return not reads_zstandard()
+    return kind_of(file.name) == ".parquet" and find_spec("pyarrow") is None
 
 
 def _unusable(where: str, name: str, why: str) -> DataError:

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from swiftkv_platform.data.formats import PROMPT_FORMATS, RowError
+from swiftkv_platform.data.formats import PROMPT_FORMATS
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.opening import RemoteFiles
 from swiftkv_platform.data.rows import source_rows
 from swiftkv_platform.errors import StorageError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv_platform.data.chat import ChatRenderer, Span
+from swiftkv_platform.data.chat import ChatRenderer, Passage, Span
 from swiftkv_platform.data.formats import Content, content_digest
 from swiftkv_platform.data.packing import BoolArray, IntArray, Samples
 from swiftkv_platform.data.prepared import open_tokens
@@ -31,13 +31,16 @@ _LONG_TEXT = 1 << 20
 class Draft:
     """A document before its tokens."""
 
-    text: str
+    passages: list[Passage]
+    """Its texts; a conversation may have several."""
     digest: int
-    assistant: list[Span] | None
-    """Characters that are targets; None where all are."""
     is_conversation: bool
     is_framed: bool
     """Whether BOS and EOS are added: not where a chat template writes its own."""
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(passage.text) for passage in self.passages)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Encoded:
     """Tokens of the whole document."""
     was_cut: bool
     """A text was split into windows, or a conversation lost its end."""
+    num_lost: int = 0
+    """Tokens of such ends."""
 
 
 class DocumentEncoder:
@@ -79,33 +84,36 @@ class DocumentEncoder:
         """Render a sample. Raises `RowError`: the chat template refuses it, or it holds what is no text."""
         digest = content_digest(content)
         if isinstance(content, str):
-            return Draft(content, digest, assistant=None, is_conversation=False, is_framed=True)
-        if self._assistant_only:
-            text, spans = self._renderer.render_with_spans(content)
-            return Draft(text, digest, spans, is_conversation=True, is_framed=self._renderer.is_plain)
-        text = self._renderer.render(content)
-        return Draft(text, digest, assistant=None, is_conversation=True, is_framed=self._renderer.is_plain)
+            return Draft([Passage(content, None)], digest, is_conversation=False, is_framed=True)
+        passages = self._renderer.passages(content, "assistant" if self._assistant_only else "all")
+        return Draft(passages, digest, is_conversation=True, is_framed=self._renderer.is_plain)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
         """Tokenize many documents at once. Raises `DataError`: assistant tokens are asked for and the tokenizer cannot
         tell where its tokens stand in the text."""
-        with_offsets = any(draft.assistant is not None for draft in drafts)
+        passages = [passage for draft in drafts for passage in draft.passages]
+        with_offsets = any(passage.spans is not None for passage in passages)
         if with_offsets and not self._tokenizer.is_fast:
             raise DataError(
-                "data.train_on is 'assistant', which needs a tokenizer with a tokenizer.json; this one "
-                f"({type(self._tokenizer).__name__}) has none; use 'all'",
+                "data.train_on is 'assistant', or messages have a weight of 0, which needs a tokenizer with a "
+                f"tokenizer.json; this one ({type(self._tokenizer).__name__}) has none; use 'all', and no weights",
                 field="data.train_on",
-                value="assistant",
+                value="assistant" if self._assistant_only else "all",
             )
-        long = [len(draft.text) > _LONG_TEXT and draft.assistant is None for draft in drafts]
+        long = [len(passage.text) > _LONG_TEXT and passage.spans is None for passage in passages]
         encoding = self._tokenize(
-            ["" if apart else draft.text for draft, apart in zip(drafts, long, strict=True)], with_offsets
+            ["" if apart else passage.text for passage, apart in zip(passages, long, strict=True)], with_offsets
         )
-        offsets = encoding["offset_mapping"] if with_offsets else [None] * len(drafts)
-        return [
-            self._encode(draft, self._in_pieces(draft.text) if apart else np.array(ids, dtype=np.int32), characters)
-            for draft, apart, ids, characters in zip(drafts, long, encoding["input_ids"], offsets, strict=True)
-        ]
+        offsets = encoding["offset_mapping"] if with_offsets else [None] * len(passages)
+        tokens = zip(
+            (
+                self._in_pieces(passage.text) if apart else np.array(ids, dtype=np.int32)
+                for passage, apart, ids in zip(passages, long, encoding["input_ids"], strict=True)
+            ),
+            offsets,
+            strict=True,
+        )
+        return [_joined([self._encode(draft, each, *next(tokens)) for each in draft.passages]) for draft in drafts]
 
     def _in_pieces(self, text: str) -> TokenIds:
         """Tokens of a long text, which is cut at line ends: tokenizers take a hundred bytes for each character."""
@@ -117,6 +125,8 @@ class DocumentEncoder:
         return np.concatenate(pieces)
 
     def _tokenize(self, texts: list[str], with_offsets: bool) -> Any:
+        if not texts:  # which some tokenizers refuse
+            return {"input_ids": [], "offset_mapping": []}
         return self._tokenizer(
             texts,
             add_special_tokens=False,
@@ -147,14 +157,14 @@ class DocumentEncoder:
         kept = ids[: self.max_length]
         counts = np.append(is_target[1 : len(kept)], False)
         samples = [(kept, counts)] if counts.any() else []
-        return Encoded(samples, len(ids), was_cut=len(ids) > self.max_length)
+        return Encoded(samples, len(ids), was_cut=len(ids) > self.max_length, num_lost=len(ids) - len(kept))
 
-    def _encode(self, draft: Draft, ids: TokenIds, offsets: list[Span] | None) -> Encoded:
-        if draft.assistant is None:
+    def _encode(self, draft: Draft, passage: Passage, ids: TokenIds, offsets: list[Span] | None) -> Encoded:
+        if passage.spans is None:
             is_target = np.ones(len(ids), dtype=np.bool_)
         else:
             assert offsets is not None
-            is_target = _inside(np.array(offsets, dtype=np.int64).reshape(-1, 2), draft.assistant)
+            is_target = _inside(np.array(offsets, dtype=np.int64).reshape(-1, 2), passage.spans)
         if draft.is_framed:
             ids, is_target = self._frame(ids, is_target)
         num_tokens = len(ids)
@@ -164,11 +174,11 @@ class DocumentEncoder:
         for begin in range(0, len(ids), self.max_length):
             window = slice(begin, begin + self.max_length)
             counts = np.append(is_target[window][1:], False)
-            if self._splits and draft.assistant is None:
+            if self._splits and (passage.spans is None or (counts[0] and not self._assistant_only)):
                 counts[: _prompt_length(draft.digest, begin, len(counts))] = False
             if counts.any():
                 samples.append((ids[window], counts))
-        return Encoded(samples, num_tokens, was_cut=num_tokens > self.max_length)
+        return Encoded(samples, num_tokens, was_cut=num_tokens > self.max_length, num_lost=num_tokens - len(ids))
 
     def _frame(self, ids: TokenIds, is_target: BoolArray) -> tuple[TokenIds, BoolArray]:
         """BOS in front and EOS behind, where the tokenizer has them and the text does not. EOS counts if what it ends
@@ -181,6 +191,18 @@ class DocumentEncoder:
         if eos is not None and (not len(ids) or ids[-1] != eos):
             ids, is_target = np.append(ids, np.int32(eos)), np.append(is_target, ends_in_target)
         return ids, is_target
+
+
+def _joined(parts: Sequence[Encoded]) -> Encoded:
+    """The passages of one document."""
+    if len(parts) == 1:
+        return parts[0]
+    return Encoded(
+        [sample for part in parts for sample in part.samples],
+        sum(part.num_tokens for part in parts),
+        was_cut=any(part.was_cut for part in parts),
+        num_lost=sum(part.num_lost for part in parts),
+    )
 
 
 def _prompt_length(digest: int, begin: int, num_tokens: int) -> int:

@@ -1,18 +1,22 @@
-"""Rows of sources as tables, and those of local files, read one after another: JSON Lines, JSON arrays, Parquet, plain
-text. Knows no format of rows and no tokenizer. No file is held in memory whole, however large.
+"""Rows of sources as tables, and those of local files, read one after another: JSON Lines, JSON arrays, CSV, Parquet,
+plain text, compressed or not. Knows no format of rows and no tokenizer. No file is held in memory whole, however large.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+from swiftkv_platform.data.decompression import opened
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources.layout import kind_of
 
 Row = dict[str, Any]
 NumberedRow = tuple[int, Row]
@@ -42,6 +46,8 @@ MAX_DOCUMENT_CHARACTERS = 1 << 24
 _BYTES_PER_READ = 1 << 20
 _LONGEST_ELEMENT = 1 << 26
 """Characters of one element of a JSON array; a longer one is taken for damage."""
+_LONGEST_LINE = 1 << 26
+"""Bytes of a line; a longer one is taken for damage, such as an archive that goes on for ever."""
 _ROWS_PER_BATCH = 512
 _BLANKS = " \t\r\n"
 
@@ -59,24 +65,35 @@ class FileReader:
     """Columns of every row; None where each row has its own."""
 
 
-def reader_for(file: Path) -> FileReader | None:
-    """Choose by the name's ending, and for JSON by the first character; None for a kind that is not read."""
-    reader = READERS.get(file.suffix)
-    if reader is _JSON_LINES and _is_array(file):
+def reader_for(file: Path, field: str) -> FileReader | None:
+    """Choose by the name's ending, and for JSON by the first character; None for a kind that is not read. Raises
+    `DataError`: a compressed file that cannot be read."""
+    reader = READERS.get(kind_of(file.name) or "")
+    if reader is _JSON_LINES and _is_array(file, field):
         return _JSON_ARRAY
     return reader
 
 
-def _is_array(file: Path) -> bool:
-    with file.open("rb") as stream:
+def _is_array(file: Path, field: str) -> bool:
+    with opened(file, field) as stream:
         return stream.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _line_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+def _lines(file: Path, field: str) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers."""
+    with opened(file, field) as stream:
+        number = 0
+        while line := stream.readline(_LONGEST_LINE + 1):
+            number += 1
+            if len(line) > _LONGEST_LINE:
+                _not_json(str(file), number, 1, f"the line is longer than {_LONGEST_LINE} bytes", field)
             if not line.isspace():
-                yield number, parse_line(line, str(file), number, field)
+                yield number, line
+
+
+def _line_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    for number, line in _lines(file, field):
+        yield number, parse_line(line, str(file), number, field)
 
 
 def parse_line(line: bytes, file: str, number: int, field: str) -> Row:
@@ -99,9 +116,8 @@ def parse_line(line: bytes, file: str, number: int, field: str) -> Row:
     return row
 
 
-def _count_lines(file: Path, _field: str) -> int:
-    with file.open("rb") as stream:
-        return sum(not line.isspace() for line in stream)
+def _count_lines(file: Path, field: str) -> int:
+    return sum(1 for _ in _lines(file, field))
 
 
 def _array_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
@@ -196,12 +212,13 @@ class _Window:
 def _text_chunks(file: Path, field: str) -> Iterator[str]:
     """The file's characters, some million bytes at a time, every line end as "\\n"."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-    line = 1
-    with file.open("rb") as stream:
+    line, size = 1, 0
+    with opened(file, field) as stream:
         while True:
             chunk = stream.read(_BYTES_PER_READ)
+            size += len(chunk)
             pending = len(decoder.getstate()[0])
-            begin = stream.tell() - len(chunk) - pending
+            begin = size - len(chunk) - pending
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
@@ -231,6 +248,67 @@ def _text_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterat
             number, pieces, size = number + 1, [text[end:]], len(text) - end
     if size or number == 1:
         yield number, {"text": "".join(pieces)}
+
+
+def _csv_rows(delimiter: str, file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    """Rows under the names of the first, every cell a text, with the line on which each ends."""
+    with opened(file, field) as stream:
+        records = _csv_records(stream, file, delimiter, field)
+        _, header = next(records, (0, []))
+        if len(set(header)) < len(header):
+            raise DataError(
+                f"{field}: {file} names a column twice in its first line ({', '.join(header)}); each name once is "
+                "accepted",
+                field=field,
+                value=str(file),
+            )
+        wanted = [(place, name) for place, name in enumerate(header) if columns is None or name in columns]
+        for line, cells in records:
+            if len(cells) != len(header):
+                raise _bad_csv(file, line, f"it has {len(cells)} cells, and the first line {len(header)}", field)
+            yield line, {name: cells[place] for place, name in wanted}
+
+
+def _csv_records(stream: BinaryIO, file: Path, delimiter: str, field: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(_LONGEST_ELEMENT)  # of the process; its default is too short for a text
+    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+
+    def lines() -> Iterator[str]:
+        while line := text.readline(_LONGEST_LINE + 1):
+            if len(line) > _LONGEST_LINE:
+                raise csv.Error(f"it is longer than {_LONGEST_LINE} characters")
+            yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    try:
+        for cells in reader:
+            if cells:
+                yield reader.line_num, cells
+    except UnicodeDecodeError as error:
+        line = reader.line_num + 1
+        raise _bad_csv(file, line, f"it, or a line soon after it, is not UTF-8 ({error.reason})", field) from error
+    except csv.Error as error:
+        raise _bad_csv(file, reader.line_num, str(error), field) from error
+
+
+def _csv_columns(delimiter: str, file: Path, field: str) -> tuple[str, ...] | None:
+    with opened(file, field) as stream:
+        _, header = next(_csv_records(stream, file, delimiter, field), (0, None))
+    return None if header is None else tuple(header)
+
+
+def _bad_csv(file: Path, line: int, why: str, field: str) -> DataError:
+    return DataError(
+        f"{field}: {file}, line {line} cannot be read: {why}; UTF-8 text with one record a line, names in the "
+        "first, is accepted",
+        field=field,
+        value=f"{file}:{line}",
+    )
+
+
+def _csv(delimiter: str) -> FileReader:
+    rows = partial(_csv_rows, delimiter)
+    return FileReader("line", rows, _count_rows(rows), partial(_csv_columns, delimiter))
 
 
 def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
@@ -298,5 +376,14 @@ _PARQUET = FileReader(
     lambda file, field: tuple(_open_parquet(file, field).schema_arrow.names),
 )
 _TEXT = FileReader("row", _text_rows, _count_rows(_text_rows), lambda _file, _field: ("text",))
-READERS = {".jsonl": _JSON_LINES, ".json": _JSON_LINES, ".parquet": _PARQUET, ".txt": _TEXT, ".py": _TEXT}
-"""Readers by the ending of the file's name."""
+READERS = {
+    ".jsonl": _JSON_LINES,
+    ".ndjson": _JSON_LINES,
+    ".json": _JSON_LINES,
+    ".csv": _csv(","),
+    ".tsv": _csv("\t"),
+    ".parquet": _PARQUET,
+    ".txt": _TEXT,
+    ".py": _TEXT,
+}
+"""Readers by `layout.kind_of` a file's name."""

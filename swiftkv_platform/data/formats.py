@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swiftkv_platform.data.messages import Message, RowError, read_messages, read_prompt, read_tools, shown, turns_of
 from swiftkv_platform.errors import DataError
 
 Row = dict[str, Any]
-Message = dict[str, Any]
-"""`role`, `content` (str; None of a call without words) and whatever else a chat template may read, as `tool_calls`."""
-
-MAX_DEPTH = 100
-"""Lists and objects inside each other in a message or a tool."""
-
-
-class RowError(ValueError):
-    """A row that its format cannot read; the caller knows which row of what it is."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +26,9 @@ class Conversation:
         return bool(self.messages)
 
     def as_json(self) -> str:
-        """Return the conversation as JSON, the same for equal conversations."""
-        said = self.messages if self.tools is None else {"messages": self.messages, "tools": self.tools}
+        """Return the conversation as JSON, the same for equal conversations, whatever of them is counted."""
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in self.messages]
+        said = messages if self.tools is None else {"messages": messages, "tools": self.tools}
         return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
 
 
@@ -54,8 +47,9 @@ class RowFormat:
     optional: tuple[str, ...] = ()
     """Columns read where they exist."""
 
-    def match(self, columns: Collection[str]) -> tuple[str, ...] | None:
-        return next((group for group in self.columns if set(group) <= set(columns)), None)
+    def matches(self, columns: Collection[str]) -> list[tuple[str, ...]]:
+        """Those of its sets of columns that are all there."""
+        return [group for group in self.columns if set(group) <= set(columns)]
 
 
 @dataclass(frozen=True)
@@ -70,21 +64,83 @@ class RowReader:
     def __call__(self, row: Row) -> Content:
         """The row's text or conversation; "" where it holds none. Raises `RowError`: a value of another type than the
         format has."""
-        return self.format.parse([row[column] for column in self.required], row)
+        try:
+            return self.format.parse([row[column] for column in self.required], row)
+        except RecursionError as error:
+            raise RowError("it is nested too deeply to be read") from error
+
+
+class Holdings:
+    """Columns that hold something in the rows of a table, which are read as far as it takes to know.
+
+    Args:
+        read: the rows from the beginning.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[Row]]) -> None:
+        self._read = read
+        self._rows: Iterator[Row] | None = None
+        self._held: dict[frozenset[str], set[str]] = {}
+
+    def hold(self, layout: Collection[str], columns: Collection[str]) -> bool:
+        """Whether each of `columns` holds something in some row that has the columns `layout`."""
+        wanted = _known(layout)
+        held = self._held.setdefault(wanted, set())
+        while not held.issuperset(columns):
+            self._rows = self._read() if self._rows is None else self._rows
+            row = next(self._rows, None)
+            if row is None:
+                return False
+            found = self._held.get(_known(row))
+            if found is None and len(self._held) < _LAYOUTS_KEPT:
+                found = self._held.setdefault(_known(row), set())
+            if found is not None:
+                found.update(column for column, value in row.items() if not _is_nothing(value))
+        return True
+
+
+_LAYOUTS_KEPT = 256
+"""Sets of columns of which is remembered what they hold."""
+
+
+def _known(columns: Iterable[str]) -> frozenset[str]:
+    return COLUMNS.intersection(columns)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value) or value != value
+
+
+def match_format(
+    columns: Collection[str], formats: Sequence[RowFormat], holdings: Holdings | None = None
+) -> tuple[RowFormat, tuple[str, ...], bool] | None:
+    """The first of `formats` that fits, the set of its columns that does, and whether those hold something. One whose
+    columns are there and hold nothing comes behind all others; without `holdings`, all hold something."""
+    found = [(candidate, group) for candidate in formats for group in candidate.matches(columns)]
+    for candidate, group in found:
+        if holdings is None or holdings.hold(columns, group):
+            return candidate, group, True
+    return (*found[0], False) if found else None
 
 
 def find_format(
-    name: str, columns: Sequence[str], *, origin: str, path: str, formats: Sequence[RowFormat] | None = None
+    name: str,
+    columns: Sequence[str],
+    *,
+    origin: str,
+    path: str,
+    formats: Sequence[RowFormat] | None = None,
+    holdings: Holdings | None = None,
 ) -> RowReader:
     """The reader for rows with `columns`: of the format `name`, or the first of `formats` (all) that fits where it is
-    `auto`. Raises `DataError`: the columns of no format, or not those of `name`, are there."""
+    `auto`, as `match_format`. Raises `DataError`: the columns of no format, or not those of `name`, are there."""
     formats = FORMATS if formats is None else formats
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
-    for candidate in candidates:
-        required = candidate.match(columns)
-        if required is not None:
-            optional = tuple(column for column in candidate.optional if column in columns)
-            return RowReader(candidate, required, required + optional)
+    matched = match_format(columns, candidates, holdings)
+    if matched is not None:
+        candidate, required, _ = matched
+        optional = tuple(column for column in candidate.optional if column in columns)
+        return RowReader(candidate, required, required + optional)
     wanted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in candidates)
     raise DataError(
         f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these are accepted: {wanted}",
@@ -108,74 +164,16 @@ def _text(value: Any, what: str) -> str:
         return ""
     if isinstance(value, str):
         return value
-    raise RowError(f"{what} is {value!r:.80}, a {type(value).__name__}; a string is accepted")
-
-
-def _message_text(value: Any) -> str:
-    """The content of a message: a string, or a list of text parts as in the OpenAI format."""
-    if not isinstance(value, list):
-        return _text(value, "a message's content")
-    parts = []
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise RowError(f"a message holds the part {part!r:.80}; only text parts are accepted")
-        parts.append(_text(part.get("text"), "a text part"))
-    return "".join(parts)
-
-
-def _without_nulls(value: Any, depth: int = 0) -> Any:
-    """Columns give every message the keys of all messages; those it does not have are null. Raises `RowError` for what
-    templates could not walk."""
-    if depth > MAX_DEPTH:
-        raise RowError(f"a message or tool has lists and objects more than {MAX_DEPTH} deep; use fewer")
-    if isinstance(value, dict):
-        return {key: _without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item, depth + 1) for item in value]
-    return value
-
-
-def _messages(turns: Any, what: str, roles: dict[str, str] | None = None) -> list[Message]:
-    """Messages of {role, content} or {from, value}; `roles` translates the roles and refuses others."""
-    if turns is None:
-        return []
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise RowError(f"{what} is {turns!r:.80}; a list of messages is accepted")
-    messages = []
-    for turn in turns:
-        role_key, content_key = ("from", "value") if turn.get("from") is not None else ("role", "content")
-        role = turn.get(role_key)
-        if not isinstance(role, str) or (roles is not None and role not in roles):
-            accepted = "a string is" if roles is None else f"{', '.join(roles)} are"
-            raise RowError(f"a message has the role {role!r}; {accepted} accepted")
-        others = _without_nulls({key: value for key, value in turn.items() if key not in {role_key, content_key}})
-        content = _message_text(turn.get(content_key))
-        wordless = not content and others.get("tool_calls")
-        messages.append({"role": roles[role] if roles else role, "content": None if wordless else content, **others})
-    return messages
+    raise RowError(f"{what} is {shown(value)}, a {type(value).__name__}; a string is accepted")
 
 
 def _conversation(messages: list[Message], row: Row) -> Conversation:
-    """Return a conversation with the row's other columns: `system`, unless a message has it, and `tools`."""
+    """Return a conversation with the row's other columns: `system`, unless a message has it, and `tools`, which OpenAI
+    once called `functions`."""
     system = _text(row.get("system"), "system")
-    if system and messages and messages[0]["role"] != "system":
+    if system and messages and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
-    return Conversation(messages, _tools(row.get("tools")))
-
-
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """A list of functions, or JSON of one; None where there is none."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"tools is {value!r:.80}, which is no JSON: {error}") from error
-    if not value:
-        return None
-    tools = [value] if isinstance(value, dict) else value
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"tools is {value!r:.80}; a list of functions is accepted")
-    return [_without_nulls(tool) for tool in tools]
+    return Conversation(messages, read_tools(row.get("tools") or row.get("functions")))
 
 
 def _exchange(user: str, assistant: str) -> list[Message]:
@@ -186,20 +184,33 @@ def _parse_text(values: list[Any], _row: Row) -> Content:
     return _text(values[0], "text")
 
 
-def _chats(column: str, roles: dict[str, str] | None = None) -> Callable[[list[Any], Row], Content]:
-    return lambda values, row: _conversation(_messages(values[0], column, roles), row)
+def _chats(column: str) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _conversation(read_messages(values[0], column), row)
 
 
-def _unanswered_chats(column: str, roles: dict[str, str] | None = None) -> Callable[[list[Any], Row], Content]:
-    return lambda values, row: _conversation(_unanswered(_messages(values[0], column, roles)), row)
+def _unanswered_chats(column: str) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _conversation(read_prompt(values[0], column), row)
 
 
 def _parse_prompt_completion(values: list[Any], row: Row) -> Content:
     prompt, completion = values
     if isinstance(prompt, list) or isinstance(completion, list):
-        return _conversation(_messages(prompt, "prompt") + _messages(completion, "completion"), row)
+        return _conversation(_both(prompt, completion), row)
     user, assistant = _text(prompt, "the prompt"), _text(completion, "the completion")
     return _conversation(_exchange(user, assistant) if user and assistant else [], row)
+
+
+def _both(prompt: Any, completion: Any) -> list[Message]:
+    """Messages of a prompt and its completion, either of which may be a text."""
+    sides = (("prompt", "user", prompt), ("completion", "assistant", completion))
+    return read_messages(
+        [
+            turn
+            for what, role, said in sides
+            for turn in ([{"role": role, "content": said}] if isinstance(said, str) else turns_of(said, what))
+        ],
+        "prompt and completion",
+    )
 
 
 def _parse_alpaca(values: list[Any], row: Row) -> Content:
@@ -214,18 +225,13 @@ def _history(row: Row) -> list[Message]:
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output is accepted")
-    return [message for pair in history for message in _exchange(*(_text(part, "history") for part in pair))]
+    pairs = (_exchange(*(_text(part, "history") for part in pair)) for pair in history)
+    return read_messages([message for pair in pairs for message in pair], "history")
 
 
 def _instruction(instruction: str, row: Row) -> str:
     context = _text(row.get("input"), "input")
     return f"{instruction}\n\n{context}" if context else instruction
-
-
-def _unanswered(messages: list[Message]) -> list[Message]:
-    """Return the messages up to the last one that is not the assistant's."""
-    end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
-    return messages[:end]
 
 
 def _question(prompt: str) -> list[Message]:
@@ -234,7 +240,7 @@ def _question(prompt: str) -> list[Message]:
 
 def _prompt_of_prompt(values: list[Any], row: Row) -> Content:
     if isinstance(values[0], list):
-        return _conversation(_unanswered(_messages(values[0], "prompt")), row)
+        return _conversation(read_prompt(values[0], "prompt"), row)
     return _conversation(_question(_text(values[0], "the prompt")), row)
 
 
@@ -243,23 +249,12 @@ def _prompt_of_alpaca(values: list[Any], row: Row) -> Content:
     return _conversation([*_history(row), *question] if question else [], row)
 
 
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
-
-_BESIDE = ("system", "tools")
+_BESIDE = ("system", "tools", "functions")
 """Columns beside those of any conversation."""
 
 FORMATS = (
     RowFormat("messages", (("messages",),), _chats("messages"), optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _chats("conversations", _SHAREGPT_ROLES), optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _chats("conversations"), optional=_BESIDE),
     RowFormat(
         "prompt_completion",
         (
@@ -279,9 +274,14 @@ FORMATS = (
 
 PROMPT_FORMATS = (
     RowFormat("messages", (("messages",),), _unanswered_chats("messages"), optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _unanswered_chats("conversations", _SHAREGPT_ROLES), optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _unanswered_chats("conversations"), optional=_BESIDE),
     RowFormat("prompt_completion", (("prompt",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE),
     RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=("input", "history", *_BESIDE)),
     RowFormat("text", (("text",),), _parse_text),
 )
 """The same for rows of which only the prompt is read, because the teacher answers it."""
+
+COLUMNS = frozenset(
+    column for formats in (FORMATS, PROMPT_FORMATS) for each in formats for group in each.columns for column in group
+)
+"""Columns that decide a format."""

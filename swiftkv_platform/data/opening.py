@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,24 +15,46 @@ from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, T
 from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, FileSource, HubSource, PathSource, S3Source
-from swiftkv_platform.sources.cards import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.chat_prompts import PROMPT_SPLITS, chat_prompts
 from swiftkv_platform.sources.corpus import standard_library_modules
+from swiftkv_platform.sources.layout import (
+    ACCEPTED,
+    check_subset,
+    check_whole,
+    choose,
+    is_hub_layout,
+    is_saved_dataset,
+    kind_of,
+    source_files,
+)
 from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.sources.recall_prompts import long_recall_prompts, recall_prompts
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
 
-_SUFFIXES = ", ".join(SUFFIXES)
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """An object of a store."""
+
+    store: str
+    """Address of the store, such as `s3://bucket`."""
+    key: str
+    """Key in it, character by character."""
+
+    @property
+    def origin(self) -> str:
+        """Name in messages."""
+        return f"{self.store}/{self.key}"
 
 
 class RemoteFiles(Protocol):
-    """Objects at `s3://` addresses, brought to this machine."""
+    """Objects of stores, brought to this machine."""
 
-    def list(self, uri: str) -> Sequence[str]:
-        """Addresses of the object at `uri`, or of those below it, sorted. Raises `DataError` if there are none."""
+    def list(self, source: S3Source) -> Sequence[RemoteFile]:
+        """The object that `source` names, or those below it, sorted. Raises `DataError` if there are none."""
 
-    def fetch(self, uri: str) -> Path:
-        """Download one object; the same address again finds it there."""
+    def fetch(self, file: RemoteFile) -> Path:
+        """Download one object; the same one again finds it there."""
 
 
 def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None, access: Access = OPEN) -> list[Table]:
@@ -55,9 +77,10 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
             return _builtin(source, path)
         case FileSource(name):
             assert access.files is not None, "a file without an entry there is refused by `Access.data`"
+            check_whole(source, path)
             return [_uploaded(_needed(remote, name, field), access.files[name], name, field)]
         case S3Source(name):
-            return _remote(_needed(remote, name, field), source, field)
+            return _remote(_needed(remote, name, field), named, source, path)
         case PathSource(name, location):
             if not location.exists():
                 raise DataError(f"{field} is {name!r}: no such file or directory", field=field, value=name)
@@ -67,7 +90,7 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
                 boundary.check_tree(location, field)
                 if (saved := _saved(location, source, path, boundary)) is not None:
                     return saved
-            return _local(location, name, field, boundary)
+            return _local(location, source, path, boundary)
         case HubSource(name):
             if access.is_restricted:
                 refuse_shadowed(name, field)
@@ -85,7 +108,8 @@ def _needed(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
 
 def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) -> Table:
     """Rows of an uploaded file, which must be those that were uploaded."""
-    file = remote.fetch(stored.uri)
+    store, _, key = stored.uri.rpartition("/")
+    file = remote.fetch(RemoteFile(store, key))
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != stored.sha256:
@@ -102,6 +126,7 @@ _PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
+    check_subset(source, path)
     if source.name_or_path in _PROMPTS:
         return [_prompts(source, path)]
     if source.name_or_path != BUILTIN_DATA:
@@ -140,13 +165,14 @@ def _listed(origin: str, rows: Sequence[Row], *, held_out: bool) -> Table:
     return Table(origin, ("text",), lambda _columns: enumerate(rows, start=1), lambda: len(rows), held_out=held_out)
 
 
-def _local(location: Path, name: str, field: str, boundary: Boundary) -> list[Table]:
-    files = [boundary.check(file, field) for file in data_files(location)]
-    readers = [(file, reader_for(file)) for file in files]
+def _local(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> list[Table]:
+    name, field = source.name_or_path, f"{path}.name_or_path"
+    files = [boundary.check(file, field) for file in source_files(location, source, path)]
+    readers = [(file, reader_for(file, field)) for file in files]
     tables = [_file_table(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
         what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError(f"{field} is {name!r}, {what}; {_SUFFIXES} are accepted", field=field, value=name)
+        raise DataError(f"{field} is {name!r}, {what}; {ACCEPTED}", field=field, value=name)
     return tables
 
 
@@ -160,21 +186,26 @@ def _file_table(file: Path, reader: FileReader, field: str) -> Table:
     )
 
 
-def _remote(remote: RemoteFiles, source: DataSourceSpec, field: str) -> list[Table]:
+def _remote(remote: RemoteFiles, named: S3Source, source: DataSourceSpec, path: str) -> list[Table]:
     """One table an object. A streamed one is fetched when it is read and deleted when that is done."""
-    name = source.name_or_path
-    uris = [uri for uri in remote.list(name) if Path(uri).suffix in READERS]
-    if not uris:
-        raise DataError.of(field, name, f", which has no readable objects; {_SUFFIXES} are accepted")
-    return [_object_table(remote, uri, field, keep=not source.streaming) for uri in uris]
+    field = f"{path}.name_or_path"
+    objects = {file.key.removeprefix(named.key).lstrip("/"): file for file in remote.list(named)}
+    if list(objects) == [""]:
+        check_whole(source, path)
+        chosen = [file for file in objects.values() if kind_of(file.key) is not None]
+    else:
+        chosen = [objects[name] for name in choose(list(objects), source, path)]
+    if not chosen:
+        raise DataError.of(field, named.name, f", which has no readable objects; {ACCEPTED}")
+    return [_object_table(remote, file, field, keep=not source.streaming) for file in chosen]
 
 
-def _object_table(remote: RemoteFiles, uri: str, field: str, *, keep: bool) -> Table:
+def _object_table(remote: RemoteFiles, file: RemoteFile, field: str, *, keep: bool) -> Table:
     def table() -> Table:
-        file = remote.fetch(uri)
-        reader = reader_for(file)
-        assert reader is not None, "the address ends like a readable file"
-        return _file_table(file, reader, field)
+        copy = remote.fetch(file)
+        reader = reader_for(copy, field)
+        assert reader is not None, "the key ends like a readable file"
+        return _file_table(copy, reader, field)
 
     def rows(columns: Sequence[str] | None) -> Iterator[NumberedRow]:
         opened = table()
@@ -184,11 +215,12 @@ def _object_table(remote: RemoteFiles, uri: str, field: str, *, keep: bool) -> T
             if not keep:
                 Path(opened.origin).unlink(missing_ok=True)
 
-    return Table(uri, None, rows, lambda: table().count(), READERS[Path(uri).suffix].unit)
+    return Table(file.origin, None, rows, lambda: table().count(), READERS[kind_of(file.key) or ""].unit)
 
 
 def _saved(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> list[Table] | None:
     """The split of a directory that `datasets` or the hub laid out; None for any other directory."""
     if is_saved_dataset(location):
+        check_subset(source, path)
         return [read_saved(location, source, path, boundary)]
     return [read_laid_out(str(location), source, path, boundary)] if is_hub_layout(location) else None

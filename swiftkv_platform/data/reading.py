@@ -13,7 +13,7 @@ import numpy as np
 
 from swiftkv_platform.data.completions import Answer
 from swiftkv_platform.data.documents import DocumentCollector, DocumentEncoder, Draft, Encoded
-from swiftkv_platform.data.formats import RowError
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.rows import SourceRow
 from swiftkv_platform.data.statistics import DocumentLengths, SourceStatistics
 from swiftkv_platform.errors import DataError
@@ -105,7 +105,7 @@ class SourceReading:
         self._lengths.append(encoded.num_tokens)
         if encoded.was_cut and may_lose_its_end:
             self._truncated += 1
-            self._truncated_tokens += encoded.num_tokens - self.encoder.max_length
+            self._truncated_tokens += encoded.num_lost
         elif encoded.was_cut:
             self._split += 1
 
@@ -115,7 +115,7 @@ def _batches(drafts: Iterable[tuple[Draft, bool | None]]) -> Iterator[list[tuple
     batch, size = list[tuple[Draft, "bool | None"]](), 0
     for draft in drafts:
         batch.append(draft)
-        size += len(draft[0].text)
+        size += draft[0].num_characters
         if len(batch) >= _DRAFTS_PER_BATCH or size >= _CHARACTERS_PER_BATCH:
             yield batch
             batch, size = [], 0

@@ -7,8 +7,13 @@ opened.
 
 from __future__ import annotations
 
+import atexit
+import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,8 @@ from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, ch
 from swiftkv_platform.specs import DataSourceSpec
 
 _ROWS_PER_BATCH = 512
+_PATTERN = re.compile(r"[][*?{}!:#%]")
+"""Characters to which file systems give no meaning, and `datasets` one in every path."""
 _BUILDERS = frozenset({"arrow", "csv", "json", "parquet", "text"})
 """Readers of `datasets` that open the files they are given and no others."""
 
@@ -96,7 +103,7 @@ def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: s
     import datasets
 
     try:
-        builder = datasets.load_dataset_builder(name, source.subset, revision=revision)
+        builder = datasets.load_dataset_builder(_without_patterns(name), source.subset, revision=revision)
         if is_own is not None:
             _check_builder(builder, name, f"{path}.name_or_path", is_own)
         if source.streaming:
@@ -120,6 +127,22 @@ def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: s
             value=name,
         ) from error
     return _table(name, found, path)
+
+
+@cache
+def _without_patterns(name: str) -> str:
+    """The name, or for a directory in whose name `datasets` would read a pattern, that of one with links to its files;
+    `datasets` resolves a link to the directory itself."""
+    if not _PATTERN.search(name) or not Path(name).is_dir():
+        return name
+    mirror = tempfile.mkdtemp(prefix="swiftkv-data-")
+    atexit.register(shutil.rmtree, mirror, ignore_errors=True)
+    for place, _, files in os.walk(Path(name).absolute()):
+        beside = Path(mirror, os.path.relpath(place, name))
+        beside.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (beside / file).symlink_to(Path(place, file))
+    return mirror
 
 
 def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice, pairwise
 
 import numpy as np
 
 from swiftkv_platform.data.files import NumberedRow, Table
-from swiftkv_platform.data.formats import FORMATS, Content, RowError, RowFormat, RowReader, find_format
+from swiftkv_platform.data.formats import COLUMNS, FORMATS, Content, Holdings, Row, RowFormat, RowReader, find_format
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.data.opening import RemoteFiles, read_source
 from swiftkv_platform.data.packing import IntArray
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec
 
+_ROWS_LOOKED_AT = 10_000
+"""Rows of a streamed source in which a column has to hold something to decide the format."""
 _LAYOUTS_KEPT = 256
 """Sets of columns whose reader is remembered, of files where each row has its own."""
 
@@ -91,12 +95,13 @@ class _Interpreter:
 
     def rows(self, table: Table, chosen: IntArray | None) -> Iterator[SourceRow]:
         """The rows of a table, or those with the places `chosen` (from 0, ascending)."""
-        fixed = None if table.columns is None else self._reader(table.columns, table.origin)
+        holdings = Holdings(partial(self._first_rows, table))
+        fixed = None if table.columns is None else self._reader(table.columns, table.origin, holdings)
         readers: dict[tuple[str, ...], RowReader] = {}
         for number, row in _at(table.rows(None if fixed is None else fixed.columns), chosen):
             reader = fixed or readers.get(tuple(row))
             if reader is None:
-                reader = self._reader(tuple(row), f"{table.origin}, {table.unit} {number},")
+                reader = self._reader(tuple(row), f"{table.origin}, {table.unit} {number},", holdings)
                 if len(readers) < _LAYOUTS_KEPT:
                     readers[tuple(row)] = reader
             try:
@@ -105,8 +110,16 @@ class _Interpreter:
                 raise _bad_row(table.origin, table.unit, number, reader.format.name, error, self._path) from error
             yield SourceRow(content, reader.format.name, table.origin, table.unit, number, table.held_out)
 
-    def _reader(self, columns: tuple[str, ...], origin: str) -> RowReader:
-        return find_format(self._source.format, columns, origin=origin, path=self._path, formats=self._formats)
+    def _reader(self, columns: tuple[str, ...], origin: str, holdings: Holdings) -> RowReader:
+        return find_format(
+            self._source.format, columns, origin=origin, path=self._path, formats=self._formats, holdings=holdings
+        )
+
+    def _first_rows(self, table: Table) -> Iterator[Row]:
+        """Rows with the columns that decide: all of them, or of a streamed source the first."""
+        columns = None if table.columns is None else [name for name in table.columns if name in COLUMNS]
+        rows = (row for _, row in table.rows(columns))
+        return islice(rows, _ROWS_LOOKED_AT if self._source.streaming else None)
 
 
 def _at(rows: Iterator[NumberedRow], places: IntArray | None) -> Iterator[NumberedRow]:

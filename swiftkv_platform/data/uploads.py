@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swiftkv_platform.data.files import parse_line
-from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Row, RowError, content_digest, find_format
+from swiftkv_platform.data.formats import (
+    FORMATS,
+    PROMPT_FORMATS,
+    Holdings,
+    Row,
+    content_digest,
+    find_format,
+    match_format,
+)
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import DataError, lone_surrogate
 
 LONGEST_ROW = 4 << 20
@@ -49,6 +58,7 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
     """
     digest, size, rows = hashlib.sha256(), 0, 0
     format_, columns = "", tuple[str, ...]()
+    holdings = Holdings(lambda: _rows(path, name, field))
     for number, line in _lines(path, name, field):
         digest.update(line)
         size += len(line)
@@ -62,7 +72,7 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
                 value=name,
             )
         row = parse_line(line, name, number, field)
-        found = _check_row(row, name, number, field)
+        found = _check_row(row, name, number, field, holdings)
         if rows == 1:
             format_, columns = found, tuple(row)
     if not rows:
@@ -85,7 +95,11 @@ def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _check_row(row: Row, name: str, number: int, field: str) -> str:
+def _rows(path: Path, name: str, field: str) -> Iterator[Row]:
+    return (parse_line(line, name, number, field) for number, line in _lines(path, name, field) if not line.isspace())
+
+
+def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings) -> str:
     """The format that reads a row. Raises `DataError`."""
     place = f"{field}: {name}, line {number}"
     if len(row) > _MOST_COLUMNS or any(len(column) > _LONGEST_COLUMN for column in row):
@@ -103,10 +117,16 @@ def _check_row(row: Row, name: str, number: int, field: str) -> str:
             field=field,
             value=f"{name}:{number}",
         )
-    prompts = all(each.match(columns) is None for each in FORMATS)
-    formats = PROMPT_FORMATS if prompts else FORMATS
+    prompts = _are_prompts(columns, holdings)
     try:
-        reader = find_format("auto", columns, origin=f"{name}, line {number},", path=field, formats=formats)
+        reader = find_format(
+            "auto",
+            columns,
+            origin=f"{name}, line {number},",
+            path=field,
+            formats=PROMPT_FORMATS if prompts else FORMATS,
+            holdings=holdings,
+        )
     except DataError as error:
         raise DataError(error.message, field=field, value=error.value) from error
     try:
@@ -115,3 +135,12 @@ def _check_row(row: Row, name: str, number: int, field: str) -> str:
         message = f"{place}, read as {reader.format.name}: {error}"
         raise DataError(message, field=field, value=f"{name}:{number}") from error
     return _PROMPTS if prompts else reader.format.name
+
+
+def _are_prompts(columns: tuple[str, ...], holdings: Holdings) -> bool:
+    """Whether rows with these columns are complete with the teacher's answers alone: those that they have room for may
+    be empty."""
+    whole, prompts = (match_format(columns, formats, holdings) for formats in (FORMATS, PROMPT_FORMATS))
+    if whole is None:
+        return True
+    return not whole[2] and prompts is not None and prompts[2]

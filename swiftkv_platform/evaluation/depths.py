@@ -11,6 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from swiftkv_platform.data.chat import ChatRenderer
+from swiftkv_platform.data.formats import Conversation
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.harness.needle import ANSWER_TOKENS, needle_prompt
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate
@@ -88,8 +90,10 @@ class Needles:
             *(needle_prompt(tokenizer, length, i, num_samples) for i in range(num_samples)), strict=True
         )
         if tokenizer.chat_template:
-            chats = [[{"role": "user", "content": text}] for text in texts]
-            prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+            renderer = ChatRenderer.for_tokenizer(tokenizer)
+            chats = [Conversation([{"role": "user", "content": text}]) for text in texts]
+            written = [renderer.render_prompt(chat) for chat in chats]
+            prompts = tokenizer(written, add_special_tokens=False)["input_ids"]
         else:
             prompts = tokenizer(list(texts))["input_ids"]
         return cls(length, prompts, answers, tokenizer)

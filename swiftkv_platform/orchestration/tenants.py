@@ -15,6 +15,7 @@ from pydantic import Field
 
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.publish import WebhookSpec
 
 
@@ -94,7 +95,7 @@ NO_LIMITS = Tenants()
 
 def _parse(content: bytes) -> _TenantsFile:
     try:
-        document: Any = yaml.safe_load(content.decode())
+        document: Any = load_yaml(content.decode())
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return _TenantsFile.model_validate(document if document is not None else {})

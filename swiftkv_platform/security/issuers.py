@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.security.principals import NAME_PATTERN, Scope
+from swiftkv_platform.specs.documents import load_yaml
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
 """Signatures with a public key. Neither `none` nor a shared secret (`HS*`) can be allowed."""
@@ -115,9 +116,9 @@ class Issuers(FiniteModel):
 def parse_issuers(content: bytes) -> Issuers:
     """Read the YAML of an issuers file. Raises `ValueError`."""
     try:
-        return Issuers.model_validate(yaml.safe_load(content))
+        return Issuers.model_validate(load_yaml(content))
     except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {error}") from error
+        raise ValueError(f"it cannot be read as YAML: {error}") from error
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swiftkv_platform.contract.attempts import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
-from swiftkv_platform.sources.cards import SUFFIXES
+from swiftkv_platform.sources.layout import ENDINGS
 from swiftkv_platform.sources.names import (
     FileSource,
     HubSource,
@@ -77,7 +77,7 @@ class Access:
 
     def data(self, name: str, field: str) -> Source:
         """The data set called `name`. Raises as `model`."""
-        parsed = parse_source(name, field=field, suffixes=SUFFIXES, relative_paths=not self.is_restricted)
+        parsed = parse_source(name, field=field, suffixes=ENDINGS, relative_paths=not self.is_restricted)
         self._check(parsed, field)
         return parsed
 

@@ -46,6 +46,15 @@ class S3Source:
 
     name: str
 
+    @property
+    def bucket(self) -> str:
+        return self.name.removeprefix(_S3).partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """The key, or the prefix, character by character: `#`, `?` and `%` mean nothing in it."""
+        return self.name.removeprefix(_S3).partition("/")[2].rstrip("/")
+
     def lies_below(self, root: str) -> bool:
         """Whether it is at or below the `s3://` prefix `root`, `..` resolved."""
         path, prefix = (posixpath.normpath(uri.removeprefix(_S3)) for uri in (self.name, root))

@@ -110,4 +110,4 @@ def _check_storable(text: str) -> None:
 
 def looks_like_a_path(name: str, suffixes: Collection[str] = ()) -> bool:
     """Whether a name that nothing here has cannot be a hub id either; `suffixes` mark files."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix in suffixes
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in suffixes

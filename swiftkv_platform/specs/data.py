@@ -38,21 +38,24 @@ class DataSourceSpec(Spec):
     """One data set."""
 
     name_or_path: Annotated[Name, Field(min_length=1)]
-    """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
+    """Hub id, file (`.jsonl`, `.ndjson`, `.json`, `.csv`, `.tsv`, `.parquet`, `.txt`, `.py`; all but Parquet also
+    compressed: `.gz`, `.bz2`, `.xz`, `.zst`), directory of such files, `s3://` object or prefix,
     `file-...` (rows that were uploaded to the control plane), `builtin:python-stdlib` (the sources of the interpreter's
     standard library), `builtin:chat-prompts`, `builtin:recall-prompts` or `builtin:long-recall-prompts` (requests that
     the teacher answers, with `complete`: for what it knows, and for what a text in them says)."""
     split: Word = "train"
-    """Split of a hub or built-in data set, or of a directory laid out as one. `held_out` of built-in
-    requests is never trained on, but measured; it shares no subject, or no person, with `train`."""
+    """Split of a hub or built-in data set, or of a directory or prefix whose files' names tell one (`train`,
+    `validation`, `test`, or another of their names). `held_out` of built-in requests is never trained on, but measured;
+    it shares no subject, or no person, with `train`."""
     subset: Annotated[Word, Field(min_length=1)] | None = None
-    """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`."""
+    """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`. Refused
+    elsewhere."""
     sample_count: Count | None = None
     """Take only this number of samples, chosen by the seed."""
     weight: Annotated[Weight, Field(gt=0.0)] = 1.0
     """Share of this source relative to the others: 2.0 repeats each sample twice, 0.5 keeps half."""
     format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
-    """Row format; `auto` detects it from the columns."""
+    """Row format; `auto` detects it from the columns that hold something."""
     complete: CompletionSpec | None = None
     """Rows are prompts, which the teacher answers before training; answers that they bring are left out. Conversations
     are answered at their last user message, texts are continued."""
@@ -77,7 +80,8 @@ class DataSpec(Spec):
     packing: bool = True
     """Pack samples into one sequence, attention kept apart and positions restarted."""
     train_on: Literal["assistant", "all"] = "all"
-    """Positions the loss counts: those that predict an assistant's token, or all. In plain text all count."""
+    """Positions the loss counts: those that predict an assistant's token, or all. In plain text all count; messages of
+    weight 0 never do."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
     """Share of the documents held out for evaluation, chosen by a hash of their content; of fewer documents than one in
     this share, parts. `builtin:python-stdlib` brings its own held-out modules instead."""

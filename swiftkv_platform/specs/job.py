@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -23,6 +22,7 @@ from swiftkv_platform.specs.base import (
     Workers,
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
+from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
@@ -376,6 +376,7 @@ class JobSpec(Spec):
 
 
 def load_spec(path: Path) -> JobSpec:
-    """Read a YAML or JSON spec. Raises `pydantic.ValidationError` or `yaml.YAMLError` with the offending place."""
-    document: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    """Read a YAML or JSON spec. Raises `pydantic.ValidationError` or `yaml.YAMLError` with the offending place, a
+    key that is given twice included."""
+    document: Any = load_yaml(path.read_text(encoding="utf-8"))
     return JobSpec.model_validate(document)

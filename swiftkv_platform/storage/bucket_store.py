@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
 from swiftkv_platform.storage.buckets import describe, has_answer, is_missing, open_bucket, was_repeated
@@ -204,6 +204,14 @@ class BucketStore:
     def _errors(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
+        except InvalidPathError as error:  # of some object below the prefix; the client then lists none
+            why = str(error).partition("\n")[0]
+            raise InvalidInputError(
+                f"cannot {action} {key!r} in {self.uri}: {why}; keys without empty, '.' and '..' segments are "
+                "accepted: copy it to such a key, or name what lies beside it",
+                field="key",
+                value=key,
+            ) from error
         except (BaseError, OSError) as error:
             if is_missing(error):
                 raise ObjectNotFoundError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.sources import Access, Boundary
+from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:
@@ -24,16 +25,19 @@ def download_model(uri: str, target: Path, *, access: Access, field: str) -> Pat
 
 def download_below(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:
     """Download every object below `uri` to `target`. Raises `missing` where there is none."""
-    store = open_store(uri.rstrip("/"))
-    for key in keys_below(uri, missing, field=field):
-        path = target / key
+    source = S3Source(uri)
+    store = open_store(f"s3://{source.bucket}")
+    for key in keys_below(store, source, missing, field=field):
+        path = target / key.removeprefix(source.key).lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
         store.download_file(key, path)
 
 
-def keys_below(uri: str, missing: type[InvalidInputError], *, field: str) -> list[str]:
-    """Keys of the objects below `uri`, relative to it. Raises `missing` where there is none."""
-    keys = [info.key for info in open_store(uri.rstrip("/")).list("")]
+def keys_below(store: ObjectStore, source: S3Source, missing: type[InvalidInputError], *, field: str) -> list[str]:
+    """Keys of the objects below `source`, which is in the bucket `store`. Raises `missing` where there is none."""
+    keys = [info.key for info in store.list(source.key)]
     if not keys:
-        raise missing(f"{field}: there is no object at {uri!r} and none below it", field=field, value=uri)
+        raise missing(
+            f"{field}: there is no object at {source.name!r} and none below it", field=field, value=source.name
+        )
     return keys

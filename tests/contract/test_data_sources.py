@@ -10,13 +10,17 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key, new_file_id
+from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.data.preparation import prepare_data
-from swiftkv_platform.errors import DataError
+from swiftkv_platform.data.rows import source_rows
+from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.attempt.downloads import StoreFiles
-from swiftkv_platform.sources import Access
+from swiftkv_platform.sources import Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.downloads import download_below
 from tests.fakes.tokenizers import byte_tokenizer
+from tests.requirements import required_module
 from tests.s3_servers import RcloneServer, S3Server
 
 
@@ -47,11 +51,46 @@ def test_a_prefix_is_read_and_what_is_streamed_is_not_kept(prefix: str, streamin
 
 
 def test_one_object_is_read_by_its_name(prefix: str, tmp_path: Path) -> None:
-    remote = StoreFiles(tmp_path)
-    assert remote.list(f"{prefix}/deep/a.jsonl") == [f"{prefix}/deep/a.jsonl"]
-    assert remote.list(f"{prefix}/deep/") == [f"{prefix}/deep/a.jsonl"]
+    remote, place = StoreFiles(tmp_path), S3Source(prefix)
+    file = RemoteFile(f"s3://{place.bucket}", f"{place.key}/deep/a.jsonl")
+    assert remote.list(S3Source(f"{prefix}/deep/a.jsonl")) == [file]
+    assert remote.list(S3Source(f"{prefix}/deep/")) == [file]
     with pytest.raises(DataError, match="no object at"):
-        remote.list(f"{prefix}/nothing")
+        remote.list(S3Source(f"{prefix}/nothing"))
+
+
+ODD = ("a#1.jsonl", "b?x=1#y.jsonl", "c%20d e.jsonl", "[f]*.jsonl", "d#1/g.jsonl", "é&+.JSONL")
+
+
+def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> None:
+    place = S3Source(f"{prefix}/odd?#%")
+    store, remote = open_store(f"s3://{place.bucket}"), StoreFiles(tmp_path)
+    for key in ODD:
+        store.put_bytes(f"{place.key}/{key}", json.dumps({"text": key}).encode())
+    assert sorted(file.key for file in remote.list(place)) == sorted(f"{place.key}/{key}" for key in ODD)
+    for name in (place.name, *(f"{place.name}/{key}" for key in ODD)):
+        source = DataSourceSpec(name_or_path=name)
+        found = [row.content for row in source_rows(source, 0, seed=0, remote=remote)]
+        assert sorted(found) == (sorted(ODD) if name == place.name else [name.removeprefix(f"{place.name}/")])
+    download_below(place.name, tmp_path / "model", DataError, field="model")
+    assert len([path for path in (tmp_path / "model").rglob("*") if path.is_file()]) == len(ODD)
+
+
+def test_a_key_that_no_client_can_name_is_refused_and_not_tried_again(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="has an empty segment"):
+        StoreFiles(tmp_path).list(S3Source(f"{prefix}//deep/a.jsonl"))
+
+
+@pytest.mark.slow("starts an S3 server")
+def test_an_object_that_no_client_can_name_is_told_of(
+    moto_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in moto_server.environment.items():
+        monkeypatch.setenv(name, value)
+    client = required_module("boto3").client("s3", endpoint_url=moto_server.environment["AWS_ENDPOINT_URL"])
+    client.put_object(Bucket=moto_server.bucket, Key="unnamed//a.jsonl", Body=b"{}")
+    with pytest.raises(InvalidInputError, match=r'"unnamed//a.jsonl" contained empty path segment; keys without empty'):
+        StoreFiles(tmp_path).list(S3Source(moto_server.uri("unnamed")))
 
 
 def test_an_uploaded_file_is_read_from_its_bucket(prefix: str, tmp_path: Path) -> None:

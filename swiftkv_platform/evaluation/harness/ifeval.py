@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +21,14 @@ _METRICS = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_lo
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 
-def configuration(data: Path) -> dict[str, Any]:
-    """The task over `FILE` in the directory `data`. Raises `InvalidInputError`: the packages that the checkers need are
-    not installed."""
+def configuration(file: str) -> dict[str, Any]:
+    """The task over a copy of `FILE`, as `datasets` names it. Raises `InvalidInputError`: the packages that the
+    checkers need are not installed."""
     _checkers()
     return {
         "task": "ifeval_local",
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data / FILE)}},
+        "dataset_kwargs": {"data_files": {"test": file}},
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "{{prompt}}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
+from swiftkv_platform.data.chat import ChatRenderer
+from swiftkv_platform.data.formats import Conversation
+from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import GenerationError
 from swiftkv_platform.evaluation.harness.generation import Prompt, Writer, digest, read_settings
 from swiftkv_platform.evaluation.parts import Parts
@@ -111,6 +115,18 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
     def end(self, error: BaseException | None = None) -> None:
         """Release the others; with `error`, they raise it."""
         self._workers.from_first(("end", error))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text that the model is asked by, as training and serving write it."""
+        render = partial(
+            ChatRenderer.for_tokenizer(self.tokenizer).render_prompt,
+            asks=add_generation_prompt,
+            goes_on=not add_generation_prompt,
+        )
+        try:
+            return render(Conversation(list(chat_history)))
+        except RowError:  # some templates have no system, which the harness then leaves out
+            return render(Conversation([message for message in chat_history if message["role"] != "system"]))
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[Any]:
         by_context: dict[tuple[int, ...], _Piece] = {}

@@ -8,6 +8,7 @@ runs what it names.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -172,7 +173,8 @@ def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
 
 
 def _below(directory: Path, names: Any) -> Any:
-    """`data_files` of datasets, in whatever shape, with relative paths below `directory`."""
+    """`data_files` of datasets, in whatever shape, with relative paths below `directory`. They are patterns, and the
+    directory's name is none."""
     if isinstance(names, Mapping):
         return {split: _below(directory, name) for split, name in names.items()}
     if isinstance(names, list):
@@ -180,11 +182,12 @@ def _below(directory: Path, names: Any) -> Any:
     if "://" in names:
         return names
     path = directory / names
+    named = names if Path(names).is_absolute() else str(Path(glob.escape(str(directory)), names))
     if "::" in str(path):  # `datasets` would take what follows for another place
         raise DataError(f"{FIELD}: {str(path)!r} has '::' in it; use a path without", field=FIELD, value=str(path))
     if not any(path.parent.glob(path.name)):
         raise DataError(f"{FIELD}: there is no file {str(path)!r}", field=FIELD, value=str(path))
-    return str(path)
+    return named
 
 
 def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, Any]:
@@ -197,8 +200,7 @@ def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, A
         return tool_calls.configuration()
     data = _local(spec.data_dir, fetch, access)
     if spec.name == "builtin:ifeval":
-        _below(data, ifeval.FILE)
-        return ifeval.configuration(data)
+        return ifeval.configuration(_below(data, ifeval.FILE))
     package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
     if spec.name == "builtin:gsm8k":
         return _read(package / "gsm8k.yaml", spec.name, data)

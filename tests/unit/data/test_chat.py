@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from swiftkv_platform.data.chat import ChatRenderer
-from swiftkv_platform.data.formats import Conversation, Message, RowError
+from swiftkv_platform.data.chat import ChatRenderer, Passage
+from swiftkv_platform.data.formats import Conversation
+from swiftkv_platform.data.messages import Message, RowError, template_messages
 from swiftkv_platform.errors import ModelError
 from tests.fakes.tokenizers import byte_tokenizer
 
@@ -38,14 +40,15 @@ FORGETS_THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and not loop.last %}{{ (m.content or '').split('</think>')[-1] | trim }}"
     "{% else %}{{ m.content or '' }}{% endif %}"
-    "{% if m.tool_calls %}<call>{{ m.tool_calls[0].name }}</call>{% endif %}<|im_end|>\n"
+    "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Takes the thoughts out of every turn but the last, as Qwen3's does, and brings a system prompt of its own."""
 THOUGHT = {"role": "assistant", "content": "<think>two and two</think> 4"}
 SAID_AT_LAST = f"{THOUGHT['content']}<|im_end|>\n"
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {}}]}
-SAID, TOLD = {**CALL, "content": "."}, {"role": "tool", "content": "4"}
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": CALLS}
+SAID, TOLD = {"role": "assistant", "content": "."}, {"role": "tool", "content": "4"}
 ASK = {"role": "user", "content": "Sum?"}
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -54,6 +57,11 @@ TALK = [
     ASK,
     {"role": "assistant", "content": "user"},
 ]
+
+
+def counted(passage: Passage) -> list[str]:
+    assert passage.spans is not None
+    return [passage.text[begin:end] for begin, end in passage.spans]
 
 
 def renderer(template: Any = None) -> ChatRenderer:
@@ -78,9 +86,9 @@ def renderer(template: Any = None) -> ChatRenderer:
 def test_an_assistant_turn_is_its_content_and_what_closes_it_whatever_the_template_makes_of_it(
     template: str | None, messages: list[Message], expected: list[str]
 ) -> None:
-    text, spans = renderer(template).render_with_spans(Conversation(messages))
-    assert [text[begin:end] for begin, end in spans] == expected
-    assert renderer(template).render(Conversation(messages)) == text
+    [passage] = renderer(template).passages(Conversation(messages), "assistant")
+    assert counted(passage) == expected
+    assert renderer(template).render(Conversation(messages)) == passage.text
 
 
 def test_without_a_template_messages_stand_under_headings() -> None:
@@ -91,15 +99,21 @@ def test_without_a_template_messages_stand_under_headings() -> None:
 
 def test_only_a_template_that_asks_for_it_sees_that_a_call_has_no_words() -> None:
     call = Conversation([ASK, CALL])
-    asks = "{% for m in messages %}{% if m.content is none %}<call>{% endif %}{{ m.content }}|{% endfor %}"
-    plain = "{% for m in messages %}{{ m.content }}|{% endfor %}"
-    assert [renderer(template).render(call) for template in (asks, plain)] == ["Sum?|<call>None|", "Sum?||"]
+    asks = "{% for m in messages %}{% if m['content'] is not none %}{{ m.content }}"
+    asks += "{% else %}<{{ m.tool_calls | length }}>{% endif %}|{% endfor %}"
+    plain = "{% if tools is none %}-{% endif %}{% for m in messages %}{{ m.content }}"
+    plain += "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}|{% endfor %}"
+    called = json.dumps(template_messages([CALL])[0]["tool_calls"])
+    assert renderer(asks).render(call) == "Sum?|<1>|"
+    assert renderer(plain).render(call) == f"-Sum?|{called}|"
 
 
 def test_a_template_reads_the_functions_that_may_be_called() -> None:
     asked = Conversation([ASK], [{"name": "add"}])
-    assert renderer("{{ tools[0].name }}: {{ messages[0].content }}").render(asked) == "add: Sum?"
-    assert renderer().render(asked) == '### Tools:\n[{"name": "add"}]\n### User:\nSum?\n'
+    assert renderer("{{ tools[0].function.name }}: {{ messages[0].content }}").render(asked) == "add: Sum?"
+    assert (
+        renderer().render(asked) == '### Tools:\n[{"type": "function", "function": {"name": "add"}}]\n### User:\nSum?\n'
+    )
 
 
 def test_templates_of_which_none_is_the_default_are_refused_for_conversations_alone() -> None:
@@ -110,15 +124,34 @@ def test_templates_of_which_none_is_the_default_are_refused_for_conversations_al
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "messages", "message"),
     [
-        (ALTERNATING, "refuses the conversation: roles must alternate"),
-        (FORGETFUL, "does not reproduce assistant message 2"),
+        (ALTERNATING, TALK, "refuses the conversation: roles must alternate"),
+        (CHATML, [ASK, CALL, TOLD], "has no place for tool_calls"),
     ],
 )
-def test_what_a_template_cannot_do_is_said(template: str, message: str) -> None:
+def test_what_a_template_cannot_do_is_said(template: str, messages: list[Message], message: str) -> None:
     with pytest.raises(RowError, match=message):
-        renderer(template).render_with_spans(Conversation(TALK))
+        renderer(template).passages(Conversation(messages), "assistant")
+
+
+def test_an_answer_that_the_whole_conversation_leaves_out_has_a_text_of_its_own() -> None:
+    whole, first = renderer(FORGETFUL).passages(Conversation(TALK), "assistant")
+    assert (whole.text, counted(whole)) == ("assistant\nSum?\nuser\n", ["user\n"])
+    assert (first.text, counted(first)) == ("assistant\nuser\n", ["user\n"])
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, None])
+def test_a_turn_without_weight_counts_nowhere(template: str | None) -> None:
+    talk = [*TALK[:2], {"role": "assistant", "content": "wrong", "weight": 0}, *TALK[3:]]
+    [assistant] = renderer(template).passages(Conversation(talk), "assistant")
+    [everything] = renderer(template).passages(Conversation(talk), "all")
+    assert [said.rpartition("user")[1] for said in counted(assistant)] == ["user"]
+    assert "wrong" in everything.text
+    assert "wrong" not in "".join(counted(everything))
+    assert "".join(counted(everything)).count("Sum?") == 1
+    [whole] = renderer(template).passages(Conversation(TALK), "all")
+    assert whole.spans is None
 
 
 def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from swiftkv_platform.data import decompression
 from swiftkv_platform.data import files as data_files
 from swiftkv_platform.data.files import reader_for
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources.cards import SUFFIXES
+from swiftkv_platform.sources.layout import SUFFIXES
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +26,7 @@ def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    reader: Any = reader_for(path)
+    reader: Any = reader_for(path, "data")
     rows = list(reader.rows(path, None, "data"))
     assert reader.count(path, "data") == len(rows)
     return rows
@@ -48,7 +53,82 @@ def test_lines_and_arrays_hold_the_same_rows(tmp_path: Path, content: str) -> No
 
 def test_every_ending_that_counts_as_data_has_a_reader_and_no_other() -> None:
     assert set(data_files.READERS) == set(SUFFIXES)
-    assert reader_for(Path("rows.csv")) is None
+    assert reader_for(Path("rows.xlsx"), "data") is None
+
+
+COMPRESSED: dict[str, Any] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pa.compress(data, codec="zstd", asbytes=True),
+}
+KINDS = {
+    "rows.jsonl": '{"text": "a"}\n{"text": "b\\né"}\n',
+    "rows.ndjson": '{"text": "a"}\n\n{"text": "b\\né"}',
+    "rows.JSON": '[{"text": "a"}, {"text": "b\\né"}]',
+    "rows.csv": '\ufefftext\r\na\r\n\r\n"b\né"\r\n',
+    "rows.Tsv": 'text\na\n"b\né"\n',
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ending", ["", *COMPRESSED, ".GZ"])
+def test_every_kind_of_file_holds_the_same_rows_compressed_or_not(tmp_path: Path, name: str, ending: str) -> None:
+    compress = COMPRESSED.get(ending.lower(), bytes)
+    content = KINDS[name].encode()
+    path = tmp_path / f"{name}{ending}"
+    path.write_bytes(compress(content[:7]) + compress(content[7:]))  # as what tools in parallel write, or append
+    assert [row for _, row in read(path)] == [{"text": "a"}, {"text": "b\né"}]
+    path.write_bytes(compress(content)[:-9])
+    if ending:
+        with pytest.raises(DataError, match=f"rows.*{ending} cannot be decompressed"):
+            read(path)
+
+
+def test_compressed_text_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress("erste\r\nzweite ä".encode()))
+    assert read(path) == [(1, {"text": "erste\nzweite ä"})]
+
+
+def test_a_compression_that_no_package_reads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompression, "find_spec", lambda _name: None)
+    path = tmp_path / "rows.jsonl.zst"
+    path.write_bytes(COMPRESSED[".zst"](b"{}"))
+    with pytest.raises(DataError, match="nothing installed here reads; install zstandard, or decompress it"):
+        read(path)
+
+
+def test_a_line_that_goes_on_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "_LONGEST_LINE", 64)
+    for name, line in (("rows.jsonl.gz", 2), ("rows.csv.gz", 1)):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(b'{"a": 1}\n' + b" " * 1000))
+        with pytest.raises(DataError, match=f"line {line}.* longer than 64"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n1,2\n1,2,3\n", "line 3 cannot be read: it has 3 cells, and the first line 2"),
+        (b"a,b\n1\n", "line 2 cannot be read: it has 1 cells"),
+        (b"a,a\n1,2\n", r"names a column twice in its first line \(a, a\)"),
+        (b'a\n"1\n2\n', "line 3 cannot be read: unexpected end of data"),
+        (b"a\n\xe9\n", "line 1 cannot be read: it, or a line soon after it, is not UTF-8"),
+    ],
+)
+def test_damage_in_a_table_of_text_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(path)
+
+
+def test_cells_are_texts_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"text,n\nNA,007\n{'x' * 200_000},\n")
+    assert [row for _, row in read(path)] == [{"text": "NA", "n": "007"}, {"text": "x" * 200_000, "n": ""}]
 
 
 def test_blank_lines_are_counted_as_lines_and_not_as_rows(tmp_path: Path) -> None:

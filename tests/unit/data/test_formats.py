@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swiftkv_platform.data.formats import Content, Conversation, Message, RowError, content_digest, find_format
+from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Content, Conversation, content_digest, find_format
+from swiftkv_platform.data.messages import ROLES, Message, RowError
 from swiftkv_platform.errors import DataError
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
@@ -18,7 +21,13 @@ BRIEF = "Be brief."
 SYSTEM = {"role": "system", "content": BRIEF}
 TWO_PARTS = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}
-CALL: Message = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
+ADD = {"name": "add", "arguments": {"a": 2}}
+CALL: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call00000", "type": "function", "function": ADD}],
+}
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "call00000"}
 
 
 def said(*messages: Message, tools: list[dict[str, Any]] | None = None) -> Conversation:
@@ -59,6 +68,33 @@ def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
             {"messages": [QUESTION, {**CALL, "name": None}], "tools": [{**TOOL, "x": None}]},
             ("messages", said(QUESTION, CALL, tools=[TOOL])),
         ),
+        *(
+            ({"messages": [called, {"role": result, "content": "4"}]}, ("messages", said(CALL, RESULT)))
+            for called, result in (
+                ({"role": "assistant", "tool_calls": [ADD]}, "tool"),
+                ({"role": "assistant", "content": "", "tool_calls": json.dumps([ADD])}, "function_response"),
+                ({"role": "assistant", "content": None, "function_call": {**ADD, "arguments": '{"a": 2}'}}, "function"),
+                ({"role": "assistant", "content": [], "tool_calls": [{"function": ADD}]}, "ipython"),
+                ({"from": "function_call", "value": json.dumps(ADD)}, "observation"),
+                ({"from": "tool_call", "value": json.dumps([ADD])}, "tool_response"),
+            )
+        ),
+        *(
+            ({"messages": [{**ANSWER, **mark}]}, ("messages", said({**ANSWER, **kept})))
+            for mark, kept in (
+                ({"weight": 0}, {"weight": 0}),
+                ({"weight": 1.0}, {}),
+                ({"weight": None}, {}),
+                ({"train": False}, {"train": False, "weight": 0}),
+            )
+        ),
+        ({"messages": json.dumps([QUESTION, ANSWER])}, ("messages", said(QUESTION, ANSWER))),
+        (
+            {"messages": [{"role": "User", "text": "2 + 2?"}, {"from": "model", "content": "4"}]},
+            ("messages", said(QUESTION, ANSWER)),
+        ),
+        ({"prompt": [QUESTION], "completion": "4"}, ("prompt_completion", said(QUESTION, ANSWER))),
+        ({"messages": [QUESTION], "functions": [TOOL["function"]]}, ("messages", said(QUESTION, tools=[TOOL]))),
         ({"messages": [QUESTION], "tools": json.dumps([TOOL])}, ("messages", said(QUESTION, tools=[TOOL]))),
         ({"messages": [QUESTION], "tools": "", "system": BRIEF}, ("messages", said(SYSTEM, QUESTION))),
         ({"messages": [SYSTEM, QUESTION], "system": "Go on."}, ("messages", said(SYSTEM, QUESTION))),
@@ -71,10 +107,6 @@ def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
             ("alpaca", said(QUESTION, ANSWER, QUESTION, ANSWER)),
         ),
         ({"conversations": [{**QUESTION, "from": None}, ANSWER]}, ("sharegpt", said(QUESTION, ANSWER))),
-        (
-            {"conversations": [{"from": "function_call", "value": "add"}, {"from": "observation", "value": "4"}]},
-            ("sharegpt", said({"role": "assistant", "content": "add"}, {"role": "tool", "content": "4"})),
-        ),
     ],
 )
 def test_rows_are_read(row: dict[str, Any], expected: tuple[str, Content]) -> None:
@@ -92,7 +124,39 @@ def test_a_named_format_overrides_detection() -> None:
     [
         ({"text": 3}, "text is 3, a int; a string is accepted"),
         ({"messages": "hello"}, "messages is 'hello'; a list of messages is accepted"),
-        ({"messages": [{"content": "?"}]}, "a message has the role None; a string is accepted"),
+        ({"messages": [{"content": "?"}]}, "a message has the role None; system, developer, user"),
+        (
+            {"messages": [{"role": "critic", "content": "?"}]},
+            "a message has the role 'critic'; system, developer, user",
+        ),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "message 2, of the role assistant, holds no words"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "message 1, of the role assistant, holds no words"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": []}]}, "holds no words"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "message 1, of the role gpt, holds no words"),
+        (
+            {"messages": [{"role": "user", "words": "?"}]},
+            "message 1, of the role user, holds no words; content (or value)",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "?", "value": "!"}]},
+            "a message has content and value; one of them",
+        ),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, "a message has the weight 0.5; 0 and 1 are accepted"),
+        ({"messages": [{**CALL, "function_call": ADD}]}, "a message has tool_calls and function_call"),
+        ({"messages": [{**QUESTION, "tool_calls": [ADD]}]}, "has tool_calls; they are accepted of the assistant"),
+        ({"messages": [{**ANSWER, "tool_calls": [{"name": ""}]}]}, "an object with name and arguments is accepted"),
+        (
+            {"messages": [{**ANSWER, "function_call": {"name": "add", "arguments": "2"}}]},
+            "calls add with the arguments '2'; an object, or JSON of one, is accepted",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "add"}]},
+            "the content of function_call is 'add', which is",
+        ),
+        ({"messages": [{**ANSWER, "function_call": {"name": "add", "arguments": {"a": math.nan}}}]}, "a value is NaN"),
+        ({"messages": [QUESTION], "tools": '[{"name": "f", "parameters": {"default": -Infinity}}]'}, "holds -Infinity"),
+        ({"text": math.nan}, "text is NaN, a float; a string is accepted"),
+        ({"prompt": math.inf, "completion": ""}, "the prompt is Infinity, a float"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts are accepted"),
         ({"messages": [QUESTION], "tools": "add"}, "tools is 'add', which is no JSON"),
         ({"messages": [QUESTION], "tools": [3]}, "tools is [3]; a list of functions is accepted"),
@@ -100,7 +164,7 @@ def test_a_named_format_overrides_detection() -> None:
             {"instruction": "?", "output": "!", "history": ["?"]},
             "a list of pairs of instruction and output is accepted",
         ),
-        ({"conversations": [{"from": "narrator", "value": ""}]}, "the role 'narrator'; human, user, gpt"),
+        ({"conversations": [{"from": "narrator", "value": ""}]}, "the role 'narrator'; system, developer, user"),
     ],
 )
 def test_values_of_another_type_are_refused(row: dict[str, Any], message: str) -> None:
@@ -126,3 +190,35 @@ def test_the_digest_is_of_what_is_said_not_of_how_it_is_stored() -> None:
     assert content_digest("a") != content_digest("b")
     assert content_digest(said(QUESTION)) != content_digest(said(QUESTION, tools=[TOOL]))
     assert content_digest(said({**QUESTION, "time": datetime(2026, 1, 1, tzinfo=UTC)}))  # as Parquet has it
+
+
+def test_a_weight_changes_what_is_counted_and_not_what_is_said() -> None:
+    assert content_digest(said(QUESTION, {**ANSWER, "weight": 0})) == content_digest(said(QUESTION, ANSWER))
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations", "prompt"])
+def test_answers_that_the_teacher_writes_itself_are_left_out_unread(column: str) -> None:
+    row = {column: [QUESTION, {"role": "assistant", "content": None}]}
+    reader = find_format("auto", tuple(row), origin="rows.jsonl", path="data", formats=PROMPT_FORMATS)
+    assert reader(row) == said(QUESTION)
+
+
+def test_deep_rows_are_refused_and_not_followed() -> None:
+    deep: Any = "?"
+    for _ in range(100_000):
+        deep = [deep]
+    reader = find_format("auto", ("messages",), origin="rows.jsonl", path="data", formats=FORMATS)
+    with pytest.raises(RowError, match="nested too deeply"):
+        reader({"messages": [{"role": "user", "content": "?", "name": deep}]})
+
+
+def test_every_role_is_in_the_documentation() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    assert dict(pair for line in page.splitlines() for pair in _roles(line)) == ROLES
+
+
+def _roles(line: str) -> list[tuple[str, str]]:
+    """The names, and the role that they stand for, in a line of the table."""
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    role = cells[0].strip("`")
+    return [(name, role) for name in re.findall("`([a-z_]+)`", cells[1])] if len(cells) == 2 and role in ROLES else []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,13 @@ import pytest
 from transformers import AutoTokenizer
 
 import swiftkv_platform.sources
+from swiftkv_platform.data.checks import check_sources
+from swiftkv_platform.data.opening import RemoteFile
+from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
-from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, texts
+from swiftkv_platform.sources import OPEN, Access, S3Source
+from swiftkv_platform.specs import DataSourceSpec
+from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, targets, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -34,7 +42,9 @@ ASKED = [{"prompt": "ask", "completion": "say"}]
 )
 def test_published_files_are_read_whole(name: str, format_: str, rows: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
-    tokenizer.chat_template = CHAT
+    tokenizer.chat_template = CHAT.replace(
+        "|{% endfor", "{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}|{% endfor"
+    )
     data = prepare(str(PUBLISHED / name), tokenizer=tokenizer, max_length=1024, validation_fraction=0.01)
     (source,) = data.statistics.sources
     assert (source.formats, source.dropped, source.documents) == ({format_: rows}, 0, rows)
@@ -63,10 +73,164 @@ def test_every_kind_of_file_is_read_and_what_is_no_data_beside_them_is_passed_ov
     assert prepared.statistics.sources[0].formats == {"text": 8, "prompt_completion": 1}
 
 
+SPLIT = ("train.jsonl", "test.jsonl", "dev-00001.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "read"),
+    [
+        (SPLIT, "train", ["train.jsonl"]),
+        (SPLIT, "validation", ["dev-00001.jsonl.gz"]),
+        (SPLIT, "val", ["dev-00001.jsonl.gz"]),
+        (SPLIT, "held-out", ["test.jsonl"]),
+        (("TRAIN.JSONL", "Eval_1.jsonl"), "test", ["Eval_1.jsonl"]),
+        (("my_training.jsonl", "held_out.jsonl"), "train", ["my_training.jsonl"]),
+        (("train/a.jsonl", "train/deep/b.jsonl", "valid/a.jsonl"), "train", ["train/a.jsonl", "train/deep/b.jsonl"]),
+        (("contest.jsonl", "latest.jsonl"), "train", ["contest.jsonl", "latest.jsonl"]),
+        (("a.py", "tests/test_a.py"), "train", ["a.py", "tests/test_a.py"]),
+        (("dev notes.txt", "ideas.txt"), "train", ["dev notes.txt", "ideas.txt"]),
+        (("a.JSONL", "b.jsonl.GZ", "c.csv"), "train", ["a.JSONL", "b.jsonl.GZ", "c.csv"]),
+        (SPLIT[:2], "dev", "split is 'dev'; {} has test (test.jsonl), train (train.jsonl)"),
+        (SPLIT[1:2], "train", "split is 'train'; {} has test (test.jsonl)"),
+        (("a.jsonl",), "test", "split is 'test'; {} has no split's files (a.jsonl)"),
+        (
+            ("a.jsonl", *SPLIT),
+            "train",
+            "files of splits (dev-00001.jsonl.gz, test.jsonl, train.jsonl) beside a.jsonl",
+        ),
+        (("train-test.jsonl", "train.jsonl"), "train", "beside train-test.jsonl, whose names do not tell one split"),
+        (("a.jsonl", "b.zip"), "train", "which holds b.zip, and nothing here reads that; unpack or convert it"),
+        (("a.jsonl", "b.gz", "c.tar.xz"), "train", "which holds b.gz, c.tar.xz, and nothing here reads that"),
+        (("b.parquet.gz",), "train", "which holds b.parquet.gz, and nothing here reads that"),
+    ],
+)
+def test_a_directory_gives_its_split_and_passes_nothing_over_in_silence(
+    write: Write, tmp_path: Path, names: tuple[str, ...], split: str, read: list[str] | str
+) -> None:
+    for name in names:
+        rows = f"text\n{name}\n" if name.endswith("csv") else json.dumps({"text": name}) + "\n"
+        content = name if name.endswith((".py", ".txt")) else rows
+        write(gzip.compress(content.encode()) if name.lower().endswith(".gz") else content, f"d/{name}")
+    source = {"name_or_path": str(tmp_path / "d"), "split": split}
+    objects = {name: tmp_path / "d" / name for name in names}
+
+    class Remote:
+        def list(self, source: S3Source) -> list[RemoteFile]:
+            return [RemoteFile("s3://bucket", f"{source.key}/{name}") for name in sorted(objects)]
+
+        def fetch(self, file: RemoteFile) -> Path:
+            return objects[file.key.removeprefix("d/")]
+
+    checked = partial(check_sources, (DataSourceSpec.model_validate(source),))
+    remote = {**source, "name_or_path": "s3://bucket/d"}
+    if isinstance(read, list):
+        expected = sorted(f"^{name}$" for name in read)
+        assert texts(prepare(source).train) == texts(prepare(remote, remote=Remote()).train) == expected
+        assert checked()[0].num_files == len(read)
+        return
+    for called, where in ((checked, source), (partial(prepare, source), source)):
+        with pytest.raises(DataError) as caught:
+            called()
+        assert read.format(where["name_or_path"]) in caught.value.message
+    with pytest.raises(DataError) as caught:
+        prepare(remote, remote=Remote())
+    assert read.format("s3://bucket/d") in caught.value.message
+
+
+@pytest.mark.parametrize("names", [("rows.jsonl",), ("d/rows.jsonl",)])
+@pytest.mark.parametrize("fields", [{"subset": "main"}, {"split": "test"}])
+def test_a_split_or_a_subset_that_a_path_has_not_is_refused(
+    write: Write, tmp_path: Path, names: tuple[str, ...], fields: dict[str, str]
+) -> None:
+    [path] = [write([{"text": "a"}], name) for name in names]
+    source = {"name_or_path": path if "/" not in names[0] else str(tmp_path / "d"), **fields}
+    for called in (lambda: prepare(source), lambda: check_sources((DataSourceSpec.model_validate(source),))):
+        with pytest.raises(DataError) as caught:
+            called()
+        assert caught.value.field == f"data.sources[0].{next(iter(fields))}"
+
+
+def test_a_file_is_read_whole_and_its_name_may_tell_the_split(write: Write) -> None:
+    path = write([{"text": "a"}], "gsm8k_test.jsonl.gz"[:-3])
+    assert texts(prepare(path).train) == texts(prepare({"name_or_path": path, "split": "eval"}).train) == ["^a$"]
+
+
+@pytest.mark.parametrize("directory", ["a[b]", "a*", "what?", "a[b]*{c}#1"])
+@pytest.mark.parametrize("layout", ["plain", "card", "shards", "saved"])
+def test_the_name_of_a_directory_is_no_pattern(write: Write, tmp_path: Path, directory: str, layout: str) -> None:
+    write([{"text": "other"}], "ab/train.jsonl")
+    rows = [{"text": "own"}]
+    if layout == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / directory))
+    else:
+        write(rows, f"{directory}/{'train-00000-of-00001.parquet' if layout == 'shards' else 'train.jsonl'}")
+    if layout == "card":
+        write(card(default="'*.jsonl'"), f"{directory}/README.md")
+    source = {"name_or_path": str(tmp_path / directory)}
+    for access in (OPEN, Access(roots=(str(tmp_path / directory),))):
+        for streaming in (False, True):
+            prepared = prepare({**source, "streaming": streaming}, access=access)
+            assert texts(prepared.train) == ["^own$"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"role": "assistant", "content": None}, "message 2, of the role assistant, holds no words"),
+        ({"role": "critic", "content": "no"}, "a message has the role 'critic'"),
+        ({"from": "gpt", "value": "say", "weight": 2}, "a message has the weight 2; 0 and 1 are accepted"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": "-"}}, "calls f with the arguments '-'"),
+        ({"role": "assistant", "content": [{"type": "image_url"}]}, "only text parts are accepted"),
+    ],
+)
+@pytest.mark.parametrize(("column", "format_"), [("messages", "messages"), ("conversations", "sharegpt")])
+def test_an_upload_and_a_job_refuse_the_same_rows_with_the_same_words(
+    write: Write, column: str, format_: str, turn: dict[str, Any], message: str
+) -> None:
+    path = write([{column: TALK}, {column: [TALK[0], turn]}])
+    uploads, job = (partial(check_upload, Path(path), path, field="file", max_rows=9), partial(prepare, path))
+    for refuses in (uploads, job):
+        with pytest.raises(DataError) as caught:
+            refuses()
+        assert f"line 2, read as {format_}: " in caught.value.message
+        assert message in caught.value.message
+        assert caught.value.value == f"{path}:2"
+
+
+def test_turns_of_weight_0_are_read_and_not_counted(write: Write) -> None:
+    talk = [*TALK[:3], {**TALK[3], "weight": 0}]
+    prepared = prepare(write([{"messages": talk}]), template=CHAT, train_on="assistant", max_length=128)
+    assert texts(prepared.train) == ["<user>ask|<assistant>say|<user>more|<assistant>no|"]
+    assert targets(prepared.train) == ["say|"]
+
+
 def test_every_row_of_a_file_may_have_its_own_format(write: Write) -> None:
     path = write([{"text": "one"}, {"messages": TALK[:2], "text": "two"}, {"question": "q", "answer": "a"}])
     formats = prepare(path, max_length=128).statistics.sources[0].formats
     assert formats == dict.fromkeys(("text", "messages", "prompt_completion"), 1)
+
+
+NOTHING = [{"messages": None, "prompt": "", "completion": "-", "text": f"{i}"} for i in range(3)]
+LATE = [{"prompt": "ask", "completion": "", "text": "-"}, {"prompt": "ask", "completion": "say", "text": "-"}]
+TALKS = [{"messages": TALK[:2], "text": "-"}, {"messages": None, "text": "-"}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "data/train-00000-of-00001.parquet"])
+@pytest.mark.parametrize(("rows", "expected"), [(NOTHING, "text"), (LATE, "prompt_completion"), (TALKS, "messages")])
+def test_columns_that_hold_nothing_in_any_row_decide_nothing(
+    write: Write, tmp_path: Path, name: str, rows: list[dict[str, Any]], expected: str
+) -> None:
+    path = write(rows, name)
+    prepared = prepare(str(tmp_path / "data") if "/" in name else path, max_length=128)
+    assert prepared.statistics.sources[0].formats == {expected: len(rows)}
+    if name.endswith(".jsonl"):
+        assert check_upload(Path(path), name, field="file", max_rows=9).format == expected
+
+
+@pytest.mark.parametrize("answer", [None, "", []])
+def test_uploaded_rows_whose_answers_are_empty_are_prompts(write: Write, answer: object) -> None:
+    path = write([{"prompt": "ask", "completion": answer}] * 2)
+    assert check_upload(Path(path), "rows.jsonl", field="file", max_rows=9).format == "prompts"
 
 
 def test_the_standard_library_brings_its_own_held_out_modules() -> None:
@@ -85,11 +249,12 @@ def test_s3_sources_come_through_the_given_remote(write: Write, streaming: bool)
     fetched = dict[str, Path]()
 
     class Remote:
-        def list(self, uri: str) -> list[str]:
-            return [f"{uri}/{name}" for name in objects]
+        def list(self, source: S3Source) -> list[RemoteFile]:
+            return [RemoteFile(f"s3://{source.bucket}", f"{source.key}/{name}") for name in objects]
 
-        def fetch(self, uri: str) -> Path:
-            name = uri.removeprefix("s3://bucket/prefix/")
+        def fetch(self, file: RemoteFile) -> Path:
+            assert file.store == "s3://bucket"
+            name = file.key.removeprefix("prefix/")
             fetched[name] = Path(write(objects[name], f"fetched/{name}"))
             return fetched[name]
 
@@ -162,8 +327,9 @@ def test_shards_named_as_on_the_hub_and_what_datasets_saved_are_data_sets_with_s
         ("", "empty.jsonl", "holds no rows", ".name_or_path"),
         ("[]", "empty.json", "holds no rows", ".name_or_path"),
         ("rubbish", "rubbish.parquet", "rubbish.parquet cannot be read as parquet", ".name_or_path"),
-        ("a,b", "table.csv", "not a readable file; .jsonl, .json, .parquet", ".name_or_path"),
+        ("a,b", "table.xlsx", "not a readable file; .jsonl, .ndjson, .json", ".name_or_path"),
         ('{"text": "a"}\n{"body": "b"}', "columns.jsonl", "columns.jsonl, line 2, has the columns body", ".format"),
+        ('{"text": "a"}\n{"text": NaN}\n', "nan.jsonl", "line 2, read as text: text is NaN, a float; a string is", ""),
         ('{"text": "a"}\n{"text": 3}\n', "mixed.jsonl", "line 2, read as text: text is 3", ""),
         ('{"text": "a\\ud800"}\n', "half.jsonl", "line 1, read as text: character 1 is half of a surrogate pair", ""),
     ],

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform import sources
 from swiftkv_platform.evaluation.harness import ifeval, tool_calls
 from swiftkv_platform.evaluation.harness.needle import found, needle_prompt
+from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.instruct import is_instruction_tuned, needle_lengths
-from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.specs import EvaluationSpec, TaskSpec
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.requirements import required_module
 
@@ -85,7 +87,7 @@ def test_sentences_end_where_white_space_follows() -> None:
 
 def test_ifeval_says_what_is_missing_or_scores_instructions(tmp_path: Path) -> None:
     required_module("langdetect")
-    ifeval.configuration(tmp_path)
+    ifeval.configuration(str(tmp_path))
     document = {
         "key": 1,
         "prompt": "Say it in three sentences, no commas.",
@@ -97,3 +99,16 @@ def test_ifeval_says_what_is_missing_or_scores_instructions(tmp_path: Path) -> N
     one = ifeval.score(document, ["One, two. Three! Four?"])
     assert (one["prompt_level_strict_acc"], one["inst_level_strict_acc"]) == (0.0, [False, True])
     assert ifeval.share_of_instructions([[True, True], [False]]) == pytest.approx(2 / 3)
+
+
+def test_the_name_of_a_directory_of_questions_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("a[b]", "ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "questions.jsonl").write_text(json.dumps({"asked": name}) + "\n")
+        task = {"task": "asked", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}}}
+        (tmp_path / name / "task.yaml").write_text(json.dumps(task))
+    [task] = resolve_tasks([TaskSpec(name=str(tmp_path / "a[b]" / "task.yaml"))])
+    assert isinstance(task.source, dict)
+    files = task.source["dataset_kwargs"]["data_files"]
+    assert datasets.load_dataset("json", data_files=files, split="test")["asked"] == ["a[b]"]

@@ -180,13 +180,13 @@ def test_parquet_columns_are_read_from_its_schema(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has the columns body"):
         check_data(str(file))
     file.write_bytes(b"nonsense")
-    with pytest.raises(DataError, match="no Parquet file"):
+    with pytest.raises(DataError, match="cannot be read as parquet"):
         check_data(str(file))
 
 
 def test_a_first_look_at_the_data_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    (tmp_path / "b.json").write_text('[{"messages": [], "text": "x"}]')
+    (tmp_path / "b.json").write_text('[{"messages": [{"role": "user", "content": "x"}], "text": "x"}]')
     (tmp_path / "c.txt").write_text("plain")
     (tmp_path / "d.jsonl").write_text("")
     estimate = check(data={"sources": [{"name_or_path": str(tmp_path)}, {"name_or_path": "org/data"}]})

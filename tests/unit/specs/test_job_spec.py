@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from swiftkv_platform.cli.context import read_spec
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
+from swiftkv_platform.specs.documents import load_yaml
 
 _BOUNDS = {
     "integer": {"maximum", "exclusiveMaximum", "const", "enum"},
@@ -156,3 +159,31 @@ def test_few_rows_make_small_batches_that_divide_among_the_workers(
 ) -> None:
     """Two epochs on two workers by default; a given number of steps says how long the run is, whatever the rows."""
     assert resolve_batch_size(spec(**fields), num_rows).training.batch_size == size
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("name: a\nname: b\n", "name", (1, 2)),
+        ('{"name": "a",\n "training": {"max_steps": 1,\n\n "max_steps": 2}}', "max_steps", (2, 4)),
+        (
+            "data:\n  sources:\n  - {name_or_path: a}\n  - name_or_path: b\n    'name_or_path': c\n",
+            "name_or_path",
+            (4, 5),
+        ),
+    ],
+)
+def test_a_key_given_twice_is_refused_with_both_lines(
+    text: str, key: str, lines: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidInputError) as caught:
+        read_spec(path)
+    expected = f"{path}: the key {key!r} is given twice, in line {lines[0]} and in line {lines[1]}; give it once"
+    assert caught.value.message == expected
+
+
+def test_a_key_may_stand_beside_one_that_is_merged_in() -> None:
+    merged = "a: &a {x: 1, y: 1}\nb: &b\n  <<: *a\n  x: 2\nc:\n  <<: *b\n  y: 3\n"
+    assert load_yaml(merged)["c"] == {"x": 2, "y": 3}

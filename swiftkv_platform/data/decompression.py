@@ -1,0 +1,67 @@
+"""Files as streams of bytes, decompressed where their names say so. Zstandard needs a package that reads it."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources.layout import compression_of
+
+
+@contextmanager
+def opened(file: Path, field: str) -> Iterator[BinaryIO]:
+    """The bytes of a file. Raises `DataError`, then and while they are read: damage, or no package that reads it."""
+    compression = compression_of(file.name)
+    if compression == ".zst" and not reads_zstandard():
+        raise DataError(
+            f"{field}: {file} is compressed by Zstandard, which nothing installed here reads; install zstandard, or "
+            "decompress it (zstd -d)",
+            field=field,
+            value=str(file),
+        )
+    try:
+        with _OPEN[compression](file) as stream:
+            yield stream
+    except _damage() as error:
+        how = "cannot be read" if compression is None else f"cannot be decompressed as {compression}"
+        why = str(error) or type(error).__name__
+        raise DataError(f"{field}: {file} {how}: {why}", field=field, value=str(file)) from error
+
+
+def reads_zstandard() -> bool:
+    """Whether a package that reads it is installed: its own, or the one that reads Parquet."""
+    return any(find_spec(package) is not None for package in ("zstandard", "pyarrow"))
+
+
+def _zstandard(file: Path) -> Any:
+    if find_spec("zstandard") is None:
+        return io.BufferedReader(import_module("pyarrow").input_stream(str(file), compression="zstd"))
+    decompressor = import_module("zstandard").ZstdDecompressor()
+    return io.BufferedReader(decompressor.stream_reader(file.open("rb"), read_across_frames=True))
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """Errors of the readers."""
+    package = sys.modules.get("zstandard")
+    known = OSError, EOFError, lzma.LZMAError, zlib.error
+    return known if package is None else (*known, package.ZstdError)
+
+
+_OPEN: dict[str | None, Callable[[Path], Any]] = {
+    None: lambda file: file.open("rb"),
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstandard,
+}

@@ -59,7 +59,7 @@ class Constraint:
         self.name = name
         """The request's field that it comes from."""
         self._first = first
-        """What `allowed` says of an answer that has not begun."""
+        """Tokens that may begin an answer, as `allowed` returns them."""
         self._work = Work() if work is None else work
         self._consumed: list[int] = []
 

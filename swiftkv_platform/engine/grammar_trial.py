@@ -79,7 +79,7 @@ def started(work: Callable[[], None]) -> threading.Thread:
 
 
 class TrialError(Exception):
-    """What the process says against a grammar."""
+    """Refusal of a grammar, with the reason."""
 
 
 class Trial:

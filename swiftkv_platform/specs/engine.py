@@ -46,7 +46,8 @@ class EngineConfig(FiniteModel):
     swiftkv: bool = True
     """False serves the teacher that a student's checkpoint carries; a dense model is one anyway."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that the model runs on; `auto` takes the GPU where there is one."""
+    """Device that the model runs on; `auto` takes the GPU where there is one. A deployment's replicas see the GPUs that
+    they reserve alone: one for each rank with `cuda`, none with `auto`."""
     max_model_len: ContextLength | None = None
     """Tokens of prompt and answer together; None is the model's own context, which it may not exceed."""
     max_num_seqs: Sequences = 64

@@ -6,6 +6,7 @@ The worker reads the same sources in full and has the last word; this tells the 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,12 +24,17 @@ from swiftkv_platform.sources.cards import (
     is_hub_layout,
     is_saved_dataset,
 )
+from swiftkv_platform.sources.small_files import read_head
 from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
 
 _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
 _HEAD_BYTES = 1 << 20
 """Bytes at the beginning of a JSON file that are looked at."""
+_FOOTER_BYTES = 16 << 20
+"""Longest footer of a Parquet file that is looked at."""
+_MOST_LOOKED_AT = 100
+"""Files of a source whose first rows are looked at."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _unusable(where, name, "it is empty; at least one row is needed")
-    formats = [_TEXT if file.suffix in _TEXT_FILES else _find_format(file, source, where) for file in filled]
+    looked_at = filled[:_MOST_LOOKED_AT]
+    formats = [_TEXT if file.suffix in _TEXT_FILES else _find_format(file, source, where) for file in looked_at]
     return SourceEstimate(
         name,
         num_files=len(filled),
@@ -126,8 +133,7 @@ def _format_of(columns: Collection[str], origin: str, source: DataSourceSpec, wh
 
 def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:
     """Keys of the first row; None if it is longer than what is looked at."""
-    with file.open("rb") as stream:
-        head = stream.read(_HEAD_BYTES)
+    head = read_head(file, _HEAD_BYTES)
     # A character cut in two at the end is not the file's fault.
     text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
     if text.rstrip() in {"", "]"}:  # without rows; other files may have some
@@ -145,12 +151,19 @@ def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[s
 
 def _parquet_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:
     """Columns of a Parquet file; None where no Parquet reader is installed, as in the control plane's own image."""
-    if find_spec("pyarrow") is None:
+    if find_spec("pyarrow") is None or _FOOTER_BYTES < _footer_bytes(file) <= file.stat().st_size:
         return None
     try:
         return frozenset(import_module("pyarrow.parquet").read_schema(file).names)
     except ValueError as error:
         raise _unusable(where, source.name_or_path, f"{file.name} is no Parquet file ({error})") from error
+
+
+def _footer_bytes(file: Path) -> int:
+    """Length that the end of a Parquet file gives for its description, all of which is parsed to see the columns."""
+    with file.open("rb") as stream:
+        stream.seek(-min(8, file.stat().st_size), os.SEEK_END)
+        return int.from_bytes(stream.read(4), "little")
 
 
 def _unusable(where: str, name: str, why: str) -> DataError:

@@ -22,6 +22,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from swiftkv_platform.specs.base import MAX_SEED
 
+MAX_LAYERS = 10_000
+"""Layers of a model."""
 MAX_WORKERS = 100_000
 """Workers of a job; what an operator allows is usually far less."""
 MAX_REPLICAS = 10_000
@@ -82,7 +84,7 @@ Count = Annotated[int, Range(1, 10**12)]
 """Steps, tokens, samples: more than any cluster will see, and few enough to be multiplied by each other."""
 Size = Annotated[int, Range(1, 1 << 24)]
 """Number of things held at a time: rows of a batch, prompts of a pass."""
-Layers = Annotated[int, Range(1, 10_000)]
+Layers = Annotated[int, Range(1, MAX_LAYERS)]
 """Layers of a model, or a part of them."""
 Weight = Annotated[float, Range(0.0, 1e6)]
 Positive = Annotated[float, Range(1e-30, 1e30)]

@@ -21,6 +21,7 @@ from typing import NoReturn
 import ray
 from ulid import ULID
 
+from swiftkv_platform.cluster.gpus import HIDE_UNRESERVED
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest, refusal
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode
@@ -229,6 +230,7 @@ def _local_ray(spec: JobSpec) -> Iterator[None]:
     # Ray's sockets lie deep below, and the path of a unix socket ends after some 100 characters.
     parent = root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
+        os.environ.update(HIDE_UNRESERVED)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not taken away
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine takes its time

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ServedSpec
+from swiftkv_platform.specs.limits import Reserved
 
 HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
@@ -85,9 +86,9 @@ class ServeArgs(ReplicasSpec, ReplicaArgs):
     artifact_uri: str | None = None
     engine: EngineConfig = EngineConfig()
     verify: bool = True
-    num_cpus: Annotated[float, Field(ge=0.0)] | None = None
+    num_cpus: Reserved | None = None
     """Cores that Ray reserves for a replica; None: `engine.num_threads`, or 1, for each of its ranks."""
-    num_gpus: Annotated[float, Field(ge=0.0)] | None = None
+    num_gpus: Reserved | None = None
     """GPUs; None: one for each rank where `engine.device` is `cuda`."""
 
     @model_validator(mode="after")

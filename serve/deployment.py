@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve as ray_serve
 
+from swiftkv_platform.cluster.gpus import hide_unreserved
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.security.credentials import open_credentials
@@ -30,6 +31,7 @@ class Replica:
     """Replica that Ray Serve starts, configures, asks for its health and drains. `args`: see `ReplicaArgs`."""
 
     def __init__(self, args: dict[str, Any]) -> None:
+        hide_unreserved()
         self._args = ReplicaArgs.model_validate(args)
         configure_logging(deployment=self._args.id)
         tracing = configured_tracing()

@@ -165,6 +165,12 @@ class VLLMEngine(EngineFrontend):
             async with aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs:
                 async for output in outputs:
                     self._take(sequence, output)
+                    if sequence.finish_reason is None and sequence.constraint is not None:
+                        # vLLM follows grammars within llguidance's own, larger limits, while all requests wait. What
+                        # is beyond ours is taken back before it comes to that.
+                        await asyncio.to_thread(sequence.constraint.allowed, sequence.answer)
+                        if sequence.constraint.failure is not None:
+                            self._put(sequence, StepResult())
                     if sequence.finish_reason is not None:
                         break  # at a stop string, say, which vLLM does not look for
         except VLLMClientError as error:

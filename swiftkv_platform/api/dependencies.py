@@ -39,6 +39,7 @@ from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, r
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access, SourceRules
+from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -156,8 +157,9 @@ def webhook_rules(settings: Settings) -> WebhookRules:
 
 
 def read_object(store: str, key: str) -> bytes:
-    """An object of any store, for checking a spec's sources."""
-    return open_store(store, patient=False).get_bytes(key)
+    """A small object of any store, for checking a spec's sources. Raises `UnusableFileError` for one that is not."""
+    data = b"".join(open_store(store, patient=False).stream(key, stop=CONFIG_BYTES + 1))
+    return checked_length(data, CONFIG_BYTES)
 
 
 def parents_service(request: Request) -> Parents:

@@ -14,8 +14,9 @@ from pydantic import Field, ValidationError, model_validator
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.base import Label, LabelValue, Name, Size, Word
+from swiftkv_platform.specs.base import Label, LabelValue, Name, Word
 from swiftkv_platform.specs.job import JobName
+from swiftkv_platform.specs.limits import Epochs, SignedSeed, Size
 
 _NAME = "fine-tuning"
 """Name of a job whose request names none."""
@@ -30,7 +31,7 @@ class PartialSpec(JobSpec):
 class Hyperparameters(FiniteModel):
     """Hyperparameters as OpenAI names them; `auto` leaves a choice to the job spec's defaults."""
 
-    n_epochs: Literal["auto"] | Annotated[int, Field(ge=1, le=1_000_000)] = "auto"
+    n_epochs: Literal["auto"] | Epochs = "auto"
     """`training.num_epochs`."""
     batch_size: Literal["auto"] | Size = "auto"
     """`training.batch_size`: packed sequences of a step, over all workers."""
@@ -77,7 +78,7 @@ class CreateFineTuningJob(FiniteModel):
     method: Method | None = None
     integrations: Annotated[tuple[Integration, ...], Field(max_length=1)] | None = None
     metadata: Annotated[dict[Label, LabelValue], Field(max_length=32)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: SignedSeed | None = None
     suffix: Annotated[JobName, Field(max_length=64)] | None = None
     """Name of the job and of its model."""
     swiftkv: PartialSpec | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.frozen import FiniteModel
@@ -14,6 +14,7 @@ from swiftkv_platform.orchestration.estimates import Estimate
 from swiftkv_platform.orchestration.job import EventType, Job, JobStatus, MetricPoint
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.limits import Positive
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ class JobAnswer(Answer):
 class ResumeRequest(FiniteModel):
     """Terms on which a paused job goes on."""
 
-    cost_cap: Annotated[float, Field(gt=0.0)] | None = None
+    cost_cap: Positive | None = None
     """Replaces `limits.cost_cap`."""
 
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, Union
 
 import typer
 import yaml
-from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from swiftkv_platform.specs.documents import load_yaml
+from swiftkv_platform.specs.limits import Range
 
 _SCALARS = (str, int, float, bool)
 
@@ -59,9 +59,9 @@ def _annotation(field: FieldInfo) -> Any:
         return Annotated[several | None, typer.Option(help=f"{_help(field)} May be repeated.")]
     if kind is None:
         return Annotated[dict[str, Any] | None, typer.Option(parser=_mapping, metavar="YAML", help=_help(field))]
-    at_least: Any = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)
-    at_most: Any = next((item.le for item in field.metadata if isinstance(item, Le)), None)
-    return Annotated[kind | None, typer.Option(min=at_least, max=at_most, help=_help(field))]
+    limits = next((item for item in field.metadata if isinstance(item, Range)), None)
+    low, high = (None, None) if limits is None else (limits.low, limits.high)
+    return Annotated[kind | None, typer.Option(min=low, max=high, help=_help(field))]
 
 
 def _several(annotation: Any) -> Any:

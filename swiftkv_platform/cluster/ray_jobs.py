@@ -11,6 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
+from swiftkv_platform.cluster.gpus import HIDE_UNRESERVED
 from swiftkv_platform.orchestration.ports import RunningSubmission, Submission, SubmissionStatus
 from swiftkv_platform.redaction import StreamRedactor
 
@@ -33,7 +34,7 @@ class RayJobs:
         body = {
             "submission_id": submission_id,
             "entrypoint": entrypoint,
-            "runtime_env": {"env_vars": dict(env)} if env else {},
+            "runtime_env": {"env_vars": {**HIDE_UNRESERVED, **env}},
             **self._reserved,
         }
         response = self._dashboard.request("POST", "/api/jobs/", json=body)

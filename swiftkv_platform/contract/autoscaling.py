@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftkv_platform.specs.deployment import ScalingSpec
+from swiftkv_platform.specs.limits import MAX_REPLICAS, RANKS, THREADS, Range
 
 POLICY = "swiftkv_platform.contract.autoscaling:replicas_by_load"
 WAITING_STEPS = "waiting_prompt_steps"
@@ -33,12 +34,16 @@ def replica_resources(engine: Mapping[str, Any]) -> dict[str, float]:
 
     A candidate and a shadow live in the same process and the same reservation, and a swap happens inside it.
     """
-    asked = engine.get("tensor_parallel_size")
-    num_ranks = asked if isinstance(asked, int) else 1  # what is no number is refused by the replica, which names it
+    num_ranks = _within(RANKS, engine.get("tensor_parallel_size"))
     return {
-        "num_cpus": num_ranks * (engine.get("num_threads") or 1),
+        "num_cpus": num_ranks * _within(THREADS, engine.get("num_threads")),
         "num_gpus": num_ranks * (engine.get("device") == "cuda"),
     }
+
+
+def _within(limits: Range, asked: Any) -> float:
+    """The number in its range; 1 for none. Others are refused by the replica, which names them."""
+    return limits.nearest(asked) if isinstance(asked, int) else 1
 
 
 def replica_load(waiting_steps: float, kv_cache_usage: float) -> float:
@@ -53,11 +58,17 @@ def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
     waiting, usage = metrics.get(WAITING_STEPS, {}), metrics.get(KV_CACHE_USAGE, {})
     requests = context.total_num_requests or 0.0
     if not usage:
-        return math.ceil(requests / FALLBACK_ONGOING_REQUESTS), {}
+        return _replicas(requests / FALLBACK_ONGOING_REQUESTS), {}
     loads = [replica_load(waiting.get(replica, 0.0), share) for replica, share in usage.items()]
     # Replicas that have only just started report nothing yet: they are taken to be as loaded as the others.
     load = sum(loads) / len(loads) * max(context.current_num_replicas, len(loads))
-    return max(math.ceil(load), int(requests > 0)), {}
+    return max(_replicas(load), int(requests > 0)), {}
+
+
+def _replicas(load: float) -> int:
+    """Replicas for a load of this many. One that is no number asks for none: an error here would stop the controller's
+    loop over all applications."""
+    return 0 if math.isnan(load) else math.ceil(min(max(load, 0.0), MAX_REPLICAS))
 
 
 def autoscaling_config(spec: ScalingSpec) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from types import MappingProxyType
@@ -142,7 +142,7 @@ class _Layout:
     template: str
     tools: list[dict[str, Any]] | None
     variables: dict[str, str]
-    requested: Mapping[str, Any] = MappingProxyType({})
+    requested: Mapping[str, Any] = field(default_factory=dict)
     """Variables that a request sets."""
 
     @property

@@ -6,6 +6,7 @@ The worker reads the same sources in full and has the last word; this tells the 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -33,6 +34,10 @@ _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
 _HEAD_BYTES = 1 << 20
 """Bytes at the beginning of a JSON file that are looked at."""
+_FOOTER_BYTES = 16 << 20
+"""Longest footer of a Parquet file that is looked at."""
+_MOST_LOOKED_AT = 100
+"""Files of a source whose first rows are looked at."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _unusable(where, name, "it is empty; at least one row is needed")
-    formats = [_TEXT if kind_of(file.name) in _TEXT_FILES else _find_format(file, source, where) for file in filled]
+    looked_at = filled[:_MOST_LOOKED_AT]
+    formats = [_TEXT if kind_of(file.name) in _TEXT_FILES else _find_format(file, source, where) for file in looked_at]
     return SourceEstimate(
         name,
         num_files=len(filled),
@@ -157,7 +163,7 @@ def _json_row(file: Path, source: DataSourceSpec, where: str) -> Row | None:
 
 def _columns(file: Path, field: str) -> Collection[str] | None:
     """Columns of every row of a file; None where nothing installed here reads it, as in the control plane's image."""
-    if _is_closed(file):
+    if _is_closed(file) or _is_described_at_length(file):
         return None
     reader = reader_for(file, field)
     assert reader is not None, "only files with a reader are looked at"
@@ -169,6 +175,20 @@ def _is_closed(file: Path) -> bool:
     if compression_of(file.name) == ".zst":
         return not reads_zstandard()
     return kind_of(file.name) == ".parquet" and find_spec("pyarrow") is None
+
+
+def _is_described_at_length(file: Path) -> bool:
+    """Whether more would be parsed to see a Parquet file's columns than is looked at."""
+    if kind_of(file.name) != ".parquet" or compression_of(file.name):
+        return False
+    return _FOOTER_BYTES < _footer_bytes(file) <= file.stat().st_size
+
+
+def _footer_bytes(file: Path) -> int:
+    """Length that the end of a Parquet file gives for its description, all of which is parsed to see the columns."""
+    with file.open("rb") as stream:
+        stream.seek(-min(8, file.stat().st_size), os.SEEK_END)
+        return int.from_bytes(stream.read(4), "little")
 
 
 def _unusable(where: str, name: str, why: str) -> DataError:

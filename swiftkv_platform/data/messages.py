@@ -238,10 +238,11 @@ def call_arguments(value: Any) -> Any:
     return found if isinstance(found, dict) and not _is_deep(found) else value
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether a value is nested deeper than templates can follow safely."""
+def _is_deep(value: Any, most: int = MAX_SCHEMA_DEPTH) -> bool:
+    """Whether a value has lists and objects more than `most` inside each other, by default more than templates can
+    follow safely."""
     level: list[Any] = [value]
-    for _ in range(MAX_SCHEMA_DEPTH):
+    for _ in range(most):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         level = [one for several in inner for one in several]
     return bool(level)
@@ -259,7 +260,7 @@ def without_nulls(value: Any, depth: int = 0) -> Any:
     """The value without keys that hold null: columns give every message the keys of all messages. Raises `RowError`:
     a number that JSON has no word for, and what templates could not walk."""
     if depth > MAX_DEPTH:
-        raise RowError(f"a message or tool has lists and objects more than {MAX_DEPTH} deep; use fewer")
+        raise _too_deep()
     if isinstance(value, Mapping):
         return {key: without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -281,6 +282,13 @@ def parse_json(text: str, what: str) -> Any:
         raise ValueError(f"it holds {constant}, which JSON has no word for")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        found = json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise RowError(f"{what} is {text!r:.80}, which is no JSON: {error}") from error
+    if _is_deep(found, MAX_DEPTH):
+        raise _too_deep()
+    return found
+
+
+def _too_deep() -> RowError:
+    return RowError(f"a message or tool has lists and objects more than {MAX_DEPTH} deep; use fewer")

@@ -28,6 +28,7 @@ from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.registry import Change, Promotion
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.specs.limits import STORED
 
 _STATE = TypeAdapter(DeploymentState)
 _ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
@@ -104,7 +105,7 @@ class SqlCatalog(Store):
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _state(row.state).status is DeploymentStatus.DELETING:
                 return
-            if of is not None and ResolvedDeployment.model_validate(row.spec) != of:
+            if of is not None and ResolvedDeployment.model_validate(row.spec, context=STORED) != of:
                 return
             row.state = _STATE.dump_python(state, mode="json")
             if state.status is DeploymentStatus.DELETING:
@@ -188,7 +189,7 @@ def _state(document: dict[str, Any]) -> DeploymentState:
 def read_deployment(row: DeploymentRow) -> Deployment:
     """Raises `UnreadableRowError`."""
     try:
-        spec = ResolvedDeployment.model_validate(row.spec)
+        spec = ResolvedDeployment.model_validate(row.spec, context=STORED)
         return Deployment(spec, row.tenant, row.created_at, _state(row.state), row.version)
     except (ValidationError, TypeError) as error:
         raise unreadable("deployment", row.id, error) from error

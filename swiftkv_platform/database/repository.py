@@ -36,6 +36,7 @@ from swiftkv_platform.orchestration.ports import Fence, Idempotency, JobFilter, 
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
 from swiftkv_platform.orchestration.webhooks import Recipients, recipients
 from swiftkv_platform.sources.access import file_ids
+from swiftkv_platform.specs.limits import STORED
 
 T = TypeVar("T")
 _JOB = TypeAdapter(Job)
@@ -305,7 +306,8 @@ def _columns(job: Job) -> dict[str, Any]:
 def _job(row: JobRow) -> Job:
     """Raises `UnreadableRowError`."""
     try:
-        return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
+        columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
+        return _JOB.validate_python({**row.state, **columns}, context=STORED)
     except (ValidationError, TypeError) as error:
         raise unreadable("job", row.id, error) from error
 

@@ -6,8 +6,15 @@ with it, and on from there. So drafts are tried and dropped, and a preempted seq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, Self
+
+FIRST_S = 0.5
+"""CPU seconds that following one request's grammar may take, all its answers together, before its tokens count."""
+TOKEN_S = 0.002
+"""CPU seconds that each token adds; grammars as they are meant take a tenth of it."""
 
 
 class Matcher(Protocol):
@@ -24,50 +31,91 @@ class Matcher(Protocol):
     def get_error(self) -> str: ...
 
 
+class Work:
+    """CPU time that the grammar of one request takes of whoever follows it, where all requests wait meanwhile."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self.num_tokens = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.spent_s > FIRST_S + TOKEN_S * self.num_tokens
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent_s += time.thread_time() - began
+
+
 class Constraint:
     """A grammar, and how far one answer has come in it."""
 
-    def __init__(self, matcher: Matcher, name: str) -> None:
+    def __init__(self, matcher: Matcher, name: str, first: bytes, work: Work | None = None) -> None:
         self._matcher = matcher
         self.name = name
         """The request's field that it comes from."""
+        self._first = first
+        """Tokens that may begin an answer, as `allowed` returns them."""
+        self._work = Work() if work is None else work
         self._consumed: list[int] = []
 
-    def fresh(self, name: str | None = None) -> Constraint:
-        """The same grammar for another answer, under another name if one is given."""
+    def fresh(self, name: str) -> Constraint:
+        """The same grammar for another request, under the name that it has there."""
         assert not self._consumed, "a constraint in use is no template"
-        return Constraint(self._matcher.deep_copy(), name or self.name)
+        return Constraint(self._matcher.deep_copy(), name, self._first)
+
+    def sibling(self) -> Constraint:
+        """The same grammar for another answer of the same request."""
+        assert not self._consumed, "a constraint in use is no template"
+        return Constraint(self._matcher.deep_copy(), self.name, self._first, self._work)
 
     @property
     def failure(self) -> str | None:
-        """Message where nothing can follow: the grammar takes more work in a step than is allowed."""
-        if not self._matcher.is_error():
-            return None
-        return f"{self.name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"
+        """Message where nothing can follow: the grammar takes more work than is allowed, in a step or in all."""
+        if self._matcher.is_error():
+            return f"{self.name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"
+        if self._work.is_exhausted:
+            return (
+                f"{self.name} is too complex to be followed further: it has taken {self._work.spent_s:.1f} s for "
+                f"{self._work.num_tokens} tokens, and {FIRST_S:g} s with {TOKEN_S:g} s a token are accepted; write it "
+                "without ambiguity, with fewer choices at a time"
+            )
+        return None
 
     def allowed(self, answer: Sequence[int]) -> bytes:
         """The tokens that may follow `answer`, one bit each, the lowest first. Where the grammar is at its end, or has
         failed, these are the ends of sequence alone."""
-        self._go_to(answer)
-        return self._matcher.compute_bitmask()
+        if not answer:
+            return self._first
+        with self._work.counted():
+            self._go_to(answer)
+            # What is exhausted gives no token, so any mask will do.
+            return self._first if self._work.is_exhausted else self._matcher.compute_bitmask()
 
     def num_allowed(self, answer: Sequence[int], drafted: Sequence[int]) -> int:
         """Return how many of `drafted`, the first ones, may follow `answer` one after another."""
-        self._go_to(answer)
-        return self._matcher.validate_tokens(list(drafted))
+        with self._work.counted():
+            self._go_to(answer)
+            return 0 if self._work.is_exhausted else self._matcher.validate_tokens(list(drafted))
 
     def forced(self, answer: Sequence[int]) -> tuple[int, ...]:
         """Tokens of the text that must follow `answer`: the keys of an object, say. Other tokens may spell it too."""
-        self._go_to(answer)
-        return tuple(self._matcher.compute_ff_tokens())
+        with self._work.counted():
+            self._go_to(answer)
+            return () if self._work.is_exhausted else tuple(self._matcher.compute_ff_tokens())
 
     def is_complete(self, answer: Sequence[int]) -> bool:
         """Whether nothing but the end of sequence may follow `answer`."""
-        self._go_to(answer)
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        with self._work.counted():
+            self._go_to(answer)
+        return self._matcher.is_stopped() and self.failure is None
 
     def _go_to(self, answer: Sequence[int]) -> None:
-        if self._matcher.is_error():
+        if self._matcher.is_error() or self._work.is_exhausted:
             return
         answer, known = list(answer), self._consumed
         agreed = len(known)
@@ -77,6 +125,7 @@ class Constraint:
         following = answer[agreed:]
         num_consumed = self._matcher.try_consume_tokens(following) if following else 0
         self._consumed = answer[: agreed + num_consumed]
+        self._work.num_tokens += max(len(self._consumed) - len(known), 0)
 
 
 def _num_agreed(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,36 +1,34 @@
 """Constraints to compiled grammars, by llguidance, within bounds of size and time. Knows no sequence.
 
-A caller may have written the grammar to hurt. Its text is limited; it is compiled, and its first step taken, in a
-thread of its own with a stack that the longest text cannot exhaust; the caller waits for a limited time; and as many
-compile at once as there are places. What a step may cost later is bounded by llguidance's fuel.
+A caller may have written the grammar to hurt. Its text is limited; it is tried in a process that is ended when it takes
+too long or too much memory (`grammar_trial.py`), then compiled, and its first step taken, in a thread of its own with a
+stack that the longest text cannot exhaust; the caller waits for a limited time; and as many compile at once as there
+are places. What a step may cost later is bounded by llguidance's limits, on the lexer and on the parser, and what all
+steps of a request may, by `constraint.Work`.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from swiftkv_platform.engine.constraint import Constraint
+from swiftkv_platform.engine.grammar_trial import Trial, TrialError, matcher, started
 from swiftkv_platform.engine.loading import ModelDescription
-from swiftkv_platform.errors import QueueFullError
+from swiftkv_platform.errors import InvalidInputError, QueueFullError
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.structured_outputs import WHITESPACE, StructuredOutputs
 
 Key = tuple[str, str, bool]
 
 MAX_COMPILING = 2
-"""Grammars that are compiled at the same time, abandoned ones included."""
+"""Grammars that are compiled at the same time."""
+_places = threading.Semaphore(MAX_COMPILING)
+_trials = [Trial() for _ in range(MAX_COMPILING)]
+"""Those that no thread uses, one for each place. Their processes start when they are needed, and end with this one."""
 MAX_KEPT = 64
 """Compiled grammars that are kept for the next request with the same."""
-INITIAL_LEXER_FUEL = 200_000
-"""llguidance's default is five times this, with which `b(a{1000}){1000}` takes one step of seconds; with this, 0.25."""
-STACK_BYTES = 256 << 20
-"""Address space, not memory. Chains of references take up to 7 KB of stack a link: see `max_grammar_bytes`."""
-
-_stack_lock = threading.Lock()
 
 
 class GrammarCompiler:
@@ -42,7 +40,6 @@ class GrammarCompiler:
         self._eos_token_ids = model.eos_token_ids
         self._max_bytes = config.max_grammar_bytes
         self._timeout_s = config.grammar_timeout_s
-        self._places = threading.Semaphore(MAX_COMPILING)
         self._kept: OrderedDict[Key, Constraint] = OrderedDict()
         self._kept_lock = threading.Lock()
         self._vocabulary: Any = None
@@ -80,8 +77,8 @@ class GrammarCompiler:
             return template.fresh(wanted.name)
 
     def _compile_aside(self, wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
-        """Compile in another thread, and wait for it no longer than is allowed."""
-        if not self._places.acquire(timeout=self._timeout_s):
+        """Compile in another thread, once it is known to end, and wait for it no longer than is allowed."""
+        if not _places.acquire(timeout=self._timeout_s):
             raise QueueFullError(f"{MAX_COMPILING} grammars are being compiled; try again later")
         outcome: list[Constraint | Exception] = []
 
@@ -91,19 +88,35 @@ class GrammarCompiler:
             except Exception as error:
                 outcome.append(error)
             finally:
-                self._places.release()
+                _places.release()
 
         try:
-            thread = _started(work)
+            self._try(wanted)
+            thread = started(work)
         except BaseException:
-            self._places.release()
+            _places.release()
             raise
         thread.join(self._timeout_s)
         if not outcome:
-            raise wanted.refusal(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
+            raise self._too_slow(wanted)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
+
+    def _try(self, wanted: StructuredOutputs) -> None:
+        """Raises `InvalidInputError` for what cannot be compiled, or takes too long."""
+        trial = _trials.pop()
+        try:
+            trial.check(wanted.kind, wanted.text, _whitespace(wanted), self._timeout_s)
+        except TimeoutError as error:
+            raise self._too_slow(wanted) from error
+        except TrialError as error:
+            raise wanted.refusal(f"cannot be compiled: {error}") from error
+        finally:
+            _trials.append(trial)
+
+    def _too_slow(self, wanted: StructuredOutputs) -> InvalidInputError:
+        return wanted.refusal(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
 
     def _llguidance_tokenizer(self, wanted: StructuredOutputs) -> Any:
         """Made once; with a large vocabulary that takes a second, which is not the grammar's."""
@@ -131,51 +144,16 @@ def _key(wanted: StructuredOutputs) -> Key:
     return wanted.kind, wanted.text, wanted.disable_any_whitespace
 
 
+def _whitespace(wanted: StructuredOutputs) -> str | None:
+    return None if wanted.disable_any_whitespace else WHITESPACE
+
+
 def _compile(wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
     """Raises `InvalidInputError`."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(initial_lexer_fuel=INITIAL_LEXER_FUEL, verbose_errors=False)
     try:
-        matcher = LLMatcher(vocabulary, _grammar(wanted), log_level=0, limits=limits)
+        made, first = matcher(vocabulary, wanted.kind, wanted.text, _whitespace(wanted))
     except ValueError as error:
         raise wanted.refusal(f"cannot be compiled: {error}") from error
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # the first step is often the dearest, and tells whether there is any text
-    if matcher.is_error():
-        raise wanted.refusal(f"cannot be compiled: {matcher.get_error().removesuffix('<non-verbose/>').strip()}")
-    if matcher.is_stopped():
+    if made.is_stopped():
         raise wanted.refusal("leaves no text to generate")
-    return Constraint(matcher, wanted.name)
-
-
-def _grammar(wanted: StructuredOutputs) -> str:
-    """Return the grammar in llguidance's terms. Raises `ValueError`."""
-    from llguidance import LLMatcher
-
-    if wanted.kind in ("json", "json_object"):
-        return LLMatcher.grammar_from_json_schema(
-            wanted.text,
-            overrides={"whitespace_flexible": False}
-            if wanted.disable_any_whitespace
-            else {"whitespace_pattern": WHITESPACE},
-        )
-    if wanted.kind == "regex":
-        return LLMatcher.grammar_from_regex(wanted.text)
-    if wanted.kind == "choice":
-        return LLMatcher.grammar_from_lark(
-            "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice or ())
-        )
-    return LLMatcher.grammar_from_lark(wanted.text)
-
-
-def _started(work: Callable[[], None]) -> threading.Thread:
-    """A daemon thread with `STACK_BYTES` of stack, which is a setting of the process at the time of its start."""
-    thread = threading.Thread(target=work, name="grammar", daemon=True)
-    with _stack_lock:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    return thread
+    return Constraint(made, wanted.name, first)

@@ -115,7 +115,7 @@ class RequestReader:
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._arrivals += 1
-        others = [None if constraint is None else constraint.fresh() for _ in range(params.n - 1)]
+        others = [None if constraint is None else constraint.sibling() for _ in range(params.n - 1)]
         return [
             Sequence(
                 request_id,

@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from swiftkv_platform.cluster.gpus import HIDE_UNRESERVED
+
 _LONGEST_TEMP_ROOT = 40
 """Characters. Ray's sockets lie some 60 deeper, and a unix socket's path ends at 107 (104 on macOS)."""
 _JOB_STOP_WAIT_S = 20
@@ -67,6 +69,7 @@ class RayHead:
             # An address in the environment would make `ray start` and every driver look for another cluster.
             **{name: value for name, value in base.items() if name != "RAY_ADDRESS"},
             **auth_environment(self.token_file),
+            **HIDE_UNRESERVED,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
             "RAY_START_HOOK": f"{__name__}.without_client_server",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -180,9 +179,6 @@ def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
         raise InvalidInputError(first["msg"], field=field, value=context.get("value", first["input"])) from error
 
 
-_MOST = (1 << 63) - 1
-
-
 def check_engine_options(options: Mapping[str, Any]) -> None:
     """Raises `InvalidInputError` for the first option that no engine knows, or with a value that none takes."""
     try:
@@ -195,13 +191,6 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
         place = ".".join(["engine", *map(str, first["loc"])])
         why = known if first["type"] == "extra_forbidden" else first["msg"]
         raise InvalidInputError(f"{place}: {why}", field=place, value=first["input"]) from error
-    for name, value in options.items():
-        if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= _MOST):
-            raise InvalidInputError(
-                f"engine.{name} is {value:g}; expected a finite number of at most 63 bits",
-                field=f"engine.{name}",
-                value=str(value),
-            )
 
 
 _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")

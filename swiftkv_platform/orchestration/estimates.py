@@ -16,6 +16,7 @@ from swiftkv_platform.planning import (
     shared_key_value_heads,
 )
 from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.config import Fields
 from swiftkv_platform.planning.gates import TaskForecast, forecast
 from swiftkv_platform.planning.job_plan import calibration_tokens, plan_job
 from swiftkv_platform.planning.job_setup import training_setup
@@ -193,7 +194,9 @@ def _text_bytes(sources: tuple[SourceEstimate, ...]) -> int | None:
 
 def _resolved(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     """Resolve defaults as preparation will, but for the batch size of few data, which are not read here."""
-    context_length, hidden_size = config.get("max_position_embeddings"), config.get("hidden_size")
+    fields = Fields(config)
+    context_length = fields.optional_count("max_position_embeddings")
+    hidden_size = fields.optional_count("hidden_size")
     resolved = resolve_defaults(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
     return resolve_batch_size(resolved, num_rows=sys.maxsize)
 

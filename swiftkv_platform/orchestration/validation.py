@@ -22,6 +22,7 @@ from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
 from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
+from swiftkv_platform.specs.limits import MAX_LAYERS
 
 __all__ = ["ReadObject", "validate"]
 
@@ -89,8 +90,9 @@ def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
 
 def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
     value = config.get("num_hidden_layers")
-    if not isinstance(value, int) or value < 2:
-        raise unusable(name, f"its config.json has num_hidden_layers {value!r}; expected a decoder of 2 or more layers")
+    if not isinstance(value, int) or not 2 <= value <= MAX_LAYERS:
+        accepted = f"expected a decoder of 2 to {MAX_LAYERS:,} layers"
+        raise unusable(name, f"its config.json has num_hidden_layers {value!r:.80}; {accepted}")
     return value
 
 

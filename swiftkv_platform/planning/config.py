@@ -10,6 +10,8 @@ from typing import Any
 from swiftkv_platform.errors import ModelError
 
 FIELD = "model.name_or_path"
+_MOST = 1 << 40
+"""Largest number that a configuration counts something by."""
 
 ConfigSource = str | Path | Mapping[str, Any]
 """A `config.json`, the directory that holds one, or its content."""
@@ -29,7 +31,7 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
             field=FIELD,
             value=str(source),
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} holds no JSON ({error})", field=FIELD, value=str(source)) from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds a {type(config).__name__}, not an object", field=FIELD, value=str(source))
@@ -42,23 +44,23 @@ class Fields:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
 
-    def count(self, *names: str, default: int | None = None) -> int:
-        """A positive integer under the first of `names` that is there; null counts as absent."""
-        value = self.optional_count(*names)
+    def count(self, *names: str, default: int | None = None, most: int = _MOST) -> int:
+        """A positive integer of at most `most` under the first of `names` that is there; null counts as absent."""
+        value = self.optional_count(*names, most=most)
         if value is None:
             value = default
         if value is None:
             raise self._unusable(names[0], None, "a positive integer is accepted")
         return value
 
-    def optional_count(self, *names: str) -> int | None:
+    def optional_count(self, *names: str, most: int = _MOST) -> int | None:
         """A positive integer as from `count`; None where the key is absent or null."""
         for name in names:
             value = self._config.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise self._unusable(name, value, "a positive integer is accepted")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise self._unusable(name, value, f"a positive integer of at most {most} is accepted")
             return value
         return None
 
@@ -89,4 +91,4 @@ class Fields:
 
     @staticmethod
     def _unusable(name: str, value: object, accepted: str) -> ModelError:
-        return ModelError(f"config.json has {name} {value!r}; {accepted}", field=name, value=value)
+        return ModelError(f"config.json has {name} {value!r:.80}; {accepted}", field=name, value=value)

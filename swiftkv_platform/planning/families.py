@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning.architecture import Architecture, Attention, Entry, Layer, Linear
 from swiftkv_platform.planning.config import FIELD, ConfigSource, Fields, read_config
+from swiftkv_platform.specs.limits import MAX_LAYERS
 
 _STUDENT_SUFFIX = "_swiftkv"
 
@@ -31,7 +32,7 @@ def _grouped_query(
                 field="num_key_value_heads" if num_key_value_heads is None else "num_key_value_heads_swiftkv",
                 value=kv_heads,
             )
-        size = fields.count("head_dim", default=head_dim or hidden // heads)
+        size = fields.count("head_dim", default=head_dim or max(hidden // heads, 1))
         biased = bias(fields)
         return Attention(
             query=(Linear(hidden, heads * size, biased),),
@@ -211,7 +212,7 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
             value=model_type or None,
         )
     family = FAMILIES[model_type]
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     windows = family.windows(fields, num_layers)
     attention = family.attention(fields, None)
     shared_heads = num_key_value_heads_swiftkv or fields.optional_count("num_key_value_heads_swiftkv")

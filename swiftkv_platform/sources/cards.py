@@ -7,7 +7,6 @@ machine, and through fsspec to any URL. Where sources have rules they may name f
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,11 +16,20 @@ import yaml
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.names import leads_out
+from swiftkv_platform.sources.small_files import (
+    CARD_BYTES,
+    METADATA_BYTES,
+    UnusableFileError,
+    checked_length,
+    read_head,
+    read_object,
+    read_small,
+)
 
 CARDS = ("README.md", ".huggingface.yaml")
 """Files whose `configs` name data files; the second replaces what the first says."""
-_LONGEST_CARD = 16 << 20
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
+_BRACKETS, _DEEPEST = re.compile(rb"[\[\]{}]"), 100
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth")
 _PROSE = frozenset({"config_name", "description"})
 """Keys of a configuration whose text names no file."""
@@ -43,10 +51,10 @@ def check_laid_out(directory: Path, field: str) -> None:
 def check_card(path: Path, field: str) -> None:
     """Refuse a card whose configurations name what lies elsewhere. `path`: one of `CARDS`. Raises `DataError`: an
     absolute path, one with `..`, or a URL; or a card that cannot be read."""
-    if path.stat().st_size > _LONGEST_CARD:
-        raise _unusable(path, field, f"is longer than {_LONGEST_CARD} bytes")
     try:
         document = _metadata(path)
+    except UnusableFileError as error:
+        raise _unusable(path, field, str(error)) from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _unusable(path, field, "holds no YAML that can be read") from error
     if not isinstance(document, Mapping):
@@ -72,34 +80,45 @@ def check_saved(directory: Path, field: str) -> None:
 
 
 def _metadata(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":
-        matter = _FRONT_MATTER.match(text)
-        text = matter[1] if matter else ""
-    return yaml.safe_load(text)
+    """What the card says of itself. Raises `UnusableFileError`: it is too long, `ValueError`, `yaml.YAMLError`."""
+    if path.suffix != ".md":
+        return _yaml(read_small(path, METADATA_BYTES))
+    text = read_head(path, CARD_BYTES).decode(errors="replace")  # a character may be cut in two at the end
+    matter = _FRONT_MATTER.match(text)
+    if matter is None and text.lstrip().startswith("---") and len(text) * 4 > CARD_BYTES:
+        raise UnusableFileError(f"has metadata that do not end within {CARD_BYTES} bytes")
+    return _yaml(checked_length(matter[1].encode(), METADATA_BYTES)) if matter else None
+
+
+def _yaml(data: bytes) -> Any:
+    """PyYAML takes minutes for brackets within each other, before it comes to their number."""
+    depth = 0
+    for bracket in _BRACKETS.findall(data):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > _DEEPEST:
+            raise UnusableFileError("is nested too deeply")
+    return yaml.safe_load(data)
 
 
 def _strings(value: Any) -> Iterator[str]:
     """Every text in nested lists and mappings, whatever its key, since configurations of builders differ."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if key not in _PROSE:
-                yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
+    pending, seen = [value], set[int]()  # YAML's aliases make one list stand at any number of places
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping | list) and id(item) not in seen:
+            seen.add(id(item))
+            pending += item if isinstance(item, list) else [each for key, each in item.items() if key not in _PROSE]
 
 
 def _json(path: Path, field: str) -> Mapping[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(path, field, "is no JSON") from error
-    if not isinstance(document, Mapping):
-        raise _unusable(path, field, "holds no object")
-    return document
+        return read_object(path)
+    except OSError as error:
+        raise _unusable(path, field, f"cannot be read ({error.strerror})") from error
+    except UnusableFileError as error:
+        raise _unusable(path, field, str(error)) from error
 
 
 def _plain_names(names: Any, path: Path, field: str) -> list[str]:
@@ -115,7 +134,6 @@ def _unusable(path: Path, field: str, why: str) -> DataError:
     return DataError(f"{field}: {path.name} {why}", field=field, value=path.name)
 
 
-_LONGEST_READ = 1 << 20
 _LONGEST_NAME = 100
 
 
@@ -130,25 +148,15 @@ def licence_of(directory: Path) -> str | None:
 
 
 def _front_matter(path: Path) -> dict[str, Any]:
-    match = _FRONT_MATTER.match(_text(path))
-    if match is None:
-        return {}
     try:
-        document = yaml.safe_load(match[1])
-    except yaml.YAMLError:  # what is no card names no licence
+        document = _metadata(path)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # what is no card names no licence
         return {}
     return document if isinstance(document, dict) else {}
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(_text(path) or "{}")
-    except ValueError:
+        return read_object(path)
+    except (OSError, UnusableFileError):
         return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _text(path: Path) -> str:
-    if not path.is_file() or path.stat().st_size > _LONGEST_READ:
-        return ""
-    return path.read_text(encoding="utf-8", errors="replace")

@@ -23,6 +23,8 @@ _LONGEST_TEXT = 1 << 20
 """Bytes of one text; the longest is a chat template."""
 _MOST_ENTRIES = 1 << 16
 """Values, and tensors, of a file."""
+_MOST_TEXTS = 1 << 21
+"""Texts in all lists of a file; a vocabulary of 256,000 tokens has some 500,000 merges."""
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -86,6 +88,7 @@ class _Header:
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._left = min(os.fstat(stream.fileno()).st_size, LONGEST_HEADER)
+        self._texts_left = _MOST_TEXTS
 
     def read(self) -> tuple[dict[str, Any], set[str]]:
         if self._bytes(4) != _MAGIC:
@@ -112,6 +115,9 @@ class _Header:
     def _list(self) -> _List:
         kind, length = self._number("I"), self._number("Q")
         if kind == _STRING:
+            self._texts_left -= length
+            if self._texts_left < 0:
+                raise _NotReadableError(f"a list in its header has {length} texts; {_MOST_TEXTS} are read in all")
             for _ in range(length):
                 self._bytes(self._number("Q"))
         else:

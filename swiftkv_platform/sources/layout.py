@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources.small_files import CARD_BYTES, read_head
 from swiftkv_platform.specs import DataSourceSpec
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")
@@ -189,7 +190,7 @@ def is_saved_dataset(directory: Path) -> bool:
 def is_hub_layout(directory: Path) -> bool:
     """Whether it is laid out as on the hub: its card lists data, or all of its files are shards of splits."""
     card = directory / "README.md"
-    if card.is_file() and _CARD_LISTS_DATA.search(card.read_text(encoding="utf-8", errors="replace")):
+    if card.is_file() and _CARD_LISTS_DATA.search(read_head(card, CARD_BYTES).decode(errors="replace")):
         return True
     files = data_files(directory)
     return bool(files) and all(_HUB_SHARD.fullmatch(file.name) for file in files)

@@ -8,7 +8,6 @@ pickle read (`model.checkpoint` takes safetensors alone).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.sources.boundary import Boundary
 from swiftkv_platform.sources.names import leads_out
+from swiftkv_platform.sources.small_files import CONFIG_BYTES, INDEX_BYTES, UnusableFileError, read_object
 
-_LONGEST_JSON = 256 << 20
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
@@ -75,15 +74,12 @@ def _json(path: Path, field: str) -> Mapping[str, Any]:
     """The object in a file; an empty one where there is no file."""
     if not path.is_file():
         return {}
-    if path.stat().st_size > _LONGEST_JSON:
-        raise _unusable(path.name, field, f"is longer than {_LONGEST_JSON} bytes")
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(path.name, field, "is no JSON") from error
-    if not isinstance(document, Mapping):
-        raise _unusable(path.name, field, "holds no object")
-    return document
+        return read_object(path, INDEX_BYTES if path.name == _INDEX else CONFIG_BYTES)
+    except OSError as error:
+        raise _unusable(path.name, field, f"cannot be read ({error.strerror})") from error
+    except UnusableFileError as error:
+        raise _unusable(path.name, field, str(error)) from error
 
 
 def _unusable(name: str, field: str, why: str) -> ModelError:

@@ -3,7 +3,6 @@ weights."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -13,10 +12,13 @@ import swiftkv_platform.sources
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.sources.small_files import UnusableFileError, parse_object
+from swiftkv_platform.sources.small_files import read_object as read_json
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER
 
 ReadObject = Callable[[str, str], bytes]
-"""(store address, key) -> content. Raises `ObjectNotFoundError` and `StorageError`."""
+"""(store address, key) -> content, of an object of at most `CONFIG_BYTES`. Raises `ObjectNotFoundError`,
+`StorageError`, and `UnusableFileError` for a longer one."""
 
 SPEC_FIELD = "model.name_or_path"
 
@@ -40,9 +42,11 @@ def read_teacher_config(
             raise unusable(name, "GGUF files are read from a path; use a model directory here", field)
         case S3Source():
             try:
-                return _parse(read_object(name.rstrip("/"), "config.json"), name, field)
+                return parse_object(read_object(name.rstrip("/"), "config.json"))
             except ObjectNotFoundError as error:
                 raise _unreadable(name, field) from error
+            except UnusableFileError as error:
+                raise unusable(name, f"its config.json {error}", field) from error
         case BuiltinSource():
             return read_local_config(builtin_teacher(name, field=field), name, field=field)
         case PathSource(path=path):
@@ -73,11 +77,11 @@ def read_config_file(
     name = str(path) if name is None else name
     try:
         file = boundary.check(path / "config.json" if path.is_dir() else path, field, error=ModelError)
-        if file.exists() and not file.is_file():
-            raise unusable(name, "its config.json is no regular file", field)
-        return _parse(file.read_bytes(), name, field)
+        return read_json(file)
     except OSError as error:
         raise _unreadable(name, field) from error
+    except UnusableFileError as error:
+        raise unusable(name, f"its config.json {error}", field) from error
 
 
 def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
@@ -104,13 +108,3 @@ def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
 
 def _unreadable(name: str, field: str) -> ModelError:
     return unusable(name, "its config.json cannot be read; a Hugging Face model directory is accepted", field)
-
-
-def _parse(text: bytes, name: str, field: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise unusable(name, f"its config.json is no JSON ({error})", field) from error
-    if not isinstance(config, dict):
-        raise unusable(name, "its config.json holds no object", field)
-    return config

@@ -1,4 +1,5 @@
-"""Base class of every part of a spec, a check of what a name in it is, and the limits of requests."""
+"""Base class of every part of a spec, a check of what a name in it is, and the limits of requests. Ranges of numbers
+are in `limits.py`."""
 
 from __future__ import annotations
 
@@ -56,24 +57,6 @@ MAX_BYTES_PER_TOKEN = 16
 """Bytes of text a token may stand for, on average over a whole context, where `max_prompt_bytes` is not given. A
 vocabulary's longest token may be longer (runs of spaces), text that is written is several times denser."""
 
-
-MOST_WORKERS = 100_000
-"""Workers of a job; what an operator allows is usually far less."""
-
-
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""Whatever a random generator, a database and JSON's other readers can hold."""
-Count = Annotated[int, Field(ge=1, le=10**12)]
-"""Steps, tokens, samples: more than any cluster will see, and few enough to be multiplied by each other."""
-Size = Annotated[int, Field(ge=1, le=1 << 24)]
-"""Number of things held at a time: rows of a batch, prompts of a pass."""
-Layers = Annotated[int, Field(ge=1, le=10_000)]
-"""Layers of a model, or a part of them."""
-Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
-Amount = Annotated[float, Field(ge=0.0, le=10_000.0)]
-"""Cores or devices of one worker."""
-Weight = Annotated[float, Field(ge=0.0, le=1e6)]
-
 Name = Annotated[str, Field(max_length=1024)]
 """A model, data set, task or directory."""
 Word = Annotated[str, Field(max_length=200)]
@@ -84,7 +67,7 @@ LabelValue = Annotated[str, Field(max_length=4096)]
 
 
 class Spec(FiniteModel):
-    """Part of a spec. Every number and text in it has bounds (`tests/unit/test_spec_bounds.py`)."""
+    """Part of a spec. Every number and text in it has bounds (`tests/unit/specs/test_limits.py`)."""
 
     @field_validator("*")
     @classmethod

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from swiftkv_platform.specs.base import MAX_TEMPERATURE, Count, Name, Seed, Size, Spec, Weight, Word
+from swiftkv_platform.specs.base import MAX_TEMPERATURE, Name, Spec, Word
+from swiftkv_platform.specs.limits import Count, Range, Seed, Size
 
 BUILTIN_DATA = "builtin:python-stdlib"
 """The sources of the interpreter's standard library."""
@@ -26,7 +27,7 @@ class CompletionSpec(Spec):
     """0 takes the most probable token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Samples among the fewest tokens whose probabilities sum to at least this."""
-    num_completions: Annotated[int, Field(ge=1, le=10_000)] = 1
+    num_completions: Annotated[int, Range(1, 10_000)] = 1
     """Answers to each prompt."""
     prompt_tokens: Size | None = None
     """Most tokens of a text, counted from its beginning, that are the prompt."""
@@ -52,7 +53,7 @@ class DataSourceSpec(Spec):
     elsewhere."""
     sample_count: Count | None = None
     """Take only this number of samples, chosen by the seed."""
-    weight: Annotated[Weight, Field(gt=0.0)] = 1.0
+    weight: Annotated[float, Range(1e-9, 1e6)] = 1.0
     """Share of this source relative to the others: 2.0 repeats each sample twice, 0.5 keeps half."""
     format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
     """Row format; `auto` detects it from the columns that hold something."""
@@ -75,7 +76,7 @@ class DataSpec(Spec):
     sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1, max_length=1000)] = (
         DataSourceSpec(name_or_path=BUILTIN_DATA),
     )
-    max_length: Annotated[Size, Field(ge=16)] = 8192
+    max_length: Annotated[int, Range(16, 1 << 24)] = 8192
     """Tokens per sequence, at most the model's context (`max_position_embeddings`); a longer sample is cut."""
     packing: bool = True
     """Pack samples into one sequence, attention kept apart and positions restarted."""

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.specs.limits import Delay, MaxReplicas, MinReplicas, OngoingRequests, Range
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ MAX_TEMPLATE_LENGTH = 1 << 16
 ToolCallParser = Literal["hermes", "smollm2", "llama3", "mistral", "mistral_v11"]
 """Families by the way they write calls of tools."""
 ModelName = Annotated[str, Field(min_length=1)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Range(0.0, 1.0)]
 
 
 class CandidateSpec(FiniteModel):
@@ -134,16 +135,16 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
 class ScalingSpec(FiniteModel):
     """Bounds of a deployment's number of replicas. The names are those of Ray Serve's `autoscaling_config`."""
 
-    min_replicas: Annotated[int, Field(ge=0)] = 1
+    min_replicas: MinReplicas = 1
     """0: no replica while there are no requests; the first request then waits for one."""
-    max_replicas: Annotated[int, Field(ge=1)] = 1
+    max_replicas: MaxReplicas = 1
     """Most replicas that the load may ask for."""
-    target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
+    target_ongoing_requests: OngoingRequests | None = None
     """Requests a replica should work on at once, those that wait included; more replicas are started above it. Null: by
     the engine's load, prompt tokens that wait and KV cache in use."""
-    upscale_delay_s: Annotated[float, Field(ge=0.0)] = 10.0
+    upscale_delay_s: Delay = 10.0
     """Seconds for which the load must ask for more replicas before they are started."""
-    downscale_delay_s: Annotated[float, Field(ge=0.0)] = 300.0
+    downscale_delay_s: Delay = 300.0
     """Seconds for which the load must ask for fewer before they are drained."""
 
     @model_validator(mode="after")

@@ -8,7 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from swiftkv_platform.specs.base import Count, Layers, Name, Size, Spec, Word
+from swiftkv_platform.specs.base import Name, Spec, Word
+from swiftkv_platform.specs.limits import Count, Layers, NonNegative, Positive, Range, Size
 
 _MOST_TRIALS = 256
 BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
@@ -32,7 +33,7 @@ class TaskSpec(Spec):
     valid JSON), or `paper`: the seven tasks of table B.1."""
     data_dir: Name | None = None
     """Directory of the relative `data_files` of a file or built-in task; default: beside the file."""
-    num_fewshot: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    num_fewshot: Annotated[int, Range(0, 10_000)] | None = None
     """Examples in the prompt; default: the task's own number."""
     metric: Word | None = None
     """Score that counts, e.g. `acc_norm`; default: the task's first of which more is better. One of which less is
@@ -62,7 +63,7 @@ class EvaluationSpec(Spec):
     """The report of a job, and its quality gates: with one failed the job fails as `quality_gate`; with one undecided
     its model is made, and cannot be promoted without a word on that."""
 
-    max_tokens: Annotated[Count, Field(ge=64)] = 65536
+    max_tokens: Annotated[int, Range(64, 10**12)] = 65536
     """Held-out tokens measured."""
     tasks: Annotated[tuple[Annotated[Name, Field(min_length=1)] | TaskSpec, ...], Field(max_length=1000)] = ()
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
@@ -70,30 +71,30 @@ class EvaluationSpec(Spec):
     """Samples of each task, the first ones; default: all."""
     task_batch_size: Size | None = None
     """Prompts a forward pass of a task, or answered at a time; default: as many as make 8,192 tokens, and 256."""
-    max_minutes: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    max_minutes: Annotated[float, Range(1e-3, 1e6)] | None = None
     """Minutes after which no further task begins; the report names those left out, which no gate judges. null: none is
     left out."""
-    continuations: Annotated[int, Field(ge=0, le=1_000_000)] = 16
+    continuations: Annotated[int, Range(0, 1_000_000)] = 16
     """Held-out prompts that teacher and student continue greedily."""
     continuation_tokens: Size = 32
     """Tokens of each continuation."""
-    needle_lengths: Annotated[tuple[Annotated[int, Field(ge=128, le=1 << 20)], ...], Field(max_length=64)] | None = None
+    needle_lengths: Annotated[tuple[Annotated[int, Range(128, 1 << 20)], ...], Field(max_length=64)] | None = None
     """Lengths in tokens of prompts in which a number has to be found (needle in a haystack), made by a script. null:
     1,024 and 4,096, where the context holds them, for instruction-tuned models, none for others."""
-    needle_samples: Annotated[int, Field(ge=1, le=100_000)] = 60
+    needle_samples: Annotated[int, Range(1, 100_000)] = 60
     """Prompts of each length."""
-    max_kl: Annotated[float, Field(gt=0.0)] | Literal["auto"] | None = "auto"
+    max_kl: Positive | Literal["auto"] | None = "auto"
     """Gate: most KL (nats) on held-out text. `auto`: 0.2 for instruction-tuned models (their chat template has tokens
     of its own), none for others."""
-    max_perplexity_ratio: Annotated[float, Field(gt=0.0)] | None = None
+    max_perplexity_ratio: Positive | None = None
     """Gate: most perplexity on held-out text, as a multiple of the teacher's."""
     min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] | None = "auto"
     """Gate: least share of held-out positions where the student's most likely token is the teacher's. `auto`: 0.8 for
     instruction-tuned models, none for others."""
-    max_needle_drop: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = "auto"
+    max_needle_drop: NonNegative | Literal["auto"] | None = "auto"
     """Gate, like `max_drop`, for each length of `needle_lengths` where the teacher finds 80% or more; `auto` is 5 to
     20."""
-    max_drop: Annotated[float, Field(ge=0.0)] | Literal["auto"] | None = "auto"
+    max_drop: NonNegative | Literal["auto"] | None = "auto"
     """Gate: most points of a hundred lost against the teacher on any of `tasks`; of a score outside 0..1, or of which
     less is better, most percent of the teacher's. Passed where the whole 95% interval of the paired differences is
     within it, failed where none of it is, else undecided. `auto`: of each task the smallest true loss that its number
@@ -140,9 +141,9 @@ class SweepSpec(Spec):
     """Values of `swiftkv.num_key_value_layers` (l)."""
     key_value_group_size: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS)] = ()
     """Values of `swiftkv.key_value_group_size` (g)."""
-    learning_rate: Annotated[tuple[Annotated[float, Field(gt=0.0)], ...], Field(max_length=_MOST_TRIALS)] = ()
+    learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MOST_TRIALS)] = ()
     """Values of `optimizer.learning_rate`."""
-    max_concurrent: Annotated[int, Field(ge=1, le=_MOST_TRIALS)] = 1
+    max_concurrent: Annotated[int, Range(1, _MOST_TRIALS)] = 1
     """Trials that train at a time, each with the workers that `resources` asks for."""
 
     @model_validator(mode="after")

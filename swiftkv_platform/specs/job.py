@@ -9,21 +9,28 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.specs.base import (
-    Amount,
-    Count,
     Label,
     LabelValue,
-    Layers,
     Name,
-    Size,
     Spec,
-    Weight,
     Word,
-    Workers,
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
+from swiftkv_platform.specs.limits import (
+    Cores,
+    Count,
+    Gpus,
+    HostMemory,
+    Layers,
+    Positive,
+    Range,
+    Rate,
+    Size,
+    Weight,
+    Workers,
+)
 from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
 
@@ -74,7 +81,7 @@ class SwiftKVSpec(Spec):
     """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
     `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's
     own states; for `own_output_projection`."""
-    calibration_tokens: Annotated[Count, Field(ge=1024)] = 16384
+    calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 
     @model_validator(mode="after")
@@ -115,12 +122,12 @@ class SwiftKVSpec(Spec):
 class DistillationSpec(Spec):
     """Losses (paper, section 3.3)."""
 
-    temperature: Annotated[float, Field(gt=0.0)] = 2.0
+    temperature: Positive = 2.0
     logits_loss_weight: Weight = 1.0
     exit_loss_weight: Weight = 1.0
     """Weight of the exit head's loss, with `swiftkv.early_exit`."""
     hidden_loss_weight: Weight = 0.0
-    hidden_loss_layer: Annotated[int, Field(ge=-10_000, le=10_000)] = -2
+    hidden_loss_layer: Annotated[int, Range(-10_000, 10_000)] = -2
     """Index into the hidden states, as in the reference; -2 is the output of the layer before the last."""
     objective: Literal["logits", "lm"] = "logits"
     """`lm` trains on the next token instead of the teacher (table 6a)."""
@@ -162,13 +169,14 @@ class ElasticSpec(Spec):
 class ResourcesSpec(Spec):
     num_workers: Workers | ElasticSpec = 2
     """Number of workers, or `{min, max}`: training goes on with fewer when machines leave, with more when they come."""
-    gpus_per_worker: Amount = 0
-    cpus_per_worker: Annotated[Amount, Field(gt=0.0)] = 1
-    memory_per_worker: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
+    gpus_per_worker: Gpus = 0
+    cpus_per_worker: Cores = 1
+    """Cores that Ray reserves for each worker. A quota `max_cpus` counts one core for a worker at least."""
+    memory_per_worker: HostMemory | None = None
     """Bytes of host memory that Ray reserves for each worker, and for each task of the job; null reserves none."""
     accelerator_type: Word | None = None
     """Ray's name of the GPU type, e.g. `H100`."""
-    peak_flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
+    peak_flops_per_second: Rate | None = None
     """Peak FLOPs a second of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current
     GPUs, else no `mfu`."""
 
@@ -204,14 +212,14 @@ class TrackingSpec(Spec):
 
 
 class FaultToleranceSpec(Spec):
-    max_retries: Annotated[int, Field(ge=0, le=1000)] = 3
+    max_retries: Annotated[int, Range(0, 1000)] = 3
     """New attempts after a failure that another try can mend; bad data is never retried."""
 
 
 class LimitsSpec(Spec):
     priority: Literal["low", "normal", "high"] = "normal"
     """Queue order; within a priority first come, first served."""
-    cost_cap: Annotated[float, Field(gt=0.0)] | None = None
+    cost_cap: Positive | None = None
     """Cost in the operator's currency: a job that has cost more is paused, at a checkpoint."""
     max_runtime_s: Count | None = None
     """An attempt that runs longer is stopped and the job fails."""

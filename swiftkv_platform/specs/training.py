@@ -8,7 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from swiftkv_platform.specs.base import Count, Size, Spec
+from swiftkv_platform.specs.base import Spec
+from swiftkv_platform.specs.limits import Count, Epochs, NonNegative, Positive, Range, SignedSeed, Size
 
 _NAME = re.compile(
     r"(?P<model>mdl_[0-9A-Za-z]+)"
@@ -63,14 +64,14 @@ class OptimizerSpec(Spec):
     name: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for the trained matrices and AdamW for the rest, with one learning rate; not under `deepspeed`,
     which keeps flat shards instead of matrices."""
-    learning_rate: Annotated[float, Field(gt=0.0)] | None = None
+    learning_rate: Positive | None = None
     """Default: found by `rate_search` around 3e-4 for hidden sizes from 2,048 up, in inverse proportion to smaller
     ones, at most 3e-3; far lower with `trainable: all`."""
     rate_search: bool | None = None
     """Try a few rates for a few steps each before training, and take the one whose held-out KL falls furthest; the
     steps come on top of the run's, at most 15% of them. Default: where `learning_rate` is left out. With one given,
     the search begins there, with `trainable: all` at a fifth of it."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.05
+    weight_decay: NonNegative = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
     """AdamW's."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
@@ -79,7 +80,7 @@ class OptimizerSpec(Spec):
     """Share of the steps with a linearly rising learning rate. Default: 0.05, but no fewer than 20 steps, of a run
     shorter than 100 a fifth."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    max_grad_norm: Positive = 1.0
 
 
 class ValidationSpec(Spec):
@@ -95,7 +96,7 @@ class ValidationSpec(Spec):
 class EarlyStoppingSpec(Spec):
     patience: Count = 5
     """Measurements of held-out KL in a row without an improvement after which the run ends."""
-    min_delta: Annotated[float, Field(ge=0.0)] = 1e-3
+    min_delta: NonNegative = 1e-3
     """Least fall of held-out KL, in nats, that counts as an improvement."""
 
 
@@ -103,9 +104,9 @@ class GuardSpec(Spec):
     """When held-out KL rises above its value at the start, or far above its best, training goes back to the best state
     so far and on with a lower learning rate."""
 
-    max_rollbacks: Annotated[int, Field(ge=0, le=100)] = 3
+    max_rollbacks: Annotated[int, Range(0, 100)] = 3
     """Times a run goes back; the next time it would, it ends with the best state."""
-    divergence_factor: Annotated[float, Field(gt=1.0)] = 1.5
+    divergence_factor: Annotated[float, Field(gt=1.0, le=1e30)] = 1.5
     """Held-out KL above the best by this factor counts as far above it."""
     rate_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Factor of the learning rate each time."""
@@ -119,8 +120,8 @@ class TrainingSpec(Spec):
     from the teacher. Step and learning rate begin anew."""
     load_optimizer_state: bool = False
     """Take over the optimizer state of the checkpoint that `from` names; else the optimizer is fresh."""
-    num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 2
-    max_steps: Annotated[int, Field(ge=0, le=10**12)] | None = None
+    num_epochs: Epochs = 2
+    max_steps: Annotated[int, Range(0, 10**12)] | None = None
     """Overrides `num_epochs`. 0 trains nothing: the checkpoint that `from` names is evaluated and published."""
     batch_size: Size | None = None
     """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 400
@@ -135,7 +136,7 @@ class TrainingSpec(Spec):
     """Attention of a row's samples, each to itself. `varlen_attn`: PyTorch's FlashAttention over all of them at once,
     on GPUs that it runs on, in bfloat16. `sdpa`: one sample after the other. `auto`: `varlen_attn` where it can, else
     `sdpa`."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 0
+    seed: SignedSeed = 0
     validation: ValidationSpec | None = ValidationSpec()
     """Held-out KL while it trains, on which `guard`, `keep_best`, `early_stopping` and `optimizer.rate_search` go; null
     measures none and leaves all four out."""

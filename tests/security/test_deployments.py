@@ -141,18 +141,26 @@ def test_metrics_of_replicas_are_read_with_the_callers_key(tmp_path: Path, sqlit
         assert [each.headers["authorization"] for each in script.requests] == [plane.headers("acme")["authorization"]]
 
 
-def test_an_engine_option_that_would_stop_everybodys_deployments_is_refused(plane: DeploymentPlane) -> None:
+def test_a_number_that_would_stop_everybodys_deployments_is_refused(plane: DeploymentPlane) -> None:
     """All tenants' deployments go to Serve in one document, which cannot hold it."""
     deployment, model = plane.deployed("acme")["id"], plane.model("acme")
     headers = {**plane.headers("acme"), "content-type": "application/json"}
-    for number in ("Infinity", "1e999", "NaN", "9" * 30):
-        engine = f'"engine": {{"grammar_timeout_s": {number}}}'
+    timeouts = ("Infinity", "1e999", "NaN", "9" * 30)
+    for field, number in (
+        *(("engine.grammar_timeout_s", number) for number in timeouts),
+        ("engine.num_threads", str(1 << 62)),
+        ("target_ongoing_requests", "1e-320"),
+        ("downscale_delay_s", "1e308"),
+    ):
+        outer, _, name = field.rpartition(".")
+        option = f'"{name}": {number}'
+        changed = f'"{outer}": {{{option}}}' if outer else option
         for method, path, body in (
-            ("POST", "/deployments", f'{{"model": "{model}", "route_prefix": "/b", {engine}}}'),
-            ("PATCH", f"/deployments/{deployment}", f"{{{engine}}}"),
+            ("POST", "/deployments", f'{{"model": "{model}", "route_prefix": "/b", {changed}}}'),
+            ("PATCH", f"/deployments/{deployment}", f"{{{changed}}}"),
         ):
             refused = plane.client.request(method, path, content=body, headers=headers)
-            assert refusal(refused)["field"] == "engine.grammar_timeout_s"
+            assert refusal(refused)["field"] == field
     assert [item.spec.engine for item in plane.parts.catalog.all_deployments()] == [{}]
 
 
@@ -177,7 +185,7 @@ def quota(plane: DeploymentPlane) -> dict[str, Any]:
 
 def test_the_operator_bounds_the_replicas_of_one_deployment(granted: DeploymentPlane) -> None:
     deployment = granted.deployed("free", max_replicas=64, route_prefix="/most")["id"]
-    for replicas in ({"max_replicas": 65}, {"min_replicas": 10**6, "max_replicas": 10**6}):
+    for replicas in ({"max_replicas": 65}, {"min_replicas": 10_000, "max_replicas": 10_000}):
         for refused in (
             granted.deploy("free", **replicas),
             granted.ask("free", "PATCH", f"/deployments/{deployment}", replicas),

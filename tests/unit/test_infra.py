@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.api.app import create_app
+from swiftkv_platform.cluster.gpus import HIDE_UNRESERVED
 from swiftkv_platform.cluster.ray_serve import http_address
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
@@ -55,6 +56,20 @@ def test_every_setting_is_a_field_and_its_value_is_accepted(tmp_path: Path) -> N
             open_store(settings.resolved_storage_uri)
             http_address(settings.serve_url)
             create_app(settings)
+
+
+def test_ray_hides_gpus_that_are_not_reserved_wherever_it_runs() -> None:
+    """`device: auto` takes what it sees, and a quota counts what is reserved."""
+    wanted = ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    assert list(HIDE_UNRESERVED.items()) == [wanted]
+    assert wanted in compose()["services"]["ray-head"]["environment"].items()
+    images = [path for path in DOCKERFILES if "cluster" in path.name]
+    assert len(images) == 2
+    assert all(f"{'='.join(wanted)} \\" in path.read_text() for path in images)
+    nodes = [node for template in pod_templates().values() for node in containers(template) if "ray-" in node["name"]]
+    assert len(nodes) > 6
+    for node in nodes:
+        assert wanted in {(entry["name"], entry.get("value")) for entry in node["env"]}, node["name"]
 
 
 def test_compose_services_find_each_other_on_the_shared_loopback() -> None:

@@ -24,7 +24,7 @@ def problem(response: Any, status: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "field", "value", "message"),
     [
-        ({"swiftkv": {"num_key_value_layers": 0}}, "swiftkv.num_key_value_layers", 0, "greater than or"),
+        ({"swiftkv": {"num_key_value_layers": 0}}, "swiftkv.num_key_value_layers", 0, "1 to 10,000"),
         ({"training": {"seeds": 1}}, "training.seeds", 1, "keep_best, load_optimizer_state, max_steps"),
         ({"training": {"batch_sise": 1}}, "training.batch_sise", 1, "(did you mean batch_size?); accepted"),
         ({"batch_size": 1}, "batch_size", 1, "unknown key (did you mean training.batch_size?); accepted"),

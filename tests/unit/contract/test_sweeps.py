@@ -50,7 +50,7 @@ def test_what_is_not_swept_stays() -> None:
         ({}, {"max_kl": 1.0}, "its lists make 1 trials"),
         ({"learning_rate": [1e-3]}, {"max_kl": 1.0}, "its lists make 1 trials"),
         ({"key_value_group_size": [1, 1]}, {"max_kl": 1.0}, "key_value_group_size names a value twice"),
-        ({"key_value_group_size": [0, 1]}, {"max_kl": 1.0}, "greater than or equal to 1"),
+        ({"key_value_group_size": [0, 1]}, {"max_kl": 1.0}, "1 to 10,000"),
         ({"key_value_group_size": [1, 2]}, {}, "needs an accuracy budget"),
         ({"key_value_group_size": [1, 2]}, {"tasks": ["gsm8k"], "max_drop": None}, "needs an accuracy budget"),
     ],

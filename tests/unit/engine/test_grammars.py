@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs
+from swiftkv_platform.engine import constraint as constraint_module
 from swiftkv_platform.engine.constraint import Constraint
+from swiftkv_platform.engine.grammars import MAX_COMPILING
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from tests.fakes.tokenizers import EOS, byte_tokenizer
@@ -74,6 +77,24 @@ def test_the_longest_chain_of_references_fits_the_stack(engine: LLMEngine, kind:
     assert compiled(engine, **{kind: text}).failure is None
 
 
+TOGETHER = [f".*a.{{{at}}}b.*" for at in range(1, 200)]
+EXPLOSIVE: dict[str, dict[str, Any]] = {
+    "terminals": {"grammar": "start: A\nA: " + " & ".join(f"/{one}/" for one in TOGETHER)},
+    "patterns": {"json": {"type": "string", "allOf": [{"pattern": f"^{one}$"} for one in TOGETHER]}},
+}
+
+
+@pytest.mark.parametrize("explosive", EXPLOSIVE.values(), ids=EXPLOSIVE)
+def test_compiling_that_would_go_on_is_ended(dense_dir: Path, explosive: dict[str, Any]) -> None:
+    """And gives its place back: others' grammars are compiled after it."""
+    compiler = LLMEngine.from_pretrained(dense_dir, EngineConfig(grammar_timeout_s=0.5)).grammars
+    for _ in range(MAX_COMPILING + 1):
+        with pytest.raises(InvalidInputError, match="took longer to compile"):
+            compiler.compile(StructuredOutputs(**explosive))
+    assert [thread for thread in threading.enumerate() if thread.name == "grammar"] == []
+    assert compiler.compile(StructuredOutputs(regex="[a-c]")).failure is None
+
+
 def test_what_cannot_be_compiled_is_refused(dense_dir: Path, bare_dir: Path) -> None:
     engine = LLMEngine.from_pretrained(dense_dir, EngineConfig(grammar_timeout_s=1e-6))
     words = "|".join(f"word{at}xyz{at * 7}" for at in range(3000))
@@ -95,6 +116,60 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(engine: LLMEngi
     assert answered.token_ids == engine.generate([[3, 4]], plain)[0].token_ids
     engine.check()
     assert engine.num_free_blocks == engine.num_blocks
+
+
+AMBIGUOUS = {
+    "few words": ("start: s\ns: s s s | s s | /[a-z ]/", "a few words "),
+    "nothing between": ('start: s\ns: "(" s ")" s | "" | s s | /[a-z]/', "ab(c)"),
+}
+
+
+@pytest.mark.parametrize(("grammar", "part"), AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_the_parsers_work_is_bounded(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, grammar: str, part: str
+) -> None:
+    """Each byte of an ambiguous grammar multiplies what it may have come from."""
+    monkeypatch.setattr(constraint_module, "FIRST_S", 0.2)
+    monkeypatch.setattr(constraint_module, "TOKEN_S", 0.0)
+    text = ids(part * 200)
+    constraint, followed = compiled(engine, grammar=grammar), 0
+    while constraint.failure is None and followed < len(text):
+        followed += 1
+        constraint.allowed(text[:followed])
+    assert constraint.failure is not None
+    assert constraint.failure.startswith("structured_outputs.grammar is too complex to be followed further: ")
+    assert not constraint.is_complete(text[:followed])
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_work_of_all_steps_is_bounded_for_a_request_with_all_its_answers(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    monkeypatch.setattr(constraint_module, "FIRST_S", 0.0)
+    monkeypatch.setattr(constraint_module, "TOKEN_S", 0.0)
+    wanted = StructuredOutputs(regex="[a-f]+")
+    limited = SamplingParams(max_tokens=5, n=n, structured_outputs=wanted)
+    plain = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    failed, answered = engine.generate([[1, 2], [3, 4]], [limited, plain])
+    for sample in failed.samples or (failed,):
+        assert (sample.finish_reason, sample.error_field) == ("error", "structured_outputs.regex")
+        assert "without ambiguity" in sample.error
+        assert len(sample.token_ids) <= 1, "its first token costs nothing: its mask is the compiler's"
+    assert len(answered.token_ids) == 5
+    monkeypatch.undo()
+    again = engine.generate([[1, 2]], limited)[0]
+    assert not any(sample.error for sample in again.samples or (again,)), "the next request begins anew"
+
+
+def test_a_schema_of_many_properties_and_a_grammar_with_operators_are_followed(engine: LLMEngine) -> None:
+    properties = {f"property_{at}": {"type": ["string", "null"]} for at in range(200)}
+    constraint = compiled(engine, json={"type": "object", "properties": properties})
+    answer = ids('{"property_3": "text", "property_77": null, "property_199": "a\\n"}')
+    assert constraint.num_allowed([], answer) == len(answer)
+    sums = compiled(engine, grammar='start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]/')
+    answer = ids("(1+2)*3+4*(5+6)+7")
+    assert sums.num_allowed([], answer) == len(answer)
+    assert (constraint.failure, sums.failure) == (None, None)
 
 
 def test_an_answer_ends_where_its_grammar_does(engine: LLMEngine) -> None:

@@ -108,6 +108,11 @@ def test_jobs_beyond_a_quota_wait() -> None:
         assert len(choose(FairQueue(Granted({"a": policy})), live, room=10)) == expected
 
 
+def test_a_worker_counts_a_core_whatever_share_it_reserves() -> None:
+    assert Demand.of(job("a", resources=workers(1000, cpus=0.1)).spec).cpus == 1000
+    assert Demand.of(job("a", resources=workers(2, cpus=1.5)).spec).cpus == 3
+
+
 def test_a_job_that_waits_for_its_quota_is_not_overtaken_by_its_tenants_smaller_ones() -> None:
     granted = Granted({"a": TenantPolicy(max_gpus=4)})
     live = [job("a", status=JobStatus.PAUSING, resources=workers(2, gpus=1))]

@@ -1,8 +1,7 @@
-"""Job specs: bounds of every field, changes by dotted paths, and values left to the model and the data."""
+"""Job specs: fields that need each other, changes by dotted paths, and values left to the model and the data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,9 @@ from swiftkv_platform.specs.changes import with_changes
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 from swiftkv_platform.specs.documents import load_yaml
 
-_BOUNDS = {
-    "integer": {"maximum", "exclusiveMaximum", "const", "enum"},
-    "string": {"maxLength", "pattern", "format", "const", "enum"},
-    "array": {"maxItems", "const"},
-}
-_ENUMERATED = {"WebhookSpec.on"}
-"""A tuple of a few words, each of which makes sense once."""
-
 
 def spec(**fields: Any) -> JobSpec:
     return JobSpec.model_validate({"name": "n", **fields})
-
-
-def unbounded(schema: Any, place: str) -> Iterator[str]:
-    if isinstance(schema, dict):
-        bounds = _BOUNDS.get(str(schema.get("type")))
-        if bounds is not None and not bounds & schema.keys():
-            yield place
-        for key, value in schema.items():
-            yield from unbounded(value, place if key in ("properties", "$defs", "items", "anyOf") else f"{place}.{key}")
-    elif isinstance(schema, list):
-        for item in schema:
-            yield from unbounded(item, place)
-
-
-def test_nothing_in_a_spec_is_unbounded() -> None:
-    """Nothing absurd gets as far as a database or a cluster."""
-    found = {place.removeprefix(".") for place in unbounded(JobSpec.model_json_schema(), "")}
-    assert found - _ENUMERATED == set()
 
 
 @pytest.mark.parametrize(

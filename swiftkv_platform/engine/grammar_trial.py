@@ -1,0 +1,165 @@
+"""Compiling of grammars by llguidance, and a process that tries it first. Run as a script it imports nothing of ours.
+
+Some grammars make llguidance's compiler run for minutes and take gigabytes, which none of its limits counts: hundreds
+of expressions that hold together, say. A thread that does so cannot be stopped; a process can. Each grammar is compiled
+once in the process, over the vocabulary of bytes, before it is compiled where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+INITIAL_LEXER_FUEL = 200_000
+"""llguidance's default is five times this, with which `b(a{1000}){1000}` takes one step of seconds; with this, 0.25."""
+STEP_MAX_ITEMS = 20_000
+"""Parser items of one mask; llguidance's default is 50,000. An ambiguous grammar makes them all in each step: 0.2 s."""
+MAX_LEXER_STATES = 30_000
+"""States of the lexer, of 1 to 2 KB each, for every answer of its own; llguidance's default is 250,000."""
+STACK_BYTES = 256 << 20
+"""Address space, not memory. Chains of references take up to 7 KB of stack a link: see `max_grammar_bytes`."""
+_MEMORY_BYTES = 2 << 30
+"""Address space of the process."""
+_START_S = 60.0
+
+_stack_lock = threading.Lock()
+
+
+def matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tuple[Any, bytes]:
+    """A grammar's matcher within this project's limits, and its first mask. `whitespace`: pattern between the tokens
+    of JSON; None allows none. Raises `ValueError`: naming what cannot be compiled."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        verbose_errors=False,
+    )
+    made = LLMatcher(vocabulary, _grammar(kind, text, whitespace), log_level=0, limits=limits)
+    # The first step is often the dearest, and tells whether there is any text.
+    first = b"" if made.is_error() else made.compute_bitmask()
+    if made.is_error():
+        raise ValueError(made.get_error().removesuffix("<non-verbose/>").strip())
+    return made, first
+
+
+def _grammar(kind: str, text: str, whitespace: str | None) -> str:
+    """Return the grammar in llguidance's terms. Raises `ValueError`."""
+    from llguidance import LLMatcher
+
+    if kind in ("json", "json_object"):
+        between: Any = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
+        return LLMatcher.grammar_from_json_schema(text, overrides=between)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+    return LLMatcher.grammar_from_lark(text)
+
+
+def started(work: Callable[[], None]) -> threading.Thread:
+    """A daemon thread with `STACK_BYTES` of stack, which is a setting of the process at the time of its start."""
+    thread = threading.Thread(target=work, name="grammar", daemon=True)
+    with _stack_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+class TrialError(Exception):
+    """Refusal of a grammar, with the reason."""
+
+
+class Trial:
+    """A process that compiles grammars to see whether they can be. One thread at a time may use it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def check(self, kind: str, text: str, whitespace: str | None, timeout_s: float) -> None:
+        """Raises `TrialError`: the grammar cannot be compiled; `TimeoutError`: not within the time."""
+        process = self._process or self._start()
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([kind, text, whitespace]) + "\n")
+            process.stdin.flush()
+            answer = _line(process, timeout_s)
+        except (OSError, TimeoutError) as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise
+            answer = ""
+        if not answer:  # out of memory, or of stack
+            self.close()
+            raise TrialError("its compiler takes more memory than is allowed")
+        problem = json.loads(answer)
+        if problem is not None:
+            raise TrialError(problem)
+
+    def close(self) -> None:
+        """End the process, if there is one; the next check starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _start(self) -> subprocess.Popen[str]:
+        # -P: its own directory holds modules of ours, by names that are not meant for it.
+        command = [sys.executable, "-P", str(Path(__file__))]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = process
+        if not _line(process, _START_S):
+            self.close()
+            raise TrialError("the process that compiles it first could not be started; its log says more")
+        return process
+
+
+def _line(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """The next line that the process writes; empty where it has ended. Raises `TimeoutError`."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], timeout_s)[0]:
+        raise TimeoutError
+    return process.stdout.readline()
+
+
+def main() -> None:
+    """Answer each line of the standard input, a grammar, with null or what is wrong with it."""
+    from llguidance import LLTokenizer
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    bytes_alone = LLTokenizer("byte")
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        problems: list[str | None] = []
+
+        def work(request: str = line, found: list[str | None] = problems) -> None:
+            try:
+                matcher(bytes_alone, *json.loads(request))
+            except ValueError as error:
+                found.append(str(error) or "it cannot be understood")
+            else:
+                found.append(None)
+
+        started(work).join()
+        if not problems:
+            break
+        sys.stdout.write(json.dumps(problems[0]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

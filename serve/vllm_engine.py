@@ -57,6 +57,9 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
 
 _REAP_S = 5.0
 """Seconds in which a process that was killed has ended."""
+_LEAST_LOGPROB = -9999.0
+"""Log-probability of a token that a constraint forbids, as OpenAI and vLLM's own server write minus infinity, which is
+no JSON."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's reasons for an end that `Sequence` has not come to by itself."""
 
@@ -236,7 +239,7 @@ def _shut_down(llm: AsyncLLM) -> None:
 
 
 def _values(logprobs: Mapping[int, Any]) -> TokenLogprobs:
-    return {token: float(entry.logprob) for token, entry in logprobs.items()}
+    return {token: max(float(entry.logprob), _LEAST_LOGPROB) for token, entry in logprobs.items()}
 
 
 def _check_device(config: EngineConfig) -> None:

@@ -188,7 +188,9 @@ class RequestReader:
         excluded = self._excluded(params)
         if len(excluded) >= self._vocab_size if allowed is None else excluded.issuperset(allowed):
             raise InvalidInputError.of(
-                "min_tokens", params.min_tokens, ", and stop_token_ids leave no token that is allowed; give fewer"
+                "min_tokens",
+                params.min_tokens,
+                ", and stop_token_ids leave no token of the vocabulary that is allowed; give fewer",
             )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(

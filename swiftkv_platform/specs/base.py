@@ -45,7 +45,7 @@ MAX_LOGIT_BIAS = 1024
 """Most tokens whose logits are changed."""
 MAX_TEMPERATURE = 2.0
 """Highest temperature of a request."""
-MAX_PRIORITY = (1 << 31) - 1
+MAX_PRIORITY = (1 << 63) - 1
 """Largest priority of a request, either way."""
 MAX_GRAMMAR_BYTES = 1 << 16
 """Longest schema, expression or grammar, or choices together, that is safe to compile: see `engine/grammars.py`."""

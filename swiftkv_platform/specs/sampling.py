@@ -112,9 +112,9 @@ class SamplingParams:
         )
         if self.allowed_token_ids is not None:
             allowed = _checked_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-            object.__setattr__(self, "allowed_token_ids", allowed)
             if not allowed:
-                raise _refusal("allowed_token_ids", [], "left out, or name at least one token")
+                raise _refusal("allowed_token_ids", self.allowed_token_ids, "left out, or name at least one token")
+            object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
         object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
         object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))

@@ -22,7 +22,7 @@ def byte_tokenizer(*, chat_template: str | None = None, special: bool = True) ->
 
 
 def sentence_tokenizer() -> PreTrainedTokenizerFast:
-    """As SentencePiece's: bytes 0 to 255 as `<0x..>`, BOS, EOS, and `WORDS`. The first space of a text is dropped."""
+    """SentencePiece-like: bytes 0 to 255 as `<0x..>`, BOS, EOS, and `WORDS`. The first space of a text is dropped."""
     bytes_first = [*(f"<0x{byte:02X}>" for byte in range(256)), "<s>", "</s>", *WORDS]
     vocab = {piece: number for number, piece in enumerate(bytes_first)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))

@@ -228,7 +228,7 @@ def test_an_exit_head_that_is_never_right_is_soon_left_alone(student: LoadedMode
     """It is sure of token 3, against a bias with which the whole model never chooses it."""
     wrong = torch.zeros(1, student.model.config.vocab_size)
     wrong[0, 3] = 1e11
-    params = {**GREEDY, "max_tokens": 100, "logit_bias": {3: -1e9}}
+    params = {**GREEDY, "max_tokens": 100, "logit_bias": {3: -100}}
     with patch.object(student.model, "exit_logits", side_effect=lambda x: wrong.expand(len(x), -1)) as asked:
         output = answers(make_engine(student), [[1, 2]], params, early_exit=EarlyExit("lossless", 0.9, 4))[0]
     assert output.num_draft_tokens < 20

@@ -154,7 +154,7 @@ def _bytes(token: str) -> bytes:
 
 
 async def test_a_stop_string_may_name_a_special_token(client: Any) -> None:
-    """Which is not shown, and which the constraint's text cannot be: it is favoured."""
+    """A bias favours the token, which is not shown."""
     favoured = {"logit_bias": {str(BOS): 100}, "extra": {"ignore_eos": True}}
     [choice] = (await complete(client, **favoured, stop=["<s>"])).choices
     assert (choice.text, choice.finish_reason) == ("", "stop")
@@ -202,7 +202,6 @@ TWO_ENDS = {"min_tokens": 5, "structured_outputs": {"choice": ["a", "b"]}}
         ({"extra": {"repetition_penalty": 1e-39}}, "repetition_penalty", "from 0.01 to 100"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
         ({"extra": {"top_k": -2}}, "top_k", "from -1 to"),
-        ({"extra": {"priority": 1 << 40}}, "priority", "less than or equal to"),
         ({"best_of": 3}, "best_of", "only the value of n"),
         ({"suffix": "x"}, "suffix", "suffix is 'x'; no model here fills in the middle"),
         ({"extra": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),

@@ -120,7 +120,7 @@ def test_a_stop_is_left_in_the_text_where_that_is_wanted(dense_engine: LLMEngine
 @pytest.mark.parametrize("drafts", [{}, {"num_lookup_tokens": 8}])
 def test_an_answer_has_its_fewest_tokens_before_a_token_may_end_it(engine: LLMEngine, drafts: dict[str, Any]) -> None:
     stop, least = engine.generate([[1]], GREEDY)[0].token_ids[1], 7
-    without = {"logit_bias": {stop: -1e4, 0: -1e4}}  # 0 is the end of sequence
+    without = {"logit_bias": {stop: -100, 0: -100}}  # 0 is the end of sequence
     params: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": (stop,), **drafts}
     [first] = engine.generate([[1]], SamplingParams(max_tokens=least, temperature=0.0, **without))
     [then] = engine.generate([[1, *first.token_ids]], SamplingParams(max_tokens=24 - least, **params))

@@ -139,7 +139,7 @@ def test_an_engine_option_that_would_stop_everybodys_deployments_is_refused(plan
         ):
             refused = plane.client.request(method, path, content=body, headers=headers)
             assert refusal(refused)["field"] == "engine.grammar_timeout_s"
-    assert [item.spec.engine for item in plane.parts.catalog.all_deployments()] == [{}]
+    assert [item.spec.engine for item in plane.parts.catalog.all_deployments().items] == [{}]
 
 
 TENANTS = """

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from sqlalchemy import make_url, text
+from sqlalchemy import Connection, event, make_url, text
 
 from swiftkv_platform.database import postgresql
 from swiftkv_platform.database.postgresql import Timeouts, engine_options
@@ -19,7 +19,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
 from tests.postgres import emptied
-from tests.unit.api.conftest import SPEC, Server, control_plane
+from tests.unit.api.conftest import SPEC, control_plane
 
 
 class Wire:
@@ -114,19 +114,22 @@ def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -
 
 
 def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp_path: Path) -> None:
-    """What can be read is answered; a write is refused with 503, and no key, session or event with a 500."""
-    parsed = make_url(emptied(postgres_url))
-    with closing(Database(postgres_url)) as writable:
-        writable.upgrade()
-        writable.check()
-    read_only = parsed.update_query_dict({"options": "-c default_transaction_read_only=on"})
-    with closing(Database(read_only.render_as_string(hide_password=False))) as database:
-        with pytest.raises(DatabaseUnavailableError, match="read-only"), database.writing() as session:
-            session.execute(text("INSERT INTO key_uses VALUES ('a', 1)"))
+    """What can be read is answered, and a write is refused with 503: a primary that was demoted while it was asked."""
+    demoted = threading.Event()
+
+    def begin(connection: Connection) -> None:
+        if demoted.is_set():
+            connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+
+    with closing(Database(emptied(postgres_url))) as database:
+        database.upgrade()
+        event.listen(database._engine, "begin", begin)
         parts, settings = make_components(database, LocalObjectStore(tmp_path)), Settings(home=tmp_path, _env_file=None)
         with control_plane(parts, settings) as client:
-            server = Server(client, parts, settings)
-            assert server.get("/jobs")["data"] == []
+            demoted.set()
+            with pytest.raises(DatabaseUnavailableError, match="read-only"), database.writing() as session:
+                session.execute(text("INSERT INTO key_uses VALUES ('a', 1)"))
+            assert client.get("/jobs").json()["data"] == []
             refused = client.post("/jobs", json=SPEC)
             assert (refused.status_code, refused.json()["code"]) == (503, "database_unavailable"), refused.text
             assert "read-only" in refused.json()["detail"]

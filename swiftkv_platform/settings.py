@@ -28,6 +28,15 @@ class Settings(BaseSettings):
     """Directory of everything that has no address of its own."""
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
+    database_connect_timeout_s: Annotated[int, Field(ge=2, le=600)] = 10
+    """Seconds for a connection to PostgreSQL to be made, as the three that follow; SQLite has none of them."""
+    database_statement_timeout_s: Annotated[float, Field(gt=0.0, le=86400.0)] = 30.0
+    """Seconds for the answer to one statement, those of migrations aside. Ten more, and the control plane gives up the
+    connection itself."""
+    database_tcp_timeout_s: Annotated[int, Field(ge=4, le=3600)] = 30
+    """Seconds until a connection whose packets nobody acknowledges counts as lost."""
+    database_pool_recycle_s: Annotated[int, Field(ge=1)] = 1800
+    """Age in seconds at which a connection is replaced."""
     storage_uri: str | None = None
     """Object store: directory, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`; None is
     `{home}/store`. Endpoint, region and keys come from the variables of S3, Google and Azure."""

@@ -109,7 +109,15 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         reconciler = _reconciler(settings, parts, leaderships["jobs"], instruments)
         orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
         sweeper = _sweeper(settings, parts, orphans)
-        loops = _loops(settings, parts, leaderships, reconciler, deliverer, sweeper, histograms)
+        deploying = DeploymentReconciler(parts.catalog, parts.serving, leaderships["deployments"])
+        steps = {
+            "jobs": reconciler.tick,
+            "deployments": deploying.tick,
+            "webhooks": deliverer.tick,
+            "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
+            "retention": sweeper.tick,
+        }
+        loops = _loops(settings, parts, leaderships, steps, histograms)
         app.state.settings = settings
         app.state.authenticator = credentials
         app.state.key_uses = KeyUses(SqlKeyUses(parts.database), parts.clock)
@@ -133,7 +141,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.readiness = health.Readiness(parts, loops)
         app.state.metrics = CollectorRegistry()
         histograms.register(app.state.metrics)
-        app.state.metrics.register(ControlPlaneMetrics(parts, loops, reconciler, operator_files, sweeper, orphans))
+        app.state.metrics.register(
+            ControlPlaneMetrics(parts, loops, reconciler, operator_files, sweeper, orphans, deploying)
+        )
         for loop in loops:
             loop.start()
         try:
@@ -215,7 +225,7 @@ def _reconciler(settings: Settings, parts: Components, lease: Lease, instruments
         prices=prices(settings),
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
-        deployments=parts.catalog.all_deployments,
+        deployments=lambda: parts.catalog.all_deployments().items,
         files=files_of(parts.files, parts.objects.uri),
         parents=Parents(parts.jobs, parts.registry, parts.attempts),
         attention=Attention(SPARING),
@@ -240,19 +250,10 @@ def _loops(
     settings: Settings,
     parts: Components,
     leaderships: Mapping[str, Leadership],
-    reconciler: Reconciler,
-    deliverer: Deliverer,
-    sweeper: Sweeper,
+    steps: Mapping[str, Callable[[], None]],
     histograms: ControlPlaneHistograms,
 ) -> list[ControlLoop]:
     """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
-    steps = {
-        "jobs": reconciler.tick,
-        "deployments": DeploymentReconciler(parts.catalog, parts.serving, leaderships["deployments"]).tick,
-        "webhooks": deliverer.tick,
-        "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
-        "retention": sweeper.tick,
-    }
     interval_s = settings.reconcile_interval_s
     return [
         ControlLoop(

@@ -24,7 +24,7 @@ from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.retention import SqlRetention
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.session import Database, open_database
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.files import FileRepository
@@ -85,7 +85,7 @@ def build_components(settings: Settings) -> Components:
 
     Raises `InvalidInputError` for an address that cannot be used, and `DatabaseUnavailableError`.
     """
-    database = Database(settings.resolved_database_url)
+    database = open_database(settings)
     if database.is_sqlite:
         database.upgrade()
     else:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.orchestration.deploying import DeploymentReconciler
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
 from swiftkv_platform.orchestration.ports import Clock
@@ -117,6 +118,7 @@ class ControlPlaneMetrics:
         files: Mapping[str, Callable[[], bool]],
         sweeper: Sweeper,
         orphans: Orphans,
+        deployments: DeploymentReconciler,
     ) -> None:
         self._jobs = Kept(parts.jobs.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
         self._deliveries = Kept(parts.outbox.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
@@ -125,6 +127,7 @@ class ControlPlaneMetrics:
         self._files = files
         self._sweeper = sweeper
         self._orphans = orphans
+        self._deployments = deployments
 
     def describe(self) -> Iterable[Metric]:
         """Announce no metric ahead of time: registering must not read the database."""
@@ -138,6 +141,9 @@ class ControlPlaneMetrics:
         yield _gauge("swiftkv_operator_file_usable", text, "file", usable)
         text = "Jobs that failed to be handled in the latest round and are tried again."
         yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self._reconciler.jobs_put_off)
+        text = "Deployments whose rows cannot be read; they are served on as they are."
+        unreadable = len(self._deployments.unreadable)
+        yield GaugeMetricFamily("swiftkv_deployments_unreadable", text, value=unreadable)
         stalled = {loop.name: loop.is_stalled for loop in self._loops}
         text = "Whether a control loop gets nowhere; /readyz is 503 then."
         yield _gauge("swiftkv_loop_stalled", text, "loop", stalled)

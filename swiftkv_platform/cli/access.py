@@ -160,10 +160,10 @@ def _last_used() -> Mapping[str, int]:
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
         return {}  # opening an SQLite file would make it
     from swiftkv_platform.database.access import SqlKeyUses  # other commands do without SQL
-    from swiftkv_platform.database.session import Database
+    from swiftkv_platform.database.session import open_database
 
     try:
-        with closing(Database(chosen.resolved_database_url)) as database:
+        with closing(open_database(chosen)) as database:
             database.check_schema()
             return SqlKeyUses(database).all()
     except (DatabaseUnavailableError, InvalidInputError) as error:

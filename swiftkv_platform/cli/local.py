@@ -121,9 +121,9 @@ def _database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
     """The database that the settings name, at this program's schema, which `new` makes in an SQLite file. Raises
     `InvalidInputError` for another schema.
     """
-    from swiftkv_platform.database.session import Database  # other commands do without SQL
+    from swiftkv_platform.database.session import open_database  # other commands do without SQL
 
-    with closing(Database(chosen.resolved_database_url)) as database:
+    with closing(open_database(chosen)) as database:
         if new and database.is_sqlite:
             database.upgrade()
         database.check_schema()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
 from swiftkv_platform.cluster.served_revisions import ServedRevisions
 from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
@@ -94,22 +94,25 @@ class RayServe:
         self._access = access
         self._revisions = ServedRevisions(serve_url)
 
-    def apply(self, deployments: Sequence[ResolvedDeployment]) -> None:
-        config = {
-            "http_options": self._http_options,
-            "applications": [
-                _application(deployment, self._files, self._access(deployment.tenant), self._hosts)
-                for deployment in deployments
-            ],
-        }
+    def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
+        applications = [
+            _application(deployment, self._files, self._access(deployment.tenant), self._hosts)
+            for deployment in deployments
+        ]
+        if keep:
+            applications += _as_deployed(self._details().get("applications", {}), keep)
+        config = {"http_options": self._http_options, "applications": applications}
         self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
         self._revisions.want({deployment.id: _revision(deployment) for deployment in deployments})
 
     def status(self) -> Mapping[str, DeploymentState]:
-        details = self._dashboard.document(self._dashboard.request("GET", _PATH), "tell the state of Serve")
+        details = self._details()
         listening = any(proxy["status"] == "HEALTHY" for proxy in details.get("proxies", {}).values())
         applications: dict[str, Any] = details.get("applications", {})
         return {name: self._state(name, application, listening) for name, application in applications.items()}
+
+    def _details(self) -> Mapping[str, Any]:
+        return self._dashboard.document(self._dashboard.request("GET", _PATH), "tell the state of Serve")
 
     def close(self) -> None:
         self._dashboard.close()
@@ -159,6 +162,25 @@ def _application(
             }
         ],
     }
+
+
+def _as_deployed(applications: Mapping[str, Any], keep: Collection[str]) -> list[dict[str, Any]]:
+    """Configurations with which applications were deployed, of those to keep that are served."""
+    kept = []
+    for name in sorted(keep):
+        application = applications.get(name)
+        if application is None or _STATUS.get(application["status"]) is DeploymentStatus.DELETING:
+            continue
+        config = application.get("deployed_app_config")
+        if config is None:
+            raise UnreadableRowError(
+                f"deployment {name} cannot be read, and Serve does not tell how it was deployed: applying the others "
+                "ends it, so nothing is changed; remove its row, or run the version of this program that stored it",
+                field="deployment_id",
+                value=name,
+            )
+        kept.append(config)
+    return kept
 
 
 def _served(deployment: ResolvedDeployment) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.session import open_database
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.settings import Settings
 
@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--back-to", metavar="REVISION", help="take back the migrations after REVISION, such as 0005")
     options = parser.parse_args()
     configure_logging()
-    database = Database(Settings().resolved_database_url)
+    database = open_database(Settings())
     if options.back_to is not None:
         database.downgrade(options.back_to)
         get_logger().info("schema taken back", revision=options.back_to)

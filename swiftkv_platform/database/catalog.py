@@ -78,10 +78,11 @@ class SqlCatalog(Store):
             deployments, left_out = readable(rows.items, read_deployment)
             return Slice(deployments, rows.has_more, left_out)
 
-    def all_deployments(self) -> Sequence[Deployment]:
+    def all_deployments(self) -> Slice[Deployment]:
         with self._database.reading() as session:
             rows = session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))
-            return readable(rows, read_deployment)[0]
+            deployments, left_out = readable(rows, read_deployment)
+            return Slice(deployments, has_more=False, left_out=left_out)
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
         with self._database.writing() as session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -15,16 +16,25 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
-from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
+from swiftkv_platform.database.postgresql import (
+    Timeouts,
+    check_writable,
+    engine_options,
+    is_read_only,
+    prepare,
+    read_only,
+    take_as_long_as_it_takes,
+)
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.settings import Settings
 
+DEFAULT_TIMEOUTS = Timeouts()
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_S = 10.0
-_LONGEST_IDLE_S = 60
-"""Seconds after which PostgreSQL ends a transaction in which nothing is asked."""
 _WRITES = "swiftkv_writes"
 
 ALONGSIDE: ContextVar[Callable[[Session], Callable[[], None]] | None] = ContextVar("alongside", default=None)
@@ -38,10 +48,11 @@ class Database:
 
     Args:
         url: any SQLAlchemy URL. Raises `InvalidInputError` for one that no installed driver understands.
+        timeouts: of PostgreSQL.
     """
 
-    def __init__(self, url: str) -> None:
-        self._engine = _open_engine(url)
+    def __init__(self, url: str, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
+        self._engine = _open_engine(url, timeouts)
         self._writing_engine = self._engine.execution_options(**{_WRITES: True})
         self.is_sqlite = self._engine.dialect.name == "sqlite"
 
@@ -51,7 +62,8 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer."""
+        """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer, or
+        takes no writes."""
         with _transaction(self._writing_engine) as session:
             join = ALONGSIDE.get()
             write = None if join is None else join(session)
@@ -65,14 +77,32 @@ class Database:
             session.execute(select(func.pg_advisory_xact_lock(func.hashtext(what))))
 
     def check(self) -> None:
-        """Returns if the database answers, else raises `DatabaseUnavailableError`."""
+        """Returns if the database answers and takes writes, else raises `DatabaseUnavailableError`."""
         with self.reading() as session:
             session.execute(text("SELECT 1"))
+            if self._engine.dialect.name == "postgresql":
+                check_writable(session)
+        file = self._engine.url.database if self.is_sqlite else None
+        if file and not os.access(file, os.W_OK):
+            raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
 
     def upgrade(self) -> None:
         """Bring the schema to the newest revision, all of it or nothing."""
-        with self.writing() as session:
+        with self._migrating() as session:
             command.upgrade(alembic_config(session.connection()), "head")
+
+    @contextmanager
+    def _migrating(self) -> Iterator[Session]:
+        """A transaction whose statements may take long, as an index on a large table does."""
+        restore = None
+        try:
+            with self.writing() as session:
+                if self._engine.dialect.name == "postgresql":
+                    restore = take_as_long_as_it_takes(session)
+                yield session
+        finally:
+            if restore is not None:
+                restore()
 
     def downgrade(self, revision: str) -> None:
         """Take the schema back to an earlier revision, all of the way or none. What later ones brought is lost.
@@ -80,7 +110,7 @@ class Database:
         Raises `InvalidInputError` for a revision that there is not.
         """
         try:
-            with self.writing() as session:
+            with self._migrating() as session:
                 command.downgrade(alembic_config(session.connection()), revision)
         except CommandError as error:
             raise InvalidInputError(
@@ -139,15 +169,32 @@ def _transaction(engine: Engine) -> Iterator[Session]:
         # The driver's own text, not SQLAlchemy's: the latter repeats the statement with its parameters.
         cause = getattr(error, "orig", None) or error
         raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
+    except DBAPIError as error:
+        if error.orig is None or not is_read_only(error.orig):
+            raise
+        engine.dispose()  # another server may be the primary now
+        raise read_only() from error
 
 
-def _open_engine(url: str) -> Engine:
+def open_database(settings: Settings) -> Database:
+    """The database of the settings. Raises `InvalidInputError` for an address that cannot be used."""
+    timeouts = Timeouts(
+        connect_s=settings.database_connect_timeout_s,
+        statement_s=settings.database_statement_timeout_s,
+        tcp_s=settings.database_tcp_timeout_s,
+        recycle_s=settings.database_pool_recycle_s,
+    )
+    return Database(settings.resolved_database_url, timeouts)
+
+
+def _open_engine(url: str, timeouts: Timeouts) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            engine = create_engine(parsed, pool_pre_ping=True, json_serializer=_to_json, json_deserializer=_from_json)
+            options = engine_options(parsed, timeouts)
+            engine = create_engine(parsed, json_serializer=_to_json, json_deserializer=_from_json, **options)
             if parsed.get_backend_name() == "postgresql":
-                event.listen(engine, "connect", _configure_postgresql)
+                prepare(engine, timeouts)
             return engine
         engine = create_engine(
             parsed, connect_args={"timeout": _BUSY_TIMEOUT_S}, json_serializer=_to_json, json_deserializer=_from_json
@@ -176,13 +223,6 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _configure_postgresql(connection: Any, _: object) -> None:
-    # A process that is frozen in a transaction holds its locks: another control plane would wait for it for ever.
-    with connection.cursor() as cursor:
-        cursor.execute(f"SET idle_in_transaction_session_timeout = '{_LONGEST_IDLE_S}s'")
-    connection.commit()
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

@@ -68,7 +68,7 @@ class IdempotencyRow(Base):
     tenant: Mapped[str] = mapped_column(String(64), primary_key=True)
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     body_hash: Mapped[str] = mapped_column(String(64))
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
 
 
 class EventRow(Base):
@@ -120,7 +120,7 @@ class DeploymentRow(Base):
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
     tenant: Mapped[str] = mapped_column(String(64), index=True)
     created_at: Mapped[int] = mapped_column(BigInteger)
-    model: Mapped[str] = mapped_column(ForeignKey("models.id"))
+    model: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
     held_route: Mapped[str | None] = mapped_column(String(200), unique=True)
     """Route prefix, which no other deployment may have; null while it is being deleted."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
@@ -133,7 +133,7 @@ class DeliveryRow(Base):
     __tablename__ = "deliveries"
 
     sequence: Mapped[int] = mapped_column(Sequence, primary_key=True, autoincrement=True)
-    event_id: Mapped[str] = mapped_column(ForeignKey("events.id"))
+    event_id: Mapped[str] = mapped_column(ForeignKey("events.id"), index=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     webhook: Mapped[dict[str, Any]] = mapped_column(Document)
     url: Mapped[str] = mapped_column(String(500))
@@ -157,7 +157,7 @@ class PromotionRow(Base):
     tenant: Mapped[str] = mapped_column(String(64))
     alias: Mapped[str] = mapped_column(String(32))
     action: Mapped[str] = mapped_column(String(16))
-    model: Mapped[str] = mapped_column(ForeignKey("models.id"))
+    model: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
     previous: Mapped[str | None] = mapped_column(String(40))
     reason: Mapped[str]
     by: Mapped[str] = mapped_column(String(200))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.changes import Expected, contradicted, merged
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.deployment import (
@@ -204,24 +205,30 @@ class DeploymentReconciler:
     cluster: ServeCluster
     lease: Lease = UNDISPUTED
     """The right to change anything; without one there is no other control plane."""
+    unreadable: Sequence[str] = field(default=(), init=False)
+    """Ids of the deployments whose rows cannot be read; they are served on as they are."""
     _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
     """Deployments that this process last applied; None before it has applied any."""
 
     def tick(self) -> None:
         """Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next tick makes up for
         it."""
-        deployments = self.catalog.all_deployments()
+        found = self.catalog.all_deployments()
+        deployments, kept = found.items, found.left_out
+        if kept and list(kept) != list(self.unreadable):
+            get_logger(loop="deployments").error("deployments that cannot be read are served on as they are", ids=kept)
+        self.unreadable = kept
         if not deployments and not self._applied:
             return
         wanted = [item.spec for item in deployments if item.state.status is not DeploymentStatus.DELETING]
         states = self.cluster.status()
         stale: Sequence[ResolvedDeployment] = ()
-        if wanted != self._applied or _differ(wanted, states):
+        if wanted != self._applied or _differ(wanted, states, kept):
             # What the cluster has said is no word on what it is only now told to serve.
             stale = [spec for spec in wanted if spec not in (self._applied or ())]
             self._applied = None
             self.lease.check()  # another control plane may have applied something newer
-            self.cluster.apply(wanted)
+            self.cluster.apply(wanted, keep=kept)
             self._applied = wanted
         for deployment in deployments:
             if deployment.spec not in stale or deployment.state.status is DeploymentStatus.DELETING:
@@ -238,7 +245,7 @@ class DeploymentReconciler:
             self.catalog.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
 
 
-def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState]) -> bool:
-    """Whether something wanted is not served, or something else is and is not on its way out."""
+def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:
+    """Whether something wanted is not served, or something else is, is not to be kept and not on its way out."""
     served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
-    return {spec.id for spec in wanted} != served
+    return {spec.id for spec in wanted} != served - set(kept)

@@ -55,6 +55,10 @@ _STALLED_AFTER_S = 90.0
 failures."""
 
 
+_HUNG_AFTER_S = 300.0
+"""Longest time that one step may take: each is of bounded size, and what it asks answers or fails sooner."""
+
+
 class ControlLoop:
     """Runs `step` every `interval_s` seconds in a thread of its own; less often while it fails, for whatever reason."""
 
@@ -63,6 +67,7 @@ class ControlLoop:
         self.last_success: float | None = None
         """Unix seconds at which the step last came to its end."""
         self._started: float | None = None
+        self._step_began: float | None = None
         self._step = step
         self._interval_s = interval_s
         self._clock = clock
@@ -76,6 +81,15 @@ class ControlLoop:
         """Whether its steps fail, or one hangs, for longer than a passing trouble takes. One that stands by is not."""
         since = self._started if self.last_success is None else self.last_success
         return since is not None and self._clock() - since > self._interval_s + _STALLED_AFTER_S
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a step has not come back for so long that it never will, or its thread has ended: only a restart of
+        the process helps. Steps that fail are no reason for one."""
+        if self._started is None or self._stop.is_set():
+            return False
+        began = self._step_began
+        return not self._thread.is_alive() or (began is not None and self._clock() - began > _HUNG_AFTER_S)
 
     def start(self) -> None:
         self._started = self._clock()
@@ -92,6 +106,7 @@ class ControlLoop:
 
     def _once(self) -> float:
         """Do the step; returns the seconds to wait before the next one."""
+        self._step_began = self._clock()
         try:
             self._step()
         except SwiftKVError as error:
@@ -102,6 +117,8 @@ class ControlLoop:
             pause = self._backoff.failed(self.name, self._clock())
             self._log.exception("step failed", retry_in_s=pause)
             return pause
+        finally:
+            self._step_began = None
         self._backoff.succeeded(self.name)
         self.last_success = self._clock()
         return self._interval_s

@@ -204,8 +204,8 @@ class Catalog(Protocol):
 
     def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]: ...
 
-    def all_deployments(self) -> Sequence[Deployment]:
-        """All tenants', oldest first."""
+    def all_deployments(self) -> Slice[Deployment]:
+        """All tenants', oldest first. Those that cannot be read are named: they are wanted as much as the others."""
         ...
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
@@ -366,8 +366,16 @@ class AttemptStore(Protocol):
 class ServeCluster(Protocol):
     """The cluster on which deployments run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
-    def apply(self, deployments: Sequence[ResolvedDeployment]) -> None:
-        """Make these, and no others, the served applications. Returns before they are ready."""
+    def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
+        """Make these, and no others, the served applications. Returns before they are ready.
+
+        Args:
+            keep: ids of applications that stay as they are, if they are served.
+
+        Raises:
+            UnreadableRowError: an application to keep is served, and the cluster does not tell as what; nothing is
+                changed.
+        """
         ...
 
     def status(self) -> Mapping[str, DeploymentState]:

@@ -11,7 +11,7 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import PrimaryKeyConstraint, Table, UniqueConstraint, inspect, text
 
 from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.leases import SqlLeases
@@ -152,6 +152,19 @@ def test_upgrade_makes_the_schema_that_the_tables_declare_and_can_be_repeated(da
     with database.reading() as session:
         context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
+
+
+@pytest.mark.parametrize("table", Base.metadata.sorted_tables, ids=str)
+def test_every_foreign_key_leads_an_index(table: Table) -> None:
+    """A row that is deleted is looked for in every table that refers to it: without an index, all of it is read."""
+    indexes = [list(index.columns) for index in table.indexes] + [
+        list(constraint.columns)
+        for constraint in table.constraints
+        if isinstance(constraint, PrimaryKeyConstraint | UniqueConstraint)
+    ]
+    for constraint in table.foreign_key_constraints:
+        columns = list(constraint.columns)
+        assert any(index[: len(columns)] == columns for index in indexes), f"{table}: {constraint.column_keys}"
 
 
 def test_every_migration_can_be_taken_back(database: Database) -> None:

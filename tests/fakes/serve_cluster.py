@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
@@ -18,10 +18,10 @@ class FakeServeCluster:
         self.away = False
         self._states: dict[str, DeploymentState] = {}
 
-    def apply(self, deployments: Sequence[ResolvedDeployment]) -> None:
+    def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
         self._answer()
         self.applied.append(list(deployments))
-        wanted = {spec.id for spec in deployments}
+        wanted = {spec.id for spec in deployments} | (set(keep) & self._states.keys())
         for gone in self._states.keys() - wanted:
             self._states[gone] = DeploymentState(DeploymentStatus.DELETING)
         for new in wanted - self._states.keys():

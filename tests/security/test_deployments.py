@@ -161,7 +161,7 @@ def test_a_number_that_would_stop_everybodys_deployments_is_refused(plane: Deplo
         ):
             refused = plane.client.request(method, path, content=body, headers=headers)
             assert refusal(refused)["field"] == field
-    assert [item.spec.engine for item in plane.parts.catalog.all_deployments()] == [{}]
+    assert [item.spec.engine for item in plane.parts.catalog.all_deployments().items] == [{}]
 
 
 TENANTS = """

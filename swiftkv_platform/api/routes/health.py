@@ -24,10 +24,15 @@ _KEEP_PING_S = 30.0
 """Seconds that an answer is kept: a ping writes to the store, and no key is asked for."""
 
 
-@router.get("/healthz", openapi_extra=OPEN)
-async def healthz() -> dict[str, str]:
-    """The process lives."""
-    return {"status": "ok"}
+@router.get("/healthz", response_model=None, openapi_extra=OPEN)
+async def healthz(request: Request) -> Response:
+    """The process lives. 503 where a loop hangs in one step for minutes, which only a restart ends; steps that fail,
+    and what does not answer, are told by `/readyz`."""
+    readiness: Readiness = request.app.state.readiness
+    hung = {f"loop {loop.name}": "one step of it has hung for minutes" for loop in readiness.loops if loop.is_hung}
+    if hung:
+        return _readiness(request, hung)
+    return JSONResponse({"status": "ok"})
 
 
 @router.get("/readyz", response_model=None, openapi_extra=OPEN)

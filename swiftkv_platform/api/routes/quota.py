@@ -55,7 +55,7 @@ class QuotaAnswer(Answer):
 def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
     """Quota of the caller's tenant, and its use."""
     usage = parts.jobs.usage(caller.tenant)
-    deployed = [item for item in parts.catalog.all_deployments() if item.tenant == caller.tenant]
+    deployed = [item for item in parts.catalog.all_deployments().items if item.tenant == caller.tenant]
     jobs, deployments = usage.held, held_by((), deployed).get(caller.tenant, Demand())
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
     return QuotaAnswer.model_validate(

@@ -150,6 +150,29 @@ def test_a_loop_that_gets_nowhere_is_told(parts: Components, tmp_path: Path, mon
         assert 'swiftkv_loop_stalled{loop="jobs"} 1.0' in client.get("/metrics").text
 
 
+def test_a_loop_that_hangs_is_no_living_process(
+    parts: Components, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave, clock = threading.Event(), threading.Event(), StillClock()
+
+    def hanging() -> object:
+        entered.set()
+        leave.wait(30)
+        return ()
+
+    monkeypatch.setattr(parts.jobs, "on_cluster", hanging)
+    settings = Settings(home=tmp_path, reconcile_interval_s=0.01, _env_file=None)
+    app = create_app(settings, components=replace(parts, clock=clock))
+    with TestClient(app, base_url=URL) as client:
+        assert entered.wait(30)
+        clock.now += 200
+        assert client.get("/healthz").json() == {"status": "ok"}
+        clock.now += 200
+        assert [error["field"] for error in client.get("/healthz").json()["errors"]] == ["loop jobs"]
+        assert client.get("/healthz").status_code == 503
+        leave.set()
+
+
 def test_a_loop_in_the_middle_of_a_step_stalls_as_well() -> None:
     clock, entered, leave = StillClock(), threading.Event(), threading.Event()
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from sqlalchemy import text
+from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.database.catalog import SqlRegistry
@@ -69,6 +71,36 @@ def test_a_deployment_is_applied_once_and_followed(plane: Plane, model: Model) -
     found = plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT)
     assert (found.state.status, found.state.replicas) == (DeploymentStatus.RUNNING, 1)
     assert len(plane.serving.applied) == 1
+
+
+@pytest.mark.parametrize("damage", ["spec = '7'", "state = '{'", """spec = '{"from_the_future": 1}'"""])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_deployment_whose_row_cannot_be_read_is_served_on(
+    plane: Plane, model: Model, damage: str, restarted: bool
+) -> None:
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    damaged, sound = deploy(plane, model.id), deploy(plane, model.id, "/sound")
+    reconciler.tick()
+    for deployment in (damaged, sound):
+        plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
+    with plane.database.writing() as session:
+        session.execute(text(f"UPDATE deployments SET {damage} WHERE id = :id"), {"id": damaged.spec.id})
+    if restarted:
+        reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    third = deploy(plane, model.id, "/third")
+    with capture_logs() as logs:
+        reconciler.tick()
+        number = len(plane.serving.applied)
+        reconciler.tick()
+    assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.RUNNING
+    assert plane.serving.applied[-1] == [sound.spec, third.spec]
+    assert len(plane.serving.applied) == number, "nothing is applied again for it"
+    assert list(reconciler.unreadable) == [damaged.spec.id]
+    assert [entry["ids"] for entry in logs if "served on" in entry["event"]] == [[damaged.spec.id]]
+    with plane.database.writing() as session:
+        session.execute(text("DELETE FROM deployments WHERE id = :id"), {"id": damaged.spec.id})
+    reconciler.tick()
+    assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.DELETING, "it is gone from the rows"
 
 
 def test_every_change_applies_the_whole_set(plane: Plane, model: Model) -> None:
@@ -180,4 +212,4 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     assert plane.serving.applied[-1] == [], "what was deleted while the control plane was down goes"
     plane.serving.forget()
     restarted.tick()
-    assert plane.catalog.all_deployments() == []
+    assert plane.catalog.all_deployments().items == []

@@ -16,7 +16,13 @@ from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_addr
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.engine import LLMEngine, SamplingParams
-from swiftkv_platform.errors import ArtifactCorruptError, ClusterUnavailableError, InvalidInputError, ModelError
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ClusterUnavailableError,
+    InvalidInputError,
+    ModelError,
+    UnreadableRowError,
+)
 from swiftkv_platform.model import export_adapter
 from swiftkv_platform.orchestration.deploying import check_engine_options
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
@@ -161,6 +167,27 @@ def test_replicas_without_keys_know_their_hosts(serve_url: str, keys: bool, host
     [application] = script.requests[-1].body["applications"]
     assert application["args"].get("allowed_hosts") == hosts
     assert ServeArgs.model_validate(application["args"]).allowed_hosts == tuple(hosts or ())
+
+
+def test_an_application_to_keep_is_put_as_it_was_deployed() -> None:
+    """Serve ends every application that the put configuration leaves out."""
+    spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", route_prefix="/one")
+    deployed = {"name": "dep_2", "route_prefix": "/two", "import_path": "m:app", "args": {"of": "another version"}}
+    running = {"status": "RUNNING", "message": "", "route_prefix": "/two", "deployments": {}}
+    told = {"dep_2": {**running, "deployed_app_config": deployed}, "dep_3": {**running, "status": "DELETING"}}
+    script = Script()
+    script.on("PUT", APPLICATIONS, json_answer({}))
+    script.on(
+        "GET", APPLICATIONS, json_answer({"applications": told}), json_answer({"applications": {"dep_2": running}})
+    )
+    with serve(script) as url, closing(RayServe(url, url)) as cluster:
+        cluster.apply([spec], keep=["dep_2", "dep_3", "dep_4"])
+        put = [request.body for request in script.requests if request.method == "PUT"]
+        assert [one["name"] for one in put[0]["applications"]] == ["dep_1", "dep_2"]
+        assert put[0]["applications"][1] == deployed
+        with pytest.raises(UnreadableRowError, match="dep_2"):
+            cluster.apply([spec], keep=["dep_2"])
+        assert len([request for request in script.requests if request.method == "PUT"]) == 1
 
 
 def test_replicas_hold_base_models_to_their_tenants_rules() -> None:

@@ -1,0 +1,143 @@
+"""Connections to PostgreSQL that end: none waits for ever for a server or a network that has gone silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from sqlalchemy import URL, Engine, event
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.errors import DatabaseUnavailableError
+
+_LONGEST_IDLE_S = 60
+"""Seconds after which PostgreSQL ends a transaction in which nothing is asked."""
+_GRACE_S = 10.0
+"""Seconds beyond a statement's time after which the client gives up: the server's own word comes first."""
+_READ_ONLY = "25006"
+"""SQLSTATE `read_only_sql_transaction`."""
+_TAKES_LIBPQ_OPTIONS = ("psycopg", "psycopg2")
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that a control plane waits for PostgreSQL; SQLite has none of them. What the database's address sets
+    itself (`?connect_timeout=3`) goes first."""
+
+    connect_s: int = 10
+    """For a connection to be made."""
+    statement_s: float = 30.0
+    """For the answer to one statement; migrations take as long as they take."""
+    tcp_s: int = 30
+    """Until a connection whose packets nobody acknowledges counts as lost."""
+    recycle_s: int = 1800
+    """Age at which a pooled connection is replaced."""
+
+
+def engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
+    """Options of `create_engine` for connections that notice a lost server."""
+    options: dict[str, Any] = {"pool_pre_ping": True, "pool_recycle": timeouts.recycle_s}
+    if url.get_backend_name() == "postgresql" and url.get_driver_name() in _TAKES_LIBPQ_OPTIONS:
+        interval = max(timeouts.tcp_s // 4, 1)
+        wanted = {
+            "connect_timeout": timeouts.connect_s,
+            "keepalives": 1,
+            "keepalives_idle": interval,
+            "keepalives_interval": interval,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 1000 * timeouts.tcp_s,
+        }
+        options["connect_args"] = {name: value for name, value in wanted.items() if name not in url.query}
+    return options
+
+
+def prepare(engine: Engine, timeouts: Timeouts) -> None:
+    """Have every connection of a PostgreSQL engine give up, on the server and here."""
+
+    def configure(connection: Any, _: object) -> None:
+        # A process that is frozen in a transaction holds its locks: another control plane would wait for it for ever.
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET idle_in_transaction_session_timeout = '{_LONGEST_IDLE_S}s'")
+            cursor.execute(f"SET statement_timeout = {round(1000 * timeouts.statement_s)}")
+        connection.commit()
+
+    event.listen(engine, "connect", configure)
+    if engine.dialect.driver == "psycopg":
+
+        def connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
+            connection = _connection_class().connect(*arguments, **options)
+            connection.answers_within_s = timeouts.statement_s + _GRACE_S
+            return connection
+
+        event.listen(engine, "do_connect", connect)
+
+
+def take_as_long_as_it_takes(session: Session) -> Callable[[], None]:
+    """Lift the limits of statements for this transaction, as a migration needs it; returns what restores them."""
+    connection = session.connection()
+    connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+    driver = connection.connection.driver_connection
+    before = getattr(driver, "answers_within_s", None)
+    if before is None:
+        return lambda: None
+    driver.answers_within_s = None  # type: ignore[union-attr]
+    return lambda: setattr(driver, "answers_within_s", before)
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether a driver's error says that the server takes no writes, as a standby or a demoted primary."""
+    return getattr(error, "sqlstate", None) == _READ_ONLY or getattr(error, "pgcode", None) == _READ_ONLY
+
+
+def check_writable(session: Session) -> None:
+    """Raises `DatabaseUnavailableError` where transactions can only read."""
+    if session.connection().exec_driver_sql("SHOW transaction_read_only").scalar_one() == "on":
+        raise read_only()
+
+
+def read_only() -> DatabaseUnavailableError:
+    return DatabaseUnavailableError(
+        "the database is read-only, as a standby or a demoted primary is; database_url has to lead to the primary"
+    )
+
+
+@cache
+def _connection_class() -> Any:
+    """psycopg's connection, which gives up waiting: a server that is frozen, or a proxy that forwards nothing more,
+    acknowledges every packet, so that no timeout of TCP ends the wait, and the server's own cannot."""
+    import psycopg
+
+    class _Connection(psycopg.Connection[Any]):
+        answers_within_s: float | None = None
+
+        def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
+            if self.answers_within_s is not None:
+                gen = _while_it_answers(gen, self.answers_within_s, self._give_up)
+            return super().wait(gen, *arguments, **options)
+
+        def _give_up(self) -> None:
+            self.pgconn.finish()  # in an unknown state
+            raise psycopg.OperationalError(f"no answer within {self.answers_within_s:g} s")
+
+    return _Connection
+
+
+def _while_it_answers(
+    gen: Generator[Any, Any, Any], seconds: float, give_up: Callable[[], None]
+) -> Generator[Any, Any, Any]:
+    """`gen`, given up once nothing has come for `seconds`. What is sent to it says what is ready on the socket: 0 for
+    nothing, after a short while."""
+    try:
+        wanted, last = next(gen), time.monotonic()
+        while True:
+            ready = yield wanted
+            if ready:
+                last = time.monotonic()
+            elif time.monotonic() - last >= seconds:
+                give_up()
+            wanted = gen.send(ready)
+    except StopIteration as end:
+        return end.value

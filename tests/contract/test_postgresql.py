@@ -1,0 +1,146 @@
+"""PostgreSQL that is silent, slow or read-only: nothing waits for ever, and nothing that cannot write looks ready."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, event, make_url, text
+
+from swiftkv_platform.database import postgresql
+from swiftkv_platform.database.postgresql import Timeouts, engine_options
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.errors import DatabaseUnavailableError
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.components import make_components
+from tests.postgres import emptied
+from tests.unit.api.conftest import SPEC, control_plane
+
+
+class Wire:
+    """A way to the server that can be cut: packets are acknowledged still, and nothing is forwarded."""
+
+    def __init__(self, url: str) -> None:
+        parsed = make_url(url)
+        host = parsed.host or str(parsed.query["host"])
+        self._target = f"{host}/.s.PGSQL.{parsed.port or 5432}" if host.startswith("/") else (host, parsed.port or 5432)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        port = self._listener.getsockname()[1]
+        self.url = parsed.set(host="127.0.0.1", port=port, query={}).render_as_string(hide_password=False)
+        self.forwards = threading.Event()
+        self.forwards.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                family = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
+                server = socket.socket(family)
+                server.connect(self._target)
+                for one, other in ((client, server), (server, client)):
+                    threading.Thread(target=self._forward, args=(one, other), daemon=True).start()
+
+    def _forward(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                self.forwards.wait()
+                other.sendall(data)
+        for end in (one, other):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def wire(postgres_url: str) -> Iterator[Wire]:
+    with closing(Wire(postgres_url)) as wire:
+        yield wire
+
+
+def ask(database: Database, between: Callable[[], None] = lambda: None) -> None:
+    with database.writing() as session:
+        session.execute(text("SELECT 1"))
+        between()
+        session.execute(text("SELECT 2"))
+
+
+def test_a_connection_that_goes_silent_is_given_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pool, in a transaction and while it is made; once packets come through again, all is well."""
+    monkeypatch.setattr(postgresql, "_GRACE_S", 0.0)
+    with closing(Database(wire.url, Timeouts(connect_s=2, statement_s=0.5))) as database:
+        ask(database)
+        with pytest.raises(DatabaseUnavailableError, match="no answer within"):
+            ask(database, between=wire.forwards.clear)
+        with pytest.raises(DatabaseUnavailableError):
+            ask(database)
+        wire.forwards.set()
+        ask(database)
+        wire.forwards.clear()  # with a connection in the pool, which is asked first
+        with pytest.raises(DatabaseUnavailableError):
+            ask(database)
+        wire.forwards.set()
+        ask(database)
+
+
+def test_a_statement_ends_in_time_and_a_migration_takes_its_own(postgres_url: str) -> None:
+    with closing(Database(postgres_url, Timeouts(statement_s=0.2))) as database:
+        for _ in range(2):
+            with pytest.raises(DatabaseUnavailableError, match="statement timeout"), database.writing() as session:
+                session.execute(text("SELECT pg_sleep(30)"))
+            with database._migrating() as session:
+                session.execute(text("SELECT pg_sleep(0.4)"))
+        with database.reading() as session:
+            assert session.execute(text("SHOW statement_timeout")).scalar_one() == "200ms"
+
+
+def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -> None:
+    settings = Settings(database_tcp_timeout_s=40, database_pool_recycle_s=7, _env_file=None)
+    timeouts = Timeouts(tcp_s=settings.database_tcp_timeout_s, recycle_s=settings.database_pool_recycle_s)
+    own = engine_options(make_url("postgresql+psycopg://db/swiftkv?connect_timeout=3&keepalives_idle=1"), timeouts)
+    assert own == {
+        "pool_pre_ping": True,
+        "pool_recycle": 7,
+        "connect_args": {"keepalives": 1, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 40_000},
+    }
+    assert "connect_args" not in engine_options(make_url("mysql://db/swiftkv"), timeouts)
+
+
+def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp_path: Path) -> None:
+    """What can be read is answered, and a write is refused with 503: a primary that was demoted while it was asked."""
+    demoted = threading.Event()
+
+    def begin(connection: Connection) -> None:
+        if demoted.is_set():
+            connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+
+    with closing(Database(emptied(postgres_url))) as database:
+        database.upgrade()
+        event.listen(database._engine, "begin", begin)
+        parts, settings = make_components(database, LocalObjectStore(tmp_path)), Settings(home=tmp_path, _env_file=None)
+        with control_plane(parts, settings) as client:
+            demoted.set()
+            with pytest.raises(DatabaseUnavailableError, match="read-only"), database.writing() as session:
+                session.execute(text("INSERT INTO key_uses VALUES ('a', 1)"))
+            assert client.get("/jobs").json()["data"] == []
+            refused = client.post("/jobs", json=SPEC)
+            assert (refused.status_code, refused.json()["code"]) == (503, "database_unavailable"), refused.text
+            assert "read-only" in refused.json()["detail"]
+            for path in ("/readyz", "/readyz/database"):
+                answer = client.get(path)
+                assert (answer.status_code, "read-only" in answer.text) == (503, True)
+            assert client.get("/healthz").status_code == 200, "a restart does not help"
+
+
+def test_a_file_that_cannot_be_written_is_not_ready(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    sqlite_database.check()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(DatabaseUnavailableError, match="read-only"):
+        sqlite_database.check()

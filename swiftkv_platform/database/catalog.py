@@ -166,7 +166,7 @@ def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
 def _job_spec(row: JobRow) -> JobSpec:
     """Raises `UnreadableRowError`."""
     try:
-        return JobSpec.model_validate(row.spec)
+        return JobSpec.model_validate(row.spec, context=STORED)
     except (ValidationError, TypeError) as error:
         raise unreadable("job", row.id, error) from error
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import FileRow, JobRow
+from swiftkv_platform.database.tables import FileRow
+from swiftkv_platform.database.uses import live_users
 from swiftkv_platform.errors import ConflictError, InvalidInputError
 from swiftkv_platform.orchestration.files import File, check_quota
-from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.ports import Page, Slice
 
-_LIVE = [status.value for status in JobStatus if not status.is_terminal]
 _NAMED_JOBS = 3
 """Jobs that a refusal names."""
 
@@ -56,7 +52,7 @@ class SqlFiles(Store):
         with self._database.writing() as session:
             take_turn(self._database, session, tenant)
             row = owned(session, FileRow, file_id, tenant)
-            users = _live_users(session, file_id, tenant)
+            users = live_users(session, [file_id], limit=_NAMED_JOBS + 1)
             if users:
                 shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
                 raise ConflictError(
@@ -92,22 +88,6 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
                 field="data.sources",
                 value=file_id,
             )
-
-
-def _live_users(session: Session, file_id: str, tenant: str) -> builtins.list[str]:
-    """Ids of the tenant's jobs that have not ended and name the file. Their specs are read as they are stored: one that
-    this version cannot read may use the file as well."""
-    query = select(JobRow.id, JobRow.spec).where(JobRow.tenant == tenant, JobRow.status.in_(_LIVE)).order_by(JobRow.id)
-    return [job_id for job_id, spec in session.execute(query) if file_id in _texts(spec)]
-
-
-def _texts(value: Any) -> set[str]:
-    """File ids anywhere in a document."""
-    if isinstance(value, dict):
-        return set().union(*map(_texts, value.values()))
-    if isinstance(value, builtins.list):
-        return set().union(*map(_texts, value))
-    return {value} if isinstance(value, str) and is_file_id(value) else set()
 
 
 def _used_bytes(session: Session, tenant: str) -> int:

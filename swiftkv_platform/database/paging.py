@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import fields
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from sqlalchemy import ColumnElement, Select, select
+from sqlalchemy import ColumnElement, Select, String, cast, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from swiftkv_platform.database.session import Database
@@ -16,6 +17,8 @@ from swiftkv_platform.errors import InvalidInputError, NotFoundError, Unreadable
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Page, Slice
 
+PAGE_BYTES = 4 << 20
+"""Characters of documents in a page of a list; as objects they take some ten times as much memory."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")
@@ -44,14 +47,37 @@ def owned(session: Session, table: type[Owned], row_id: str, tenant: str | None,
     return row
 
 
-def page_of(session: Session, table: type[Owned], page: Page, tenant: str, *where: ColumnElement[bool]) -> Slice[Owned]:
-    """A page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant."""
+def page_of(
+    session: Session,
+    table: type[Owned],
+    page: Page,
+    tenant: str,
+    *where: ColumnElement[bool],
+    sized: Sequence[InstrumentedAttribute[Any]] = (),
+) -> Slice[Owned]:
+    """A page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant.
+
+    Args:
+        sized: documents that count: the page ends where they come to `PAGE_BYTES`, after one row at least.
+    """
     if page.after is not None:
         seen = session.get(table, page.after)
         if seen is None or seen.tenant != tenant:
             raise unknown_cursor(page.after)
-    query: Select[Any] = select(table).where(table.tenant == tenant, *where)
-    return fetch(session, query, table.id, page, after=page.after)
+    of_tenant = (table.tenant == tenant, *where)
+    limit = page.limit
+    if sized:
+        lengths = [func.coalesce(func.length(cast(each, String)), 0) for each in sized]
+        sizes: Select[Any] = _after(select(*lengths).where(*of_tenant), table.id, page, page.after)
+        limit = _fitting([sum(row) for row in session.execute(sizes.limit(limit))])
+    query: Select[Any] = select(table).where(*of_tenant)
+    return fetch(session, query, table.id, replace(page, limit=limit), after=page.after)
+
+
+def _fitting(sizes: Sequence[int]) -> int:
+    """Number of rows that come to no more than `PAGE_BYTES`, the first one in any case."""
+    totals = itertools.accumulate(sizes)
+    return max(sum(total <= PAGE_BYTES for total in totals), 1)
 
 
 def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
@@ -64,12 +90,18 @@ def fetch(
     session: Session, query: Select[Row], key: InstrumentedAttribute[Any], page: Page, *, after: Any
 ) -> Slice[Row]:
     """Fetch at most `page.limit` rows, ordered by the unique column `key`, from beyond its value `after` on."""
+    rows = session.scalars(_after(query, key, page, after).limit(page.limit)).all()
+    # Asked for apart, since the next row may be the largest.
+    beyond = _after(query, key, page, after).with_only_columns(key).offset(page.limit).limit(1)
+    return Slice(rows, has_more=len(rows) == page.limit and session.execute(beyond).first() is not None)
+
+
+def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
+    """The query in the page's order, from beyond the value `after` of `key` on."""
     ascending = page.order == "asc"
     if after is not None:
         query = query.where(key > after if ascending else key < after)
-    query = query.order_by(key.asc() if ascending else key.desc())
-    rows = session.scalars(query.limit(page.limit + 1)).all()
-    return Slice(rows[: page.limit], has_more=len(rows) > page.limit)
+    return query.order_by(key.asc() if ascending else key.desc())
 
 
 def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:

@@ -27,12 +27,21 @@ from swiftkv_platform.database.paging import (
     value_of,
 )
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow
+from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
+from swiftkv_platform.database.uses import uses_of
 from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError, StaleVersionError
 from swiftkv_platform.orchestration.demand import Claim, Demand, Placed, Standing, Usage, Waiting
 from swiftkv_platform.orchestration.fair_queue import PRIORITIES
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
-from swiftkv_platform.orchestration.ports import Fence, Idempotency, JobFilter, Page, Slice
+from swiftkv_platform.orchestration.ports import (
+    UNLIMITED,
+    Fence,
+    Idempotency,
+    JobFilter,
+    Page,
+    Slice,
+    StoredJobs,
+)
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
 from swiftkv_platform.orchestration.webhooks import Recipients, recipients
 from swiftkv_platform.sources.access import file_ids
@@ -71,19 +80,20 @@ class SqlJobRepository(Store):
         self._recipients = recipients
 
     def create(
-        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, max_waiting: int | None = None
+        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, limits: StoredJobs = UNLIMITED
     ) -> Job:
         if idempotency is not None and (known := self.recall(job.tenant, idempotency)) is not None:
             return known
         try:
             with self._database.writing() as session:
-                if max_waiting is not None:
-                    self._check_waiting(session, job.tenant, max_waiting)
+                self._check_room(session, job.tenant, limits)
                 if ids := file_ids(job.spec):
                     take_turn(self._database, session, job.tenant)
                     check_present(session, ids, job.tenant)
-                session.add(JobRow(**_columns(job)))
+                columns = _columns(job)
+                session.add(JobRow(**columns))
                 session.flush()
+                session.add_all(UseRow(used=used, job_id=job.id) for used in sorted(uses_of(columns["spec"])))
                 self._add_events(session, job, [event])
                 if idempotency is not None:
                     session.add(IdempotencyRow(tenant=job.tenant, job_id=job.id, **vars(idempotency)))
@@ -120,7 +130,7 @@ class SqlJobRepository(Store):
         if where.model is not None:
             wanted.append(JobRow.model == where.model)
         with self._database.reading() as session:
-            rows = page_of(session, JobRow, page, tenant, *wanted)
+            rows = page_of(session, JobRow, page, tenant, *wanted, sized=(JobRow.spec, JobRow.state))
             jobs, left_out = readable(rows.items, _job)
             return Slice(jobs, rows.has_more, left_out)
 
@@ -273,17 +283,28 @@ class SqlJobRepository(Store):
             session.flush()
             session.add_all(deliveries)
 
-    def _check_waiting(self, session: Session, tenant: str, most: int) -> None:
+    def _check_room(self, session: Session, tenant: str, limits: StoredJobs) -> None:
+        """Raises `QuotaExceededError` where the tenant has as many jobs of a kind as it may have."""
+        if limits == UNLIMITED:
+            return
         self._database.take_turns(session, f"jobs of {tenant}")
-        query = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(_WAITING))
-        waiting = session.scalar(query) or 0
-        if waiting >= most:
-            raise QuotaExceededError(
-                f"tenant {tenant!r} has {waiting} jobs that wait or are paused; its quota max_queued_jobs is {most}; "
-                "submit again when one has started, or cancel one",
-                field="max_queued_jobs",
-                value=waiting,
-            )
+        kinds = (
+            ("max_queued_jobs", limits.waiting, _WAITING, "that wait or are paused", "when one has started, or cancel"),
+            ("max_unfinished_jobs", limits.unfinished, _LIVE, "that have not ended", "when one has ended, or cancel"),
+            ("max_stored_jobs", limits.stored, None, "that are kept, ended ones included", "when you have deleted"),
+        )
+        for field, most, statuses, which, then in kinds:
+            if most is None:
+                continue
+            query = select(func.count()).where(JobRow.tenant == tenant)
+            number = session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
+            if number >= most:
+                raise QuotaExceededError(
+                    f"tenant {tenant!r} has {number} jobs {which}; its quota {field} is {most}; submit again {then} "
+                    "one",
+                    field=field,
+                    value=number,
+                )
 
 
 def _columns(job: Job) -> dict[str, Any]:

@@ -25,7 +25,9 @@ from swiftkv_platform.database.tables import (
     PointRow,
     PromotionRow,
     SessionRow,
+    UseRow,
 )
+from swiftkv_platform.database.uses import live_users
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.registry import superseded
 from swiftkv_platform.orchestration.retention import Holders, Kind, check_unheld
@@ -33,7 +35,7 @@ from swiftkv_platform.orchestration.retention import Holders, Kind, check_unheld
 _ENDED = [status.value for status in JobStatus if status.is_terminal]
 _PARENT = JobRow.spec["training"]["from"].as_string()
 """Name of what a job continues from."""
-_OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, ModelRow)
+_OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
 
 
@@ -255,13 +257,7 @@ def _check_model(session: Session, model: ModelRow) -> None:
 
 
 def _holders(session: Session, job: JobRow, model: str | None) -> Holders:
-    # A spec names objects by the address that they have, of which this is a part wherever the store is.
-    reads = or_(
-        *(cast(JobRow.spec, String).contains(name, autoescape=True) for name in (f"jobs/{job.id}/", model) if name),
-        _PARENT.startswith(f"{job.id}:", autoescape=True),
-    )
-    unfinished = JobRow.status.not_in(_ENDED)
-    children = session.scalars(select(JobRow.id).where(unfinished, JobRow.id != job.id, reads).limit(1)).all()
+    children = live_users(session, [name for name in (job.id, model) if name], limit=1, without=job.id)
     if model is None:
         return Holders(JobStatus(job.status), children=children)
     serves = cast(DeploymentRow.spec, String).contains(model)  # as its model, or as its candidate

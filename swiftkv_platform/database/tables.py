@@ -213,6 +213,16 @@ class FileRow(Base):
     __table_args__ = (Index(None, "tenant", "id"),)
 
 
+class UseRow(Base):
+    """An uploaded file, a model or another job that a job reads."""
+
+    __tablename__ = "uses"
+
+    used: Mapped[str] = mapped_column(String(40), primary_key=True)
+    """Id."""
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True, index=True)
+
+
 class LeaseRow(Base):
     __tablename__ = "leases"
 

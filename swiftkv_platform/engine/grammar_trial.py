@@ -56,8 +56,9 @@ def _grammar(kind: str, text: str, whitespace: str | None) -> str:
     from llguidance import LLMatcher
 
     if kind in ("json", "json_object"):
-        between: Any = {"whitespace_flexible": False} if whitespace is None else {"whitespace_pattern": whitespace}
-        return LLMatcher.grammar_from_json_schema(text, overrides=between)
+        if whitespace is None:
+            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": whitespace})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":

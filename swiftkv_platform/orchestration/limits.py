@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic_core import to_json
+
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
 from swiftkv_platform.orchestration.demand import Demand
@@ -11,6 +13,7 @@ from swiftkv_platform.orchestration.job import Job, JobStatus, Reason
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,19 @@ class JobLimits:
                     field=field,
                     value=value,
                 )
+
+
+def check_spec_bytes(spec: JobSpec) -> None:
+    """Raises `InvalidInputError` for a spec that is too long to be kept, read and listed with all others."""
+    parts = {name: len(to_json(value)) for name, value in spec.model_dump(mode="json").items()}
+    size = sum(parts.values())
+    if size > MAX_SPEC_BYTES:
+        longest = max(parts, key=lambda name: parts[name])
+        raise InvalidInputError(
+            f"the spec has {size:,} bytes as JSON, of which {longest} has {parts[longest]:,}; {MAX_SPEC_BYTES:,} are "
+            "accepted; name data by directories and prefixes instead of single files",
+            field=longest,
+        )
 
 
 UNLIMITED = JobLimits()

@@ -79,20 +79,34 @@ class Fence:
     """Rises each time that another holder takes the lease."""
 
 
+@dataclass(frozen=True)
+class StoredJobs:
+    """Jobs that a tenant may have at a time, a new one included; None is no limit."""
+
+    waiting: int | None = None
+    """Queued or paused."""
+    unfinished: int | None = None
+    stored: int | None = None
+    """Those that have ended included."""
+
+
+UNLIMITED = StoredJobs()
+
+
 class JobRepository(Protocol):
     """Jobs with their events and metrics. Each method is one transaction."""
 
     def create(
-        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, max_waiting: int | None = None
+        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, limits: StoredJobs = UNLIMITED
     ) -> Job:
         """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
 
         Args:
-            max_waiting: jobs of the tenant that may be queued or paused, this one included.
+            limits: jobs that the tenant may have.
 
         Raises:
             IdempotencyConflictError: the key came with another body.
-            QuotaExceededError: too many of the tenant's jobs wait.
+            QuotaExceededError: the tenant has as many as it may have.
             InvalidInputError: the spec names an uploaded file that is not there any more.
         """
         ...
@@ -106,7 +120,8 @@ class JobRepository(Protocol):
         ...
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = ...) -> Slice[Job]:
-        """Raises `InvalidInputError` if `page.after` names no job of the tenant."""
+        """The page ends early where its jobs come to megabytes. Raises `InvalidInputError` if `page.after` names no job
+        of the tenant."""
         ...
 
     def on_cluster(self) -> Sequence[Placed]:

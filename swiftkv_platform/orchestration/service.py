@@ -25,9 +25,9 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.orchestration.limits import UNLIMITED, JobLimits
+from swiftkv_platform.orchestration.limits import UNLIMITED, JobLimits, check_spec_bytes
 from swiftkv_platform.orchestration.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
-from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
+from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page, StoredJobs
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.orchestration.webhooks import WebhookRules
@@ -105,6 +105,7 @@ class JobService:
 
     def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, Estimate]:
         """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
+        check_spec_bytes(spec)
         self.limits.check(spec)
         organizations = self.policies.policy(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
@@ -175,8 +176,9 @@ class JobService:
             traceparent=traceparent,
         )
         self.rehearse(job)
-        most = self.policies.policy(caller.tenant).max_queued_jobs
-        return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
+        policy = self.policies.policy(caller.tenant)
+        limits = StoredJobs(policy.max_queued_jobs, policy.max_unfinished_jobs, policy.max_stored_jobs)
+        return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, limits=limits)
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
         exceeded = Demand.of(spec).exceeded_limit(self.policies.policy(tenant))

@@ -26,6 +26,10 @@ class TenantPolicy(FiniteModel):
     """Share of the cluster relative to other tenants that wait."""
     max_queued_jobs: Annotated[int, Field(ge=0)] | None = None
     """Jobs that wait or are paused; a further one is refused until one has started or ended."""
+    max_unfinished_jobs: Annotated[int, Field(ge=0)] | None = 1000
+    """Jobs that have not ended; a further one is refused."""
+    max_stored_jobs: Annotated[int, Field(ge=0)] | None = 100_000
+    """Jobs that are kept, those that have ended included; a further one is refused until some are deleted."""
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
     """Jobs on the cluster at a time; the others wait."""
     max_gpus: Annotated[float, Field(ge=0.0)] | None = None

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning.architecture import Architecture, Attention, Entry, Layer, Linear
 from swiftkv_platform.planning.config import FIELD, ConfigSource, Fields, read_config
-from swiftkv_platform.specs.limits import MAX_LAYERS
+
+_MOST_LAYERS = 10_000
+"""Layers of a model; each is an object here."""
 
 _STUDENT_SUFFIX = "_swiftkv"
 
@@ -212,7 +214,7 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
             value=model_type or None,
         )
     family = FAMILIES[model_type]
-    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     windows = family.windows(fields, num_layers)
     attention = family.attention(fields, None)
     shared_heads = num_key_value_heads_swiftkv or fields.optional_count("num_key_value_heads_swiftkv")

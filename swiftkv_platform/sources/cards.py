@@ -80,7 +80,7 @@ def check_saved(directory: Path, field: str) -> None:
 
 
 def _metadata(path: Path) -> Any:
-    """What the card says of itself. Raises `UnusableFileError`: it is too long, `ValueError`, `yaml.YAMLError`."""
+    """Metadata of a card. Raises `UnusableFileError`: it is too long, `ValueError`, `yaml.YAMLError`."""
     if path.suffix != ".md":
         return _yaml(read_small(path, METADATA_BYTES))
     text = read_head(path, CARD_BYTES).decode(errors="replace")  # a character may be cut in two at the end

@@ -22,6 +22,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from swiftkv_platform.specs.base import MAX_SEED
 
+MAX_SPEC_BYTES = 256 << 10
+"""Bytes of a job spec as JSON, its defaults included: some 5,000."""
 MAX_LAYERS = 10_000
 """Layers of a model."""
 MAX_WORKERS = 100_000

@@ -11,13 +11,15 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import PrimaryKeyConstraint, Table, UniqueConstraint, inspect, text
+from sqlalchemy import PrimaryKeyConstraint, Table, UniqueConstraint, inspect, text, update
 
+from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database, alembic_config
-from swiftkv_platform.database.tables import Base
+from swiftkv_platform.database.tables import Base, JobRow
+from swiftkv_platform.database.uses import live_users
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from swiftkv_platform.orchestration.demand import Claim, Demand
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, start, transition
@@ -216,6 +218,27 @@ def test_the_queue_of_before_its_columns_is_decided_as_before(database: Database
         *sorted([retry.id, damaged.id]),
         late.id,
     ]
+
+
+def test_who_uses_what_is_known_of_jobs_from_before_the_table(database: Database, jobs: SqlJobRepository) -> None:
+    file_id, model = new_file_id(), "mdl_01ABCDEFGHJKMNPQRSTVWXYZ01"
+    parent = store(jobs, make_job(training={"from": f"{model}"}))
+    naming = {"data": {"sources": [{"name_or_path": "s3://b/" + f"jobs/{parent.id}/rows"}, {"name_or_path": "org/x"}]}}
+    child = store(jobs, make_job(**naming, training={"from": f"{parent.id}:100"}))
+    damaged = store(jobs, make_job())
+    spec = {"data": {"sources": [{"name_or_path": file_id, "unknown": [1, None, {"a": model}]}]}}
+    ended = store(jobs, make_job(training={"from": f"{parent.id}:100"}))
+    jobs.update(replace(ended, status=JobStatus.CANCELLED))
+    with database.writing() as session:
+        session.execute(update(JobRow).where(JobRow.id == damaged.id).values(spec=spec))
+    for back in (False, True):
+        if back:
+            database.downgrade("0011")
+            database.upgrade()
+        with database.reading() as session:
+            assert list(live_users(session, [parent.id], limit=9, without=parent.id)) == [child.id]
+            assert list(live_users(session, [model], limit=9)) == sorted([parent.id, *([damaged.id] * back)])
+            assert list(live_users(session, [file_id], limit=9)) == [damaged.id] * back, "read as it is stored"
 
 
 def test_the_way_back_is_a_command_that_refuses_what_there_is_not(database: Database) -> None:

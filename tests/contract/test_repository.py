@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.database import paging
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow
@@ -33,7 +34,7 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.orchestration.ports import JobFilter, Page
+from swiftkv_platform.orchestration.ports import JobFilter, Page, StoredJobs
 from tests.records import TENANT, make_job, make_model, message, store
 from tests.threads import at_once
 
@@ -155,16 +156,50 @@ def test_a_repeated_step_replaces_the_earlier_one(jobs: SqlJobRepository) -> Non
         jobs.points(job.id, Page(after="x"))
 
 
-def test_of_many_jobs_at_once_the_queue_takes_as_many_as_the_quota_says(jobs: SqlJobRepository) -> None:
+@pytest.mark.parametrize(
+    ("limits", "field"),
+    [
+        (StoredJobs(waiting=3), "max_queued_jobs"),
+        (StoredJobs(unfinished=3), "max_unfinished_jobs"),
+        (StoredJobs(stored=3), "max_stored_jobs"),
+    ],
+)
+def test_of_many_jobs_at_once_as_many_are_stored_as_the_quota_says(
+    jobs: SqlJobRepository, limits: StoredJobs, field: str
+) -> None:
     store(jobs, make_job(tenant="other"))
 
     def submit() -> Job:
         job = make_job()
-        return jobs.create(job, status_event(job, now=100), max_waiting=3)
+        return jobs.create(job, status_event(job, now=100), limits=limits)
 
     refused = [outcome for outcome in at_once([submit] * 8) if isinstance(outcome, QuotaExceededError)]
     assert len(jobs.list(Page(), tenant=TENANT).items) == 3
-    assert [error.field for error in refused] == ["max_queued_jobs"] * 5
+    assert [error.field for error in refused] == [field] * 5
+    [*_, job] = jobs.list(Page(), tenant=TENANT).items
+    jobs.update(replace(job, status=JobStatus.CANCELLED))
+    outcome = at_once([submit])[0]
+    assert isinstance(outcome, QuotaExceededError) == (field == "max_stored_jobs"), "one that has ended is kept still"
+
+
+def test_a_page_of_long_jobs_ends_early_and_the_next_goes_on(
+    jobs: SqlJobRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "PAGE_BYTES", 20_000)
+    ids = [store(jobs, make_job(metadata={"a": "x" * size})).id for size in (10, 4000, 10, 4000, 10)]
+    ids.append(store(jobs, replace(make_job(), result={"samples": ["y" * 30_000]})).id)
+    ids.append(store(jobs, make_job()).id)
+    for order in ("asc", "desc"):
+        found, pages, after = list[str](), 0, None
+        while True:
+            page = jobs.list(Page(after, 5, order), tenant=TENANT)  # type: ignore[arg-type]
+            found += [job.id for job in page.items]
+            after, pages = found[-1], pages + 1
+            assert len(page.items) == 1 or sum(len(str(vars(job))) for job in page.items) < 40_000
+            if not page.has_more:
+                break
+        assert found == (ids if order == "asc" else ids[::-1])
+        assert pages > 3
 
 
 def told(job: Job, *steps: int) -> Event:

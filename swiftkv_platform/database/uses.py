@@ -1,0 +1,58 @@
+"""Uses of uploaded files, models and other jobs' objects by jobs. They are written when a job is stored, so that nothing
+has to look through specs to know who uses a thing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.contract.attempts import is_file_id
+from swiftkv_platform.database.tables import JobRow, UseRow
+from swiftkv_platform.orchestration.job import JobStatus
+
+_LIVE = [status.value for status in JobStatus if not status.is_terminal]
+_MODEL = re.compile(r"mdl_[0-9A-Za-z]{1,36}")
+_OBJECT = re.compile(r"jobs/(job_[0-9A-Za-z]{1,36})/")
+"""Part of an object's address, wherever the store is."""
+_PARENT = re.compile(r"(job_[0-9A-Za-z]{1,36}):")
+"""Beginning of the name of a checkpoint that a job continues from."""
+
+
+def uses_of(spec: Any) -> set[str]:
+    """Ids of files, models and jobs that a spec names, as a document: one that this version cannot read names them
+    too."""
+    found: set[str] = set()
+    for text in _texts(spec):
+        if is_file_id(text):
+            found.add(text)
+        found.update(_MODEL.findall(text))
+        found.update(_OBJECT.findall(text))
+    training = spec.get("training") if isinstance(spec, dict) else None
+    parent = training.get("from") if isinstance(training, dict) else None
+    if isinstance(parent, str) and (match := _PARENT.match(parent)):
+        found.add(match[1])
+    return found
+
+
+def live_users(session: Session, names: Sequence[str], *, limit: int, without: str = "") -> Sequence[str]:
+    """Ids of jobs that have not ended and use one of these, the first ones. `without`: a job that does not count."""
+    users = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
+    users = users.where(UseRow.used.in_(names), JobRow.status.in_(_LIVE), JobRow.id != without)
+    return session.scalars(users.distinct().order_by(JobRow.id).limit(limit)).all()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item

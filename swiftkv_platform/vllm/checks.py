@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import vllm
-from vllm.config import CUDAGraphMode, ModelConfig, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from swiftkv_platform.errors import ModelError
@@ -16,6 +16,8 @@ from swiftkv_platform.vllm.families import UNSERVED
 from swiftkv_platform.vllm.versions import check_version
 
 _REQUEST_CHECK = "swiftkv_platform.vllm.requests:RefusePromptLogprobs"
+_FIRST_DEEP_TOKENS = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
+_SCHEDULER = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _NATIVE = "this project's own engine"
 
 
@@ -42,13 +44,6 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 "num_key_value_heads_swiftkv",
                 heads,
             )
-        if config.swiftkv and config.decodes_own:
-            raise _refusal(
-                "swiftkv_decode_key_value is 'own', and vLLM's prefix cache and preemption do not tell blocks of an "
-                f"answer, which hold its own K and V, from a prompt's; {_NATIVE} serves this student",
-                "swiftkv_decode_key_value",
-                config.swiftkv_decode_key_value,
-            )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
             raise _refusal(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",
@@ -65,9 +60,63 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         config: Any = vllm_config.model_config.hf_config
         skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers
         vllm_config.cache_config.kv_sharing_fast_prefill = skips
-        if skips:
+        if skips and config.decodes_own:
+            _keep_own(vllm_config)
+        elif skips:
             _refuse_prompt_logprobs(vllm_config)
             _keep_graphs_piecewise(vllm_config)
+
+
+def _keep_own(vllm_config: VllmConfig) -> None:
+    """Have this project's scheduler and logits processor, by which deep tokens keep K and V of their own."""
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    if speculative is not None:
+        raise _refusal(
+            f"swiftkv_decode_key_value is 'own', and beside drafts vLLM does not tell where prompts end; leave "
+            f"speculative_config out, or use num_lookup_tokens in {_NATIVE}",
+            "speculative_config.method",
+            speculative.method,
+        )
+    if scheduler.scheduler_cls is not None:
+        raise _refusal(
+            "swiftkv_decode_key_value is 'own', which needs this plugin's scheduler; leave scheduler_cls out",
+            "scheduler_cls",
+            scheduler.scheduler_cls,
+        )
+    if vllm_config.model_config.enable_prompt_embeds:
+        raise _refusal(
+            "swiftkv_decode_key_value is 'own', and vLLM does not tell the length of prompts that are embeddings; "
+            "leave enable_prompt_embeds off",
+            "enable_prompt_embeds",
+            True,
+        )
+    scheduler.scheduler_cls = _SCHEDULER
+    _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS)
+    if vllm_config.use_v2_model_runner:
+        raise _refusal(
+            "swiftkv_decode_key_value is 'own', and model runner V2 does not tell where prompts end; leave "
+            "VLLM_USE_V2_MODEL_RUNNER unset",
+            "VLLM_USE_V2_MODEL_RUNNER",
+            "1",
+        )
+
+
+def check_graphs_with_own(compilation: CompilationConfig) -> None:
+    """Refuse CUDA graphs of whole batches with prompts: in them a token is not told from its request's last. Raises
+    `ModelError`."""
+    mode = compilation.cudagraph_mode
+    if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
+        raise _refusal(
+            f"cudagraph_mode is {mode.name}, and with swiftkv_decode_key_value 'own' full graphs are for decode steps; "
+            "use FULL_AND_PIECEWISE, or leave it out",
+            "compilation_config.cudagraph_mode",
+            mode.name,
+        )
+
+
+def _add_logits_processor(vllm_config: VllmConfig, name: str) -> None:
+    config = vllm_config.model_config
+    config.logits_processors = [*(config.logits_processors or ()), name]
 
 
 def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
@@ -77,8 +126,7 @@ def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
     refuses such requests, and what slips through meets an assertion (V1) or comes out as NaN (V2).
     """
     if vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner:
-        config = vllm_config.model_config
-        config.logits_processors = [*(config.logits_processors or ()), _REQUEST_CHECK]
+        _add_logits_processor(vllm_config, _REQUEST_CHECK)
 
 
 def _keep_graphs_piecewise(vllm_config: VllmConfig) -> None:

@@ -27,15 +27,20 @@ from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.vllm.deep_tokens import write_own
 from swiftkv_platform.vllm.families import VLLMFamily, layer_windows
 from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
 
 
 class OwnAttention(nn.Module):
-    """Attention of a layer < l, and of every layer in teacher mode: the original one."""
+    """Attention of a layer < l, and of every layer in teacher mode: the original one. With the name of a `group` that
+    of its leader, where deep tokens keep their own K and V: it writes and reads the group's cache."""
 
-    def __init__(self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str) -> None:
+    def __init__(
+        self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str, group: str | None = None
+    ) -> None:
         super().__init__()
+        self.group = group
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.heads = heads = Heads.of(config)
         self.sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
@@ -52,15 +57,21 @@ class OwnAttention(nn.Module):
         self.q_norm, self.k_norm = head_norm(family, config, heads), head_norm(family, config, heads)
         self.rotary_emb = rotary_embedding(config, heads)
         self.attn = Attention(
-            **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]), prefix=f"{prefix}.attn"
+            **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]),
+            prefix=f"{prefix}.attn",
+            kv_sharing_target_layer_name=group,
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; of a leader, `num_tokens` as in `SharedAttention`."""
         projected, _ = self.qkv_proj(hidden_states)
         query, key, value = projected.split(self.sizes, dim=-1)
         query, key = self.rotary_emb(positions, self.q_norm(query), self.k_norm(key))
-        attended = self.attn(*map(self.heads.pad, (query, key, value)))
+        query, key, value = map(self.heads.pad, (query, key, value))
+        if self.group is not None:
+            key, value = (x.unflatten(-1, (-1, self.heads.stored_dim)) for x in (key, value))
+            write_own(key, value, self.group)
+        attended = self.attn(query, key, value)
         output: torch.Tensor = self.o_proj(self.heads.trim(attended))[0]
         return output
 
@@ -131,6 +142,8 @@ class GroupKeyValue(Attention):
         # Layers of a group may differ in their windows: the cache keeps the longest, and each layer masks for itself.
         window = None if None in windows else max(window for window in windows if window is not None)
         super().__init__(**_attention_arguments(vllm_config, heads, window), prefix=prefix)
+        self.first_deep: torch.Tensor | None = None
+        """By request of the batch, the position of its first deep token; None: deep tokens have K and V from x."""
         if not hasattr(self.impl, "do_kv_cache_update"):
             raise ModelError(
                 f"the attention backend {self.attn_backend.get_name()} writes its KV cache only while it attends; "

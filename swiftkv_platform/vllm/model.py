@@ -4,6 +4,9 @@
     write:      K and V into the groups' caches                                 all tokens
     upper half: layers >= l, final norm                                         tokens whose logits are needed
 
+Where deep tokens keep their own K and V, the first layer of each group writes them over those from x before it attends
+(`deep_tokens.py`).
+
 vLLM's fast prefill for models that share KV says which tokens those are: it gives the layers that read a shared cache
 attention metadata of their own. The write must stay outside the compiled halves: its operator declares no mutation,
 and a compiler drops a call whose result it sees no use of.
@@ -26,6 +29,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
 from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.vllm.checks import check_graphs_with_own
+from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
 from swiftkv_platform.vllm.families import VLLMFamily, layer_windows
 from swiftkv_platform.vllm.layers import DecoderLayer, GroupKeyValue, GroupProjections, OwnAttention, SharedAttention
 
@@ -143,9 +148,9 @@ class SwiftKVDecoder(nn.Module):
         )
         self.caches = nn.ModuleList(self.writers)
         for layer in range(layer_map.num_key_value_layers, layer_map.num_hidden_layers):
-            name = f"{prefix}.layers.{layer}"
-            group = f"{prefix}.layers.{layer_map.leader(layer)}.group"
-            attention = SharedAttention(family, vllm_config, layer, f"{name}.self_attn", group)
+            name, leader = f"{prefix}.layers.{layer}", layer_map.leader(layer)
+            kind = OwnAttention if config.decodes_own and layer == leader else SharedAttention
+            attention = kind(family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group")
             self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
         self.reader_name = attention.attn.layer_name
         first = layer_map.num_key_value_layers
@@ -155,10 +160,25 @@ class SwiftKVDecoder(nn.Module):
             )
         with set_model_tag("upper"):
             self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
+        if config.decodes_own:
+            self._keep_own(vllm_config)
         # CUDA graphs of the upper half read their input where it was at capture.
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
         self.upper_positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.upper_input = torch.zeros((size, config.hidden_size), dtype=vllm_config.model_config.dtype, device=device)
+
+    def _keep_own(self, vllm_config: VllmConfig) -> None:
+        """Let deep tokens write K and V of their own. Raises `ModelError`: graphs of whole batches with prompts."""
+        compilation = vllm_config.compilation_config
+        check_graphs_with_own(compilation)
+        if compilation.splitting_ops and WRITE_OPERATOR not in compilation.splitting_ops:
+            compilation.splitting_ops.append(WRITE_OPERATOR)  # it takes slots from the step's context, as attention
+        # A rank's head norms are one for K from x and own K.
+        self.groups.k_norms = nn.ModuleList(self.layers[leader].self_attn.k_norm for leader in self.layer_map.leaders)
+        size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
+        first_deep = torch.zeros(size, dtype=torch.int64, device=device)
+        for cache in self.writers:
+            cache.first_deep = first_deep
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
@@ -172,9 +192,9 @@ class SwiftKVDecoder(nn.Module):
             cache.write(keys[:, group], values[:, group])
         kept = self._kept_tokens()
         if kept is None:
-            return self._upper(positions, x)
+            return self._upper(positions, x, None)
         padded, num_kept = kept
-        hidden_states = self._upper(positions[padded], x[padded])
+        hidden_states = self._upper(positions[padded], x[padded], kept)
         # A row that was never computed must not pass for one that was, whoever reads it.
         output = torch.full_like(x, torch.nan)
         output[padded[:num_kept]] = hidden_states[:num_kept]
@@ -195,15 +215,26 @@ class SwiftKVDecoder(nn.Module):
             return None
         return upper.logits_indices_padded, upper.num_logits_indices
 
-    def _upper(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The upper half on the tokens at `positions`, under a batch descriptor of their number."""
+    def _upper(self, positions: torch.Tensor, x: torch.Tensor, kept: tuple[torch.Tensor, int] | None) -> torch.Tensor:
+        """The upper half on the rows at `positions`, under a batch descriptor of their number and with their slots."""
         size = x.shape[0]
         self.upper_positions[:size].copy_(positions)
         self.upper_input[:size].copy_(x)
         context = get_forward_context()
-        descriptor = context.batch_descriptor
+        descriptor, slots = context.batch_descriptor, context.slot_mapping
         if descriptor is not None:  # otherwise piecewise graphs of the whole batch's size are replayed
             context.batch_descriptor = replace(descriptor, num_tokens=size)
+        context.slot_mapping = slots | self._own_slots(slots, positions, kept)
         hidden_states: torch.Tensor = self.upper(self.upper_positions[:size], self.upper_input[:size])
-        context.batch_descriptor = descriptor
+        context.batch_descriptor, context.slot_mapping = descriptor, slots
         return hidden_states
+
+    def _own_slots(
+        self, slots: dict[str, torch.Tensor], positions: torch.Tensor, kept: tuple[torch.Tensor, int] | None
+    ) -> dict[str, torch.Tensor]:
+        """By group, the slots of rows that write their own K and V; empty where none does, and without a cache."""
+        return {
+            cache.layer_name: own_slots(slots[cache.layer_name], positions, cache.first_deep, kept)
+            for cache in self.writers
+            if cache.first_deep is not None and cache.layer_name in slots
+        }

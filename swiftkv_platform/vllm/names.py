@@ -33,13 +33,19 @@ class StudentNames:
     head_norms: bool
     own_output: bool
     """Whether layers >= l have an output projection of their own."""
+    decodes_own: bool
+    """Whether deep tokens keep their own K and V."""
 
     @classmethod
     def of(cls, family: VLLMFamily, config: Any, layer_map: LayerMap) -> StudentNames:
         kinds = ("weight", "bias") if family.input_bias(config) else ("weight",)
         layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers)
         projections = [f"{layer}.self_attn.q_proj_swiftkv" for layer in layers]
-        projections += [f"{leader}.self_attn.{part}_proj_swiftkv" for leader in layer_map.leaders for part in "kv"]
+        decodes_own = bool(layer_map.leaders) and config.decodes_own
+        twins = ("swiftkv", "decode_swiftkv") if decodes_own else ("swiftkv",)
+        projections += [
+            f"{leader}.self_attn.{part}_proj_{twin}" for leader in layer_map.leaders for part in "kv" for twin in twins
+        ]
         expected = {f"model.layers.{name}.{kind}" for name in projections for kind in kinds}
         own_output = bool(layer_map.leaders) and config.own_output_projection
         if own_output:
@@ -47,7 +53,7 @@ class StudentNames:
             expected |= {f"model.layers.{i}.self_attn.o_proj_swiftkv.{kind}" for i in layers for kind in of_output}
         if layer_map.leaders:
             expected.add("model.norm_swiftkv.weight")
-        return cls(layer_map, frozenset(expected), family.head_norms, own_output)
+        return cls(layer_map, frozenset(expected), family.head_norms, own_output, decodes_own)
 
     def check(
         self, weights: Iterable[tuple[str, torch.Tensor]], spread: Callable[[torch.Tensor], torch.Tensor] | None
@@ -83,10 +89,14 @@ class StudentNames:
             of_teacher = "qkvo" if self.own_output else "qkv"
             dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.[{of_teacher}]_proj\.")] = None
             for group, leader in enumerate(leaders):
+                of_leader = f"model.layers.{leader}.self_attn"
                 for part, shard in (("k", group), ("v", len(leaders) + group)):
-                    name = f"model.layers.{leader}.self_attn.{part}_proj_swiftkv."
-                    stacked[name] = ("model.groups.projection.", shard)
-                renamed[f"model.layers.{leader}.self_attn.k_norm."] = f"model.groups.k_norms.{group}."
+                    stacked[f"{of_leader}.{part}_proj_swiftkv."] = ("model.groups.projection.", shard)
+                if self.decodes_own:  # the fused projection of any other layer, from other tensors
+                    twins = ("q_proj_swiftkv", "k_proj_decode_swiftkv", "v_proj_decode_swiftkv")
+                    renamed |= {f"{of_leader}.{twin}.": f"{of_leader}.{twin[0]}_proj." for twin in twins}
+                else:
+                    renamed[f"{of_leader}.k_norm."] = f"model.groups.k_norms.{group}."
             followers = "|".join(str(i) for i in range(first, self.layer_map.num_hidden_layers) if i not in leaders)
             if self.head_norms and followers:
                 dropped[re.compile(rf"^model\.layers\.({followers})\.self_attn\.k_norm\.")] = None

@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from swiftkv_platform.model import convert
+from tests import reference
 from tests.tiny_models import disturb, family_teacher
 
 DEFAULTS: dict[str, Any] = {
@@ -31,10 +32,11 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detoken
 
 SHAPE = {"num_key_value_layers": 2, "key_value_group_size": 2}
 """l and g for 5 layers: the last group is short."""
+OWN = {"decode_key_value": "own"}
 
 
 def make_student(
-    directory: Path, name: str = "llama", *, shape: dict[str, int] = SHAPE, seed: int = 3, **changes: Any
+    directory: Path, name: str = "llama", *, shape: dict[str, Any] = SHAPE, seed: int = 3, **changes: Any
 ) -> Path:
     """A student of `FAMILY_CONFIGS[name]` whose SwiftKV weights are not its teacher's."""
     student = disturb(convert(family_teacher(name, seed, **changes), **shape))
@@ -71,8 +73,13 @@ def complete(llm: LLM, batch: Sequence[Sequence[int]], params: SamplingParams = 
 def expected(
     directory: Path, batch: Sequence[Sequence[int]], *, swiftkv: bool = True, count: int = 12, **arguments: Any
 ) -> list[list[int]]:
-    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time."""
+    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time; of a student whose
+    deep tokens keep their own K and V, those of the second implementation."""
     model = AutoModelForCausalLM.from_pretrained(directory, swiftkv=swiftkv, **arguments)
+    if swiftkv and model.config.decodes_own:
+        state, inv_freq = model.state_dict(), model.model.rotary_emb.inv_freq
+        with torch.no_grad():
+            return [reference.greedy(state, model.config, list(ids), inv_freq, count) for ids in batch]
     model.generation_config.eos_token_id = None
     completions = []
     for ids in batch:
@@ -100,9 +107,9 @@ def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, int]]]:
         sizes.append((positions.shape[0], 0))
         return forward(input_ids, positions, inputs_embeds)
 
-    def count_upper(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def count_upper(positions: torch.Tensor, x: torch.Tensor, kept: Any) -> torch.Tensor:
         sizes[-1] = (sizes[-1][0], x.shape[0])
-        return upper(positions, x)
+        return upper(positions, x, kept)
 
     decoder.forward, decoder._upper = count_lower, count_upper
     try:

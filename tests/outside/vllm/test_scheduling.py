@@ -13,18 +13,21 @@ from tests.fakes.tokenizers import byte_tokenizer
 from tests.outside.vllm.engines import GREEDY, complete, expected, make_student, prompts, recorded_sizes, serving
 
 
-def test_chunked_prefill_and_mixed_batches(llama: Path) -> None:
+LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+def test_chunked_prefill_and_mixed_batches(student: Path) -> None:
     batch = prompts((100, 5, 61, 33))
-    with serving(llama, max_num_batched_tokens=32, max_num_seqs=4) as llm, recorded_sizes(llm) as sizes:
-        assert complete(llm, batch) == expected(llama, batch)
+    with serving(student, max_num_batched_tokens=32, max_num_seqs=4) as llm, recorded_sizes(llm) as sizes:
+        assert complete(llm, batch) == expected(student, batch)
     assert any(1 < upper < lower for lower, upper in sizes), "chunks of one prompt beside tokens that another decodes"
     assert max(lower for lower, _ in sizes) <= 32
 
 
-def test_prompts_that_arrive_while_others_decode(llama: Path) -> None:
+def test_prompts_that_arrive_while_others_decode(student: Path) -> None:
     batch = prompts((40, 90, 7))
     finished: dict[str, list[int]] = {}
-    with serving(llama) as llm:
+    with serving(student) as llm:
         engine, waiting = llm.llm_engine, list(enumerate(batch))
         while waiting or engine.has_unfinished_requests():
             if waiting:  # one a step
@@ -33,14 +36,14 @@ def test_prompts_that_arrive_while_others_decode(llama: Path) -> None:
             for output in engine.step():
                 if output.finished:
                     finished[output.request_id] = list(output.outputs[0].token_ids)
-    assert [finished[str(i)] for i in range(len(batch))] == expected(llama, batch)
+    assert [finished[str(i)] for i in range(len(batch))] == expected(student, batch)
 
 
-def test_cached_prefixes(llama: Path) -> None:
+def test_cached_prefixes(student: Path) -> None:
     prefix, *endings = prompts((130, 4, 9))
     batch = [prefix + ending for ending in endings]
-    texts = expected(llama, batch)
-    with serving(llama, block_size=32, enable_prefix_caching=True) as llm, recorded_sizes(llm) as sizes:
+    texts = expected(student, batch)
+    with serving(student, block_size=32, enable_prefix_caching=True) as llm, recorded_sizes(llm) as sizes:
         assert complete(llm, batch[:1]) == texts[:1]
         sizes.clear()
         (output,) = llm.generate([{"prompt_token_ids": batch[1]}], GREEDY, use_tqdm=False)
@@ -49,15 +52,27 @@ def test_cached_prefixes(llama: Path) -> None:
     assert sizes[0] == (len(batch[1]) - 128, 1)
 
 
-def test_preemption(llama: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["sync", "async"])
+@pytest.mark.parametrize("caches", [False, True], ids=["", "prefixes"])
+def test_preemption(caches: bool, waits: bool, student: Path) -> None:
     batch = prompts((60, 62, 58, 61))
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
-    texts = expected(llama, batch, count=40)
+    texts = expected(student, batch, count=40)
     # 2 blocks for each prompt, a third for what it generates: not all four fit.
-    options = {"block_size": 32, "num_gpu_blocks_override": 10, "enable_prefix_caching": False}
-    with serving(llama, **options) as llm, recorded_sizes(llm) as sizes:
-        assert complete(llm, batch, params) == texts
+    options = {"block_size": 32, "num_gpu_blocks_override": 10, "enable_prefix_caching": caches}
+    with serving(student, async_scheduling=not waits, **options) as llm, recorded_sizes(llm) as sizes:
+        assert complete(llm, batch, LONG) == texts
     assert any(lower > upper for lower, upper in sizes[1:]), "a preempted one is read again"
+
+
+def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
+    """Nobody finds what another wrote. Prompts are found, but for the block of their last token, which is deep."""
+    first, more = prompts((64, 20))
+    (answer,) = expected(own, [first], count=40)
+    turns = [first, first, first + answer + more, first + answer + more, first + answer[:1]]
+    with serving(own, block_size=32, enable_prefix_caching=True) as llm:
+        outputs = [llm.generate([{"prompt_token_ids": ids}], LONG, use_tqdm=False)[0] for ids in turns]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected(own, turns, count=40)
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 96, 64]
 
 
 def test_structured_outputs(llama: Path, tmp_path: Path) -> None:

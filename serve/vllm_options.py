@@ -64,8 +64,13 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
         args["block_size"] = config.block_size
     if config.seed is not None:
         args["seed"] = config.seed & 0xFFFFFFFF
+    overrides = {}
     if not config.swiftkv and model.config.model_type.endswith("_swiftkv"):
-        args["hf_overrides"] = {"swiftkv": False}
+        overrides["swiftkv"] = False
+    if getattr(model.config, "tie_word_embeddings", None) is False:
+        overrides["tie_word_embeddings"] = False  # as the files have it; config.json may deny it
+    if overrides:
+        args["hf_overrides"] = overrides
     return args
 
 

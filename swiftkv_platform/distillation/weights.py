@@ -24,7 +24,7 @@ from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import build_empty, check_tensors
-from swiftkv_platform.model.stored_weights import StoredWeights
+from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 
 _KEPT = "kept_teacher."
 _Place = tuple[int, str]
@@ -76,6 +76,8 @@ class LazyStudent:
         config = make_student_config(teacher, **shape)
         fp8 = is_fp8(teacher)
         checkpoint = Checkpoint.open(path, revision=revision)
+        settle_head(teacher, checkpoint)
+        config.tie_word_embeddings = teacher.tie_word_embeddings
         with torch.device("meta"):
             whole = FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(copy.deepcopy(teacher))
             check_tensors(checkpoint, whole, fp8=fp8)

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.ranks import Ranks, rank_device
 from swiftkv_platform.engine.sharding import check_divides, load_shard
 from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.conversion import dense_model
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.model.stored_weights import settle_head
 from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
@@ -102,6 +104,8 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
         model_config: Any = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(directory, error) from error
+    if any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        settle_head(model_config, Checkpoint.open(directory))
     if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
         model_config.num_key_value_layers, model_config.early_exit = model_config.num_hidden_layers, False
         model_config.num_key_value_heads_swiftkv, model_config.own_output_projection = None, False

@@ -178,13 +178,8 @@ def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.
             names[parameter].append(name)
     own: dict[str, nn.Parameter] = {}
     for parameter, aliases in names.items():
-        # A tied parameter may be stored under each of its names; it stays tied, as in transformers, if those are equal.
-        stored = [name for name in aliases if whole_name(name) in weights]
-        read = [_read_own(weights, whole_name(name), parameter, ranks).to(device) for name in stored]
-        if all(tensor.equal(read[0]) for tensor in read):
-            own |= dict.fromkeys(aliases, nn.Parameter(read[0]))
-        else:
-            own |= {name: nn.Parameter(tensor) for name, tensor in zip(aliases, read, strict=True)}
+        read = _read_own(weights, whole_name(aliases[0]), parameter, ranks).to(device)
+        own |= dict.fromkeys(aliases, nn.Parameter(read))
     model.load_state_dict(own, strict=False, assign=True)
 
 

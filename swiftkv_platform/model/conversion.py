@@ -200,6 +200,8 @@ def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
     """A student whose original parameters are the teacher's own tensors and whose new ones are uninitialised."""
     classes = student_classes(teacher.config.model_type)
     config.dtype = teacher.dtype
+    # As transformers has loaded it, which the configuration may deny.
+    config.tie_word_embeddings = teacher.lm_head.weight is teacher.model.embed_tokens.weight
     config._attn_implementation = teacher.config._attn_implementation
     with torch.device("meta"):
         student = classes.causal_lm(config)

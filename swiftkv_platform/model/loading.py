@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_all
-from swiftkv_platform.model.stored_weights import StoredWeights
+from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 
 _SHOWN = 3
 """Names of tensors in a message."""
@@ -60,6 +60,7 @@ def load_checked(
     """
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
+    settle_head(config, checkpoint)
     fp8 = is_fp8(config)
     with torch.device("meta"):
         model = build(copy.deepcopy(config))
@@ -80,6 +81,7 @@ def open_checked(
 ) -> tuple[Any, StoredWeights]:
     """The model that `load_checked` would load, without its weights, and where they are read. Raises `ModelError`: as
     `load_checked`, and as `build_empty`."""
+    settle_head(config, checkpoint)
     fp8 = is_fp8(config)
     dtype = _compute_dtype(dtype, config, torch.bfloat16 if fp8 else first_dtype(checkpoint))
     weights = StoredWeights(checkpoint, config, dtype)

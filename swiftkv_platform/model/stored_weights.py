@@ -26,6 +26,31 @@ from swiftkv_platform.model.checkpoint import Checkpoint, Part, ranges
 from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_tensors
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ALIAS = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
+"""Name under which a tied tensor may be stored instead."""
+_ROWS = 1024
+"""Rows of head and embedding that are compared at a time."""
+
+
+def settle_head(config: Any, checkpoint: Checkpoint) -> None:
+    """Let `config.tie_word_embeddings` say which tensor is the head, as transformers finds it in the files.
+
+    A head that is stored beside the embedding and differs from it is the head, whatever a configuration says. Without
+    one, the configuration decides: tied, or a tensor that is missing.
+    """
+    if getattr(config, "tie_word_embeddings", False) and not {_HEAD, _EMBEDDING} - checkpoint.shards.keys():
+        config.tie_word_embeddings = _are_equal(checkpoint, _HEAD, _EMBEDDING)
+
+
+def _are_equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    shape = checkpoint.headers[name].shape
+    if shape != checkpoint.headers[other].shape:
+        return False
+    for start in range(0, shape[0], _ROWS):
+        a, b = read_tensors(checkpoint, [name, other], slice(start, start + _ROWS)).values()
+        if not torch.equal(a, b.to(a.dtype)):
+            return False
+    return True
 
 
 @dataclass
@@ -91,9 +116,8 @@ class StoredWeights:
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """A tensor by its name in memory. `part`: reads no more than this. Of what has to be converted as a whole, the
         rest is read and let go of."""
-        if name == _HEAD and name not in self._stored:
-            name = _EMBEDDING  # a tied head is stored once
-        stored = self._stored[name]
+        # A tied head is stored once, under either name.
+        stored = self._stored[name if name in self._stored else _ALIAS.get(name, name)]
         if stored.converter is None:
             (source,) = stored.sources[""]
             return self._tensors([source], part)[0]

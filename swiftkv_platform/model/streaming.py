@@ -29,9 +29,10 @@ from swiftkv_platform.model.directories import (
     write_index,
 )
 from swiftkv_platform.model.families import FAMILIES, student_classes
-from swiftkv_platform.model.fp8 import is_fp8, read_tensors, without_swiftkv
+from swiftkv_platform.model.fp8 import is_fp8, without_swiftkv
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import check_tensors, first_dtype
+from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.planning import DecodeKeyValue, Sharing
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
@@ -100,13 +101,15 @@ def convert_checkpoint(
     fp8 = is_fp8(teacher)
     directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
+    settle_head(teacher, checkpoint)
+    config.tie_word_embeddings = teacher.tie_word_embeddings
     with torch.device("meta"):
         check_tensors(checkpoint, FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(teacher), fp8=fp8)
         student = student_classes(teacher.model_type).causal_lm(config)
     check_tokenizer(directory, config.vocab_size)
     config.dtype = config.dtype or first_dtype(checkpoint)
     if calibration is None:
-        tensors = _copied(student, checkpoint, config.dtype)
+        tensors = _copied(student, StoredWeights(checkpoint, teacher, config.dtype))
     else:
         tensors = _trained(convert(directory, calibration=calibration, **shape))
     total = sum(1 for _ in copied_start(student))
@@ -129,19 +132,10 @@ def convert_checkpoint(
     return Converted(target, config, total, num_bytes)
 
 
-def _copied(student: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _copied(student: Any, teacher: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """The copied start of `student`, read from its teacher's files one tensor at a time."""
     for start in copied_start(student):
-        names = [_stored_name(name, checkpoint) for name in start.sources]
-        read = read_tensors(checkpoint, names)
-        yield start.name, start.of([read[name].to(dtype) for name in names])
-
-
-def _stored_name(name: str, checkpoint: Checkpoint) -> str:
-    """A head that is tied to the embedding is stored as that."""
-    if name == "lm_head.weight" and name not in checkpoint.shards:
-        return "model.embed_tokens.weight"
-    return name
+        yield start.name, start.of([teacher.read(name) for name in start.sources])
 
 
 def _trained(student: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,217 @@
+"""Models as people bring them: every way of loading one comes to transformers' logits, or to one refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.weights import save_lazy
+from swiftkv_platform.engine.loading import describe_model, load_model
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.jobs.worker.prepare import load_student, open_lazy, prepare
+from swiftkv_platform.model import convert, convert_checkpoint, load_dense
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.engine import EngineConfig
+from tests.checkpoints import rewrite, save
+from tests.tiny_models import random_teacher, random_tokens
+
+SHAPE: dict[str, Any] = {"num_key_value_layers": 3}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+CPU = torch.device("cpu")
+TEACHER = EngineConfig(dtype="float32", swiftkv=False, fuse_weights=False, native_kernels=False)
+
+Write = Callable[[Path], object]
+"""Writer of a model's directory."""
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file; `...` takes one out."""
+    document = (json.loads(path.read_text()) if path.exists() else {}) | fields
+    path.write_text(json.dumps({key: value for key, value in document.items() if value is not ...}))
+
+
+def brought(
+    tensors: Callable[[dict[str, Any]], object] = len,
+    *,
+    tied: bool | None = False,
+    config: dict[str, Any] | None = None,
+    generation: dict[str, Any] | None = None,
+    tokenizer: dict[str, Any] | None = None,
+    files: Callable[[Path], object] = str,
+) -> Write:
+    """A model whose tensors, configurations and files are changed after it is saved. `tied`: what config.json says."""
+
+    def write(directory: Path) -> None:
+        save(random_teacher(), directory)
+        said = {"tie_word_embeddings": ... if tied is None else tied}
+        change_json(directory / "config.json", **said, **(config or {}))
+        rewrite(directory, tensors)
+        if generation is not None:
+            change_json(directory / "generation_config.json", **generation)
+        if tokenizer is not None:
+            change_json(directory / "tokenizer_config.json", **tokenizer)
+        files(directory)
+
+    return write
+
+
+def drop(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def equal_heads(tensors: dict[str, Any]) -> None:
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+
+
+def in_shards(directory: Path) -> None:
+    """Each tensor in a file of its own."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    places = {name: f"part-{i}.safetensors" for i, name in enumerate(tensors)}
+    for name, place in places.items():
+        save_file({name: tensors[name]}, directory / place, metadata={"format": "pt"})
+    change_json(directory / "model.safetensors.index.json", metadata={}, weight_map=places)
+
+
+def stale_index(directory: Path) -> None:
+    change_json(directory / "model.safetensors.index.json", weight_map={HEAD: "gone.safetensors"})
+
+
+def torn_index(directory: Path) -> None:
+    in_shards(directory)
+    next(iter(sorted(directory.glob("part-*")))).unlink()
+
+
+def pickled(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    torch.save(load_file(path), directory / "pytorch_model.bin")
+    path.unlink()
+
+
+GOOD: dict[str, Write] = {
+    "untied": brought(),
+    "tied, the embedding stored": brought(drop(HEAD), tied=True),
+    "tied, the head stored": brought(drop(EMBEDDING), tied=True),
+    "tied, both stored and equal": brought(equal_heads, tied=True),
+    "tied, another head stored": brought(tied=True),
+    "tied, another head in another file": brought(tied=True, files=in_shards),
+    "nothing said, another head stored": brought(tied=None),
+    "no generation config": brought(files=lambda path: (path / "generation_config.json").unlink()),
+    "an index of earlier files": brought(files=stale_index),
+    "dtype by its old name": brought(config={"dtype": ..., "torch_dtype": "float32"}),
+    "buffers of old versions": brought(
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    ),
+    "a padding id counted from the end": brought(config={"pad_token_id": -1}),
+}
+BAD: dict[str, tuple[Write, str]] = {
+    "untied, no head": (brought(drop(HEAD)), r"lacks 1 tensor .*lm_head\.weight"),
+    "untied, no embedding": (brought(drop(EMBEDDING)), r"lacks 1 tensor .*embed_tokens"),
+    "tied, neither stored": (brought(lambda t: (t.pop(HEAD), t.pop(EMBEDDING)), tied=True), "lacks 2 tensors"),
+    "pickles": (brought(files=pickled), r"pickles \(\.bin\)"),
+    "a file of the index is missing": (brought(files=torn_index), "its index names part-0.safetensors, which is not"),
+}
+
+
+def spec_of(directory: Path) -> JobSpec:
+    data = directory.parent / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": f"the number {i} of many rows"}) + "\n" for i in range(40)))
+    return JobSpec.model_validate(
+        {
+            "name": "brought",
+            "model": {"name_or_path": str(directory), "dtype": "float32"},
+            "swiftkv": SHAPE,
+            "data": {"sources": [{"name_or_path": str(data)}], "max_length": 64},
+            "training": {"max_steps": 1},
+            "resources": {"num_workers": 1},
+        }
+    )
+
+
+def prepared(directory: Path) -> Any:
+    plan, _ = prepare(spec_of(directory), directory.parent / "rows")
+    return open_filled(directory) if plan.total_steps else None
+
+
+def open_filled(directory: Path) -> Any:
+    lazy = open_lazy(spec_of(directory), str(directory))
+    lazy.fill(lazy.model)
+    return lazy.model
+
+
+def measured(directory: Path) -> Any:
+    """The model as FSDP2 shards it."""
+    spec = spec_of(directory)
+    return MeasuredStudent(open_lazy(spec, str(directory)), spec.distillation, sharded=True, device=CPU)
+
+
+def saved(directory: Path) -> Any:
+    """What a job leaves, loaded by the engine."""
+    lazy, target = open_lazy(spec_of(directory), str(directory)), directory.with_name("saved")
+    target.mkdir()
+    save_lazy(lazy, target, teacher=True)
+    lazy.model.config.save_pretrained(target)
+    return load_model(target, TEACHER).model
+
+
+def streamed(directory: Path) -> Any:
+    convert_checkpoint(directory, directory.with_name("student"), **SHAPE)
+    return AutoModelForCausalLM.from_pretrained(directory.with_name("student"), swiftkv=False)
+
+
+def in_memory(directory: Path) -> Any:
+    load_dense(directory)  # says what is wrong; transformers would go on with random weights
+    return convert(AutoModelForCausalLM.from_pretrained(directory), **SHAPE)
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "preparation": prepared,
+    "ddp": lambda path: load_student(spec_of(path), str(path)),
+    "module by module": open_filled,
+    "fsdp2": measured,
+    "saved after training": saved,
+    "converted file by file": streamed,
+    "converted in memory": in_memory,
+    "dense": load_dense,
+    "engine": lambda path: load_model(path, TEACHER).model,
+}
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    if isinstance(model, MeasuredStudent):
+        gathered: torch.Tensor = model(logits_of)
+        return gathered
+    with torch.no_grad():
+        logits: torch.Tensor = (model.swiftkv(False) if hasattr(model, "swiftkv") else model)(
+            random_tokens(1, 40)
+        ).logits
+    return logits
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", GOOD)
+def test_every_way_comes_to_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    GOOD[name](tmp_path / "model")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    expected, tied = logits_of(reference), reference.lm_head.weight is reference.model.embed_tokens.weight
+    assert describe_model(tmp_path / "model", TEACHER).config.tie_word_embeddings == tied, "what vLLM is told"
+    for way, load in WAYS.items():
+        torch.testing.assert_close(logits_of(load(tmp_path / "model")), expected, msg=lambda m, way=way: f"{way}: {m}")
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", BAD)
+def test_every_way_refuses_what_is_incomplete(name: str, tmp_path: Path) -> None:
+    write, complaint = BAD[name]
+    write(tmp_path / "model")
+    for way, load in WAYS.items():
+        with pytest.raises(ModelError, match=complaint):
+            pytest.fail(f"{way} took {load(tmp_path / 'model')}")

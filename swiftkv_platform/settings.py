@@ -29,7 +29,7 @@ class Settings(BaseSettings):
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
     database_connect_timeout_s: Annotated[int, Field(ge=2, le=600)] = 10
-    """Seconds for a connection to PostgreSQL to be made, as the three that follow; SQLite has none of them."""
+    """Seconds until a connection to PostgreSQL is made; SQLite knows neither this nor the three that follow."""
     database_statement_timeout_s: Annotated[float, Field(gt=0.0, le=86400.0)] = 30.0
     """Seconds for the answer to one statement, those of migrations aside. Ten more, and the control plane gives up the
     connection itself."""

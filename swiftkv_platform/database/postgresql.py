@@ -28,11 +28,11 @@ class Timeouts:
     itself (`?connect_timeout=3`) goes first."""
 
     connect_s: int = 10
-    """For a connection to be made."""
+    """Longest time until a connection is made."""
     statement_s: float = 30.0
-    """For the answer to one statement; migrations take as long as they take."""
+    """Longest wait for the answer to one statement; migrations take as long as they take."""
     tcp_s: int = 30
-    """Until a connection whose packets nobody acknowledges counts as lost."""
+    """Time until a connection whose packets nobody acknowledges counts as lost."""
     recycle_s: int = 1800
     """Age at which a pooled connection is replaced."""
 

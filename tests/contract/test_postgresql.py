@@ -114,7 +114,7 @@ def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -
 
 
 def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp_path: Path) -> None:
-    """What can be read is answered, and a write is refused with 503: a primary that was demoted while it was asked."""
+    """A primary that is demoted while it is in use: reads are answered, and writes are refused with 503."""
     demoted = threading.Event()
 
     def begin(connection: Connection) -> None:

@@ -168,8 +168,9 @@ def test_a_loop_that_hangs_is_no_living_process(
         clock.now += 200
         assert client.get("/healthz").json() == {"status": "ok"}
         clock.now += 200
-        assert [error["field"] for error in client.get("/healthz").json()["errors"]] == ["loop jobs"]
-        assert client.get("/healthz").status_code == 503
+        while (answer := client.get("/healthz")).json()["errors"][1:]:
+            pass  # the first steps of other loops come to their end
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (503, "loop jobs")
         leave.set()
 
 

@@ -1,24 +1,31 @@
 """The HTTP server of the control plane: uvicorn's, whose connections wait for no one for long. Knows no route.
 
-uvicorn bounds the head of a request, idle connections between requests and requests at a time. It lets a connection be
-silent before its first request, or in the middle of a head, for ever, and waits for ever for a client that does not
-read: here both end, and of too many connections the one that has been silent for longest.
+uvicorn ends idle connections between requests. It lets a connection be silent before its first request, or in the
+middle of a head of any length, for ever, and waits for ever for a client that does not read: here all of them end, and
+of too many connections the one that has been silent for longest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from swiftkv_platform.settings import Settings
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Mixed
+else:
+    _Mixed = object
 
 _SHUTDOWN_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60.0
 """Seconds for which a client may read nothing of an answer that waits for it."""
 _MOST_HEAD_BYTES = 32 << 10
+_MOST_LATE_BYTES = 2 << 20
+"""Bytes of a body that are passed over once its request is answered: clients may look at answers after sending it."""
 _MOST_FILES = 1 << 16
 _CONNECTIONS_PER_FILE = 0.5
 """Connections for each file that may be open: what a request opens, databases and stores need the others."""
@@ -28,18 +35,14 @@ def server_options(settings: Settings) -> dict[str, Any]:
     """Options for uvicorn."""
     most = max(min(settings.max_connections, int(_files() * _CONNECTIONS_PER_FILE)), 1)
 
-    class Connection(PatientConnection):
-        most_connections = most
-        head_timeout_s = settings.request_head_timeout_s
-
+    limits = {"most_connections": most, "head_timeout_s": settings.request_head_timeout_s}
     return {
         "host": settings.host,
         "port": settings.port,
-        "http": Connection,
+        "http": type("Connection", (Patience, AutoHTTPProtocol), limits),
         "ws": "none",
         "access_log": False,
         "proxy_headers": False,  # the application looks at them itself, by its own setting
-        "h11_max_incomplete_event_size": _MOST_HEAD_BYTES,
         "timeout_graceful_shutdown": _SHUTDOWN_TIMEOUT_S,
     }
 
@@ -54,8 +57,9 @@ def _files() -> int:
     return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-class PatientConnection(H11Protocol):
-    """A connection that is closed when its client is silent for too long, or keeps others out by its silence."""
+class Patience(_Mixed):
+    """Mixed into either of uvicorn's protocols: a connection that is closed when its client is silent for too long, or
+    keeps others out by its silence."""
 
     most_connections: int
     head_timeout_s: float
@@ -64,6 +68,8 @@ class PatientConnection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._silent_since: float | None = None
         """Time on the loop's clock since when there is no request; None while there is one."""
+        self._unasked_bytes = 0
+        """Bytes that came since then."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
 
@@ -80,11 +86,18 @@ class PatientConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.is_silent:
-            self._wait_for_head()
-        else:
-            self._silent_since = None
+        if not self.is_silent:
+            self._silent_since, self._unasked_bytes = None, 0
             _stop(self._head_timer)
+            return
+        self._wait_for_head()
+        self._unasked_bytes += len(data)
+        most = _MOST_LATE_BYTES if self._sends_announced_body else _MOST_HEAD_BYTES
+        if self._unasked_bytes > most and not self.transport.is_closing():
+            if self.cycle is None:
+                self.send_400_response("The head of the request is too long.")
+            else:
+                self.transport.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -105,6 +118,15 @@ class PatientConnection(H11Protocol):
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def _sends_announced_body(self) -> bool:
+        """Whether an answer came before the end of a body whose size is known; chunks cost more to pass over."""
+        return (
+            self.cycle is not None
+            and self.cycle.more_body
+            and b"transfer-encoding" not in dict(self.cycle.scope["headers"])
+        )
+
     def _wait_for_head(self) -> None:
         """Close the connection unless a whole head comes in time; pieces of one do not make it longer."""
         if self._silent_since is None:
@@ -113,7 +135,7 @@ class PatientConnection(H11Protocol):
 
     def _make_room(self) -> None:
         """Close the connection that has been silent for longest; the new one, if no other is."""
-        silent = [each for each in self.connections if isinstance(each, PatientConnection) and each.is_silent]
+        silent = [each for each in self.connections if isinstance(each, Patience) and each.is_silent]
         oldest = min(silent, key=lambda each: each._silent_since or 0.0, default=self)
         self.connections.discard(oldest)  # it counts no more, although its end is told later
         oldest.transport.abort()

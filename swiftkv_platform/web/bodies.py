@@ -77,17 +77,16 @@ class Bodies:
         announced = request.headers.get("content-length", "")
         held = int(announced) if announced.isascii() and announced.isdecimal() else 0
         place.grow(held)  # no more than the limit of its size, which comes first
-        pieces, size = [], 0
+        body = bytearray()  # however small the pieces are
         try:
             async with asyncio.timeout(_LONGEST_READ_S):
                 async for piece in request.stream():
-                    size += len(piece)
-                    place.grow(max(size - held, 0))
-                    held = max(size, held)
-                    pieces.append(piece)
+                    body += piece
+                    place.grow(max(len(body) - held, 0))
+                    held = max(len(body), held)
         except TimeoutError as error:
             raise HTTPException(408, f"the body took more than {_LONGEST_READ_S:g} s to come") from error
-        return b"".join(pieces)
+        return bytes(body)
 
     async def parse(self, body: bytes) -> Any:
         """The value of a body. Raises as `load_json`, and `HTTPException` for too many values."""

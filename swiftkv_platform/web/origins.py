@@ -23,9 +23,9 @@ _NOT_PUBLIC = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
 def foreign_page(headers: Headers, scheme: str) -> str | None:
     """Return what says that another server's page has asked; None where nothing does. `scheme`: of the request, which
     behind a proxy that is not trusted is `http` for pages over https too."""
-    site = headers.get("sec-fetch-site", "none")
-    if site not in _OWN_PAGES:
-        return f"Sec-Fetch-Site is {_shown(site)}; requests of web pages are accepted from this server's own alone"
+    for site in headers.getlist("sec-fetch-site"):
+        if site not in _OWN_PAGES:
+            return f"Sec-Fetch-Site is {_shown(site)}; requests of web pages are accepted from this server's own alone"
     for origin in headers.getlist("origin"):
         page, own = _split(origin), _split(f"{scheme}://{headers.get('host', '')}")
         if page is None or own is None or not _is_at(page, own):

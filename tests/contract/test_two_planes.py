@@ -55,9 +55,6 @@ class InstantCluster(FakeCluster):
         self.finish(submission_id, SubmissionStatus.SUCCEEDED)
 
 
-JOBS, CLIENTS = 500, 50
-
-
 @dataclass
 class Ground:
     """Database, store and cluster that the control planes share."""

@@ -54,9 +54,9 @@ def actions(outcome: Outcome) -> list[tuple[str, CourseCode]]:
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=wide), "fsdp2"])
 def test_measuring_changes_nothing_of_a_run_that_goes_well(tmp_path: Path, strategy: str) -> None:
     spec = {"sharding": {"strategy": strategy}}
-    measured = _run(tmp_path, "measured", training={"keep_best": False}, spec=spec)
-    plain = run(Run(store=str(tmp_path / "plain"), spec={"training": {"max_steps": 8}, **spec}))
-    assert len(kls(measured)) == 8
+    measured = _run(tmp_path, "measured", training={"keep_best": False, "max_steps": 4}, spec=spec)
+    plain = run(Run(store=str(tmp_path / "plain"), spec={"training": {"max_steps": 4}, **spec}))
+    assert len(kls(measured)) == 4
     assert all(later < earlier for earlier, later in pairwise(kls(measured)))
     assert actions(measured) == [("end", CourseCode.LAST_STEP)]
     _assert_same_rates(measured, plain)
@@ -71,7 +71,7 @@ def _assert_same_rates(one: Outcome, other: Outcome) -> None:
 def test_every_strategy_measures_the_same(tmp_path: Path, trainable: str) -> None:
     spec = {"distillation": {"trainable": trainable}}
     ddp, fsdp2 = (
-        kls(_run(tmp_path, strategy, training={}, spec={**spec, "sharding": {"strategy": strategy}}))
+        kls(_run(tmp_path, strategy, training={"max_steps": 3}, spec={**spec, "sharding": {"strategy": strategy}}))
         for strategy in STRATEGIES
     )
     assert fsdp2 == pytest.approx(ddp, rel=1e-5)

@@ -35,12 +35,6 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(autouse=True)
-def _no_list_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness notes every installed package in its results, by `pip list`, which takes seconds a task."""
-    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda _run: ("", ""))
-
-
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
 

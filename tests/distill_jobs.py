@@ -1,7 +1,5 @@
 """Attempts of a small distillation job as a Ray Job runs them: started, watched and looked into."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -32,7 +30,7 @@ def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int | None, 
         {
             "name": "tiny",
             "model": {"name_or_path": str(teacher), "dtype": "float32"},
-            "swiftkv": {"key_value_group_size": 2, "calibration_tokens": 1024, "early_exit": True},
+            "swiftkv": {"key_value_group_size": 2, "calibration_tokens": 1 << 13, "early_exit": True},
             "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.1},
             "training": {"max_steps": max_steps, "batch_size": 4, "micro_batch_size": 2},
             "optimizer": {"learning_rate": 3e-3},

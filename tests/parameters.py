@@ -1,7 +1,5 @@
 """Parameters of tests: few cases of a product, and the others in the soak."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -11,11 +9,24 @@ import pytest
 WIDE = pytest.mark.soak("a case of a product whose pairs of values, or whose values, occur elsewhere")
 
 
-def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
-    """Cases of each value with one of the others, which they take in turn; the rest of the product is in the soak."""
+KINDS = ("llama", "qwen2-mixed", "qwen3_moe", "deepseek_v2-lora")
+"""Families of `tiny_models` that have what the others have: a tied head and scaled RoPE, biases and windows, norms of
+keys and experts, latents."""
+
+
+def few(values: Iterable[Any], kept: Sequence[Any] = KINDS) -> list[Any]:
+    """Cases of the values, of which all but those that are kept belong to the soak."""
+    return [pytest.param(value, marks=() if value in kept else WIDE) for value in values]
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any], kept: Sequence[Any] | None = None) -> list[Any]:
+    """Cases of each value, or of each that is kept, with one of the others, which they take in turn; the rest of the
+    product is in the soak."""
+    values = list(values)
+    kept = values if kept is None else kept
     return [
-        pytest.param(value, other, marks=[] if at % len(others) == number else WIDE)
-        for at, value in enumerate(values)
+        pytest.param(value, other, marks=() if value in kept and kept.index(value) % len(others) == number else WIDE)
+        for value in values
         for number, other in enumerate(others)
     ]
 

@@ -1,7 +1,5 @@
 """The audit trail's page: entries are selected and paged, and only who may read them finds the way there."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ def rows(page: Page) -> playwright.Locator:
     return page.get_by_role("region", name="Audit trail, newest first").locator("tbody tr")
 
 
+@pytest.mark.soak("a long scene")
 def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/audit")
     expect(page.get_by_text("No entry yet")).to_be_visible()

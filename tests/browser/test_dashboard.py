@@ -1,7 +1,5 @@
 """The dashboard in a real Chromium: a job from spec to report, the landing page, the theme, and the door of keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -103,6 +101,7 @@ def test_a_sweep_shows_its_frontier_and_its_choice(server: Server, page: Page) -
     expect(page.get_by_role("row", name="l9-g4")).to_contain_text("g is at most 3")
 
 
+@pytest.mark.soak("a long scene")
 def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page) -> None:
     page.goto(address(server))
     page.get_by_role("heading", name="Overview", exact=True).wait_for()
@@ -238,6 +237,7 @@ def test_a_theme_is_chosen_by_keyboard_and_kept(server: Server, page: Page) -> N
     expect_paper(page, DARK)
 
 
+@pytest.mark.soak("a long scene")
 def test_the_theme_is_there_before_the_first_paint(server: Server, page: Page) -> None:
     page.emulate_media(color_scheme="light")
     page.goto(address(server))

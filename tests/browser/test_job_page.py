@@ -1,7 +1,5 @@
 """A new job, whose form and editor are in step, and the page of one: phases, log, checkpoints, worst measure."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -230,6 +228,7 @@ def test_the_editor_completes_and_checks_against_the_schema(server: Server, page
     expect(page.get_by_label("Name")).to_be_disabled()
 
 
+@pytest.mark.soak("a long scene")
 def test_a_clone_has_what_was_chosen_and_no_defaults(server: Server, page: Page) -> None:
     job = server.submit(name="origin", training={"max_steps": 7})
     page.goto(f"{address(server)}/#/jobs/{job['id']}")

@@ -1,7 +1,5 @@
 """Two control planes behind sockets on one PostgreSQL, asked by many clients at once. Only Ray is a stand-in."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -53,9 +51,6 @@ class InstantCluster(FakeCluster):
         worker.say("status", status="running", time=time.time())
         worker.artifact()
         self.finish(submission_id, SubmissionStatus.SUCCEEDED)
-
-
-JOBS, CLIENTS = 500, 50
 
 
 @dataclass

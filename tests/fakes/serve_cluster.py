@@ -1,7 +1,5 @@
 """A serving cluster in a dictionary."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 from swiftkv_platform.errors import ClusterUnavailableError

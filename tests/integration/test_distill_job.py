@@ -1,7 +1,5 @@
 """Whole attempts on a real Ray: what they prepare, refuse and leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -10,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.storage.addresses import open_store
@@ -18,51 +15,6 @@ from tests.distill_jobs import JOB, ONE_WORKER, events, job_spec
 from tests.otlp_receiver import otlp_receiver
 
 pytestmark = [pytest.mark.integration("whole attempts"), pytest.mark.timeout(600)]
-
-
-@pytest.mark.usefixtures("cluster")
-def test_calibration_and_evaluation_are_divided_among_workers(tiny_teacher: Path, tmp_path: Path) -> None:
-    """By the workers that train afterwards; both measure what they have trained."""
-    import ray
-
-    from swiftkv_platform.jobs.attempt.events import Reporter
-    from swiftkv_platform.jobs.driver import measure, train
-    from swiftkv_platform.jobs.tasks import evaluate
-    from swiftkv_platform.jobs.worker.calibrate import calibrate
-    from swiftkv_platform.model.checkpoint import StoredTensors
-
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(f'{{"text": "def add_{i}(x):\\n    return x + {i}\\n\\n"}}\n' for i in range(400)))
-    spec = job_spec(
-        tiny_teacher,
-        corpus,
-        max_steps=2,
-        data={"sources": [{"name_or_path": str(corpus)}], "max_length": 256, "validation_fraction": 0.02},
-        swiftkv={"calibration_tokens": 1 << 13},
-        resources={"num_workers": 2},
-    )
-    request = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
-    store = open_store(str(tmp_path / "store"))
-    reporter = Reporter(store, request.attempt_id, "driver")
-    checkpoint, reference = train(store, request, reporter)
-    stored = ray.get(reference)
-    stored.fetch(tmp_path / "rows")
-    stored.fetch_start(tmp_path / "rows")
-    prepared = stored.open(tmp_path / "rows")
-    (tmp_path / "alone").mkdir()
-    calibrate(spec, str(tiny_teacher), prepared.data.train, tmp_path / "alone", device="cpu")
-    alone = StoredTensors(tmp_path / "alone")
-    assert prepared.calibrated is not None
-    assert prepared.calibrated.keys() == alone.keys()
-    for name, tensor in alone.items():
-        torch.testing.assert_close(prepared.calibrated[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
-
-    manifest = measure(evaluate, store, request, reporter, checkpoint, reference)
-    assert manifest.metrics["calibrated"]["kl"] < manifest.metrics["rewired"]["kl"]
-    parts = {event.data["part"] for event in events(store) if event.type == "progress"}
-    assert {"rewired", "calibrated", "distilled", "continuations", "prefill"} <= parts
-    again = measure(evaluate, store, request, reporter, checkpoint, reference)  # takes every part as it was measured
-    assert again == manifest
 
 
 @pytest.mark.parametrize(

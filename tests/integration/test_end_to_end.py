@@ -1,7 +1,5 @@
 """The whole path over HTTP, every part real: a job through POST /jobs, its model deployed, /generate, cancellation."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -40,8 +38,8 @@ SPEC: dict[str, Any] = {
     "optimizer": {"learning_rate": 1e-3},
     "checkpoint": {"every_steps": 2, "keep": 10},
     "evaluation": {"max_tokens": 1024},
+    "resources": {"num_workers": 1},
 }
-ONE_WORKER = {"resources": {"num_workers": 1}}
 PROMPT = "def read_lines(path):\n    with open(path) as"
 
 
@@ -241,9 +239,10 @@ def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform,
     platform.client.deployments.delete(deployment.id)
 
 
+@pytest.mark.soak("a job more")
 def test_cancelling_a_running_job_frees_its_workers(platform: Platform, client: Client) -> None:
     training = SPEC["training"] | {"max_steps": 100_000}
-    endless = client.jobs.create(SPEC | ONE_WORKER | {"name": "endless", "training": training})
+    endless = client.jobs.create(SPEC | {"name": "endless", "training": training})
     wait_until(lambda: bool(client.jobs.metrics(endless.id)), "the job never made a step")
     assert len(platform.workers()) == 1
     client.jobs.cancel(endless.id)

@@ -2,8 +2,6 @@
 workers find it.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import swiftkv_platform.distillation.weights as weights
 import swiftkv_platform.jobs.worker.evaluate as evaluation
 import swiftkv_platform.jobs.worker.measure as measure
+import swiftkv_platform.jobs.worker.prepare as prepare
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
@@ -125,6 +125,20 @@ class AnonymousMemory:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
         raise AssertionError("Linux says how much anonymous memory a process has")
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Leave the process as it was, after phases that would have had one of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "give_back_freed_tensors", lambda: None)
+        for module, name in (
+            (evaluation, "MODEL_SHARE"),
+            (measure, "_PREFILL_ROUNDS"),
+            (weights, "write_model_shards"),
+        ):
+            patch.setattr(module, name, getattr(module, name))
+        yield
 
 
 def run_phases(case: Case) -> Outcome:

@@ -1,7 +1,5 @@
 """Adapters: what a student changes is written apart, and with its base it is the full artifact to the bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from swiftkv_platform.model import convert, convert_checkpoint, export, export_a
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests.checkpoints import ROWS, SHAPE, rewrite, save, save_fp8
+from tests.parameters import few
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
 PROMPT = torch.arange(24)[None] * 7 % 250
@@ -68,7 +67,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return same_names and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+@pytest.mark.parametrize("name", few(FAMILY_CONFIGS))
 def test_an_adapter_is_the_full_artifact_to_the_bit(name: str, tmp_path: Path) -> None:
     base = save(family_teacher(name), tmp_path / "base", max_shard_size="100KB")
     options = {"early_exit": True, "own_output_projection": name != "llama"}

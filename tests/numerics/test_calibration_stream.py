@@ -1,8 +1,6 @@
 """Starts made layer by layer from disk: the calibrated one is that of a model in memory, for every family, and the
 refitted one fits output projections, layer after layer, to the student's own states."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from swiftkv_platform.model.calibration_statistics import REFIT_RIDGE
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.workers import Workers
 from tests.checkpoints import ROWS, save, save_fp8
-from tests.parameters import in_turn
+from tests.parameters import KINDS, few, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_tokens
 
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "prefill_reduction": None, "key_value_group_size": 2}
@@ -56,7 +54,9 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert (actual[name].float() - tensor.float()).norm() <= share * tensor.float().norm(), name
 
 
-@pytest.mark.parametrize(("name", "own_output_projection"), in_turn([*FAMILY_CONFIGS, "fbgemm"], [False, True]))
+@pytest.mark.parametrize(
+    ("name", "own_output_projection"), in_turn([*FAMILY_CONFIGS, "fbgemm"], [False, True], [*KINDS, "fbgemm"])
+)
 def test_streamed_equals_in_memory(name: str, own_output_projection: bool, batches: Any, tmp_path: Path) -> None:
     shape = SHAPE | {"own_output_projection": own_output_projection}
     if name == "fbgemm":
@@ -138,7 +138,9 @@ def refit_in_memory(student: Any, tokens: torch.Tensor) -> None:
         hidden = decoder.run_layer(i, hidden, context, shared_key_value=key_value)
 
 
-@pytest.mark.parametrize(("family", "group_size"), in_turn((n for n in FAMILY_CONFIGS if "deepseek" not in n), [1, 2]))
+@pytest.mark.parametrize(
+    ("family", "group_size"), in_turn((n for n in FAMILY_CONFIGS if "deepseek" not in n), [1, 2], KINDS[:3])
+)
 def test_layers_are_refitted_in_turn(family: str, group_size: int, tokens: torch.Tensor, tmp_path: Path) -> None:
     save(family_teacher(family), tmp_path, max_shard_size="100KB")
     shape, batches = REFIT | {"key_value_group_size": group_size}, list(tokens.split(2))
@@ -148,7 +150,7 @@ def test_layers_are_refitted_in_turn(family: str, group_size: int, tokens: torch
     assert_close(found, student.swiftkv_parameters(), 1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v2-lora"])
+@pytest.mark.parametrize("family", few(["llama", "deepseek_v2", "deepseek_v2-lora"]))
 @torch.no_grad()
 def test_a_refitted_student_is_closer_to_its_teacher(family: str, tokens: torch.Tensor, tmp_path: Path) -> None:
     save(family_teacher(family), tmp_path)

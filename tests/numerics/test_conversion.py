@@ -1,11 +1,10 @@
 """Students written file by file equal those made in memory, bit for bit; exports lose the teacher and nothing else.
 Faults of a checkpoint are reported before weights are read, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ModelError
-from swiftkv_platform.model import convert, convert_checkpoint, export
+from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests.checkpoints import BLOCKS, ROWS, SHAPE, TENSORS, rewrite, save, save_fp8
+from tests.parameters import few
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens, teacher_config
 
 
@@ -37,7 +37,7 @@ def assert_same_directory(streamed: Path, in_memory: Path) -> None:
     assert actual.generation_config.to_dict() == expected.generation_config.to_dict()
 
 
-@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+@pytest.mark.parametrize("name", few(FAMILY_CONFIGS))
 def test_streamed_equals_in_memory(name: str, tmp_path: Path) -> None:
     teacher = save(family_teacher(name), tmp_path / "teacher", max_shard_size="100KB")
     assert len(set(Checkpoint.open(teacher).shards.values())) > 3
@@ -114,6 +114,25 @@ def test_progress_counts_every_tensor_and_a_failed_conversion_leaves_nothing(tmp
     assert seen == [(n, written.num_new_tensors) for n in range(1, written.num_new_tensors + 1)]
 
 
+def test_converting_holds_a_few_tensors_of_its_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    read, seen, held = checkpoint._read, [], []
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        tensor = read(*arguments)
+        seen.append((weakref.ref(tensor), tensor.nbytes))
+        return tensor
+
+    monkeypatch.setattr(checkpoint, "_read", watched)
+    convert_checkpoint(
+        *(teacher, tmp_path / "student"),
+        **SHAPE,
+        progress=lambda *_: held.append(sum(size for reference, size in seen if reference() is not None)),
+    )
+    assert max(held) < sum(size for _, size in seen) / 4
+
+
+@pytest.mark.soak("a checkpoint of 180 MB in a process of its own")
 def test_converting_takes_the_memory_of_a_few_tensors(tmp_path: Path) -> None:
     """Convert a checkpoint of 180 MB in a process of its own whose anonymous memory is read after every tensor."""
     teacher = tmp_path / "teacher"

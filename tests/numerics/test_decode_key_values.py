@@ -1,9 +1,8 @@
 """Students whose deep tokens keep their own K and V: however they run, it is what the second implementation does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import DistillationSpec
 from tests import reference
-from tests.parameters import in_turn
+from tests.parameters import KINDS, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
 
 PROMPT = random_tokens(40)
@@ -80,7 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS))
+@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS, KINDS))
 @torch.no_grad()
 def test_generate_writes_the_text_of_the_reference(name: str, layer_map: tuple[int, int]) -> None:
     """A token may differ where two are within 1e-4; the prompt is longer than windows."""
@@ -155,10 +154,13 @@ def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torc
     return student_loss, exit_loss
 
 
-@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS))
-@pytest.mark.parametrize("way", ["kept tokens", "all tokens", "operator"])
-def test_a_training_step_equals_the_reference(name: str, layer_map: tuple[int, int], way: str) -> None:
+STEPS = tuple(product(LAYER_MAPS, ("kept tokens", "all tokens", "operator")))
+
+
+@pytest.mark.parametrize(("name", "step"), in_turn(FAMILY_CONFIGS, STEPS))
+def test_a_training_step_equals_the_reference(name: str, step: tuple[tuple[int, int], str]) -> None:
     """Losses and gradients: each turn reads what lies before it as a prompt, and keeps its own."""
+    layer_map, way = step
     student = make_student(name, *layer_map, early_exit=True)
     rows = packed_rows()
     fork = Fork(student, DistillationSpec(), dtype=torch.float32)
@@ -188,7 +190,7 @@ PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True,
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, kv_cache_bytes=1 << 20)
 
 
-@pytest.mark.parametrize(("name", "by_tables"), in_turn(FAMILY_CONFIGS, [False, True]))
+@pytest.mark.parametrize(("name", "by_tables"), in_turn(FAMILY_CONFIGS, [False, True], KINDS))
 @torch.no_grad()
 def test_every_family_is_served(name: str, by_tables: bool, tmp_path: Path) -> None:
     """Chunks, batches, text drafts; attention reads runs of slots, or block tables. Prompts are scored as prompts."""
@@ -224,8 +226,9 @@ def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:
     assert (first.num_cached_tokens, again.num_cached_tokens, further.num_cached_tokens) == (0, 36, 36)
 
 
-@pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "llama-biased", "qwen3", "deepseek_v2", "deepseek_v2-lora"])
+@pytest.mark.parametrize(
+    ("name", "group_size"), in_turn(["llama-biased", "qwen3", "deepseek_v2", "llama", "deepseek_v2-lora"], [1, 2])
+)
 @torch.no_grad()
 def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, group_size: int) -> None:
     """A group of one keeps its teacher's own K and V, so that a text of one prompt token is its teacher's; streamed by
@@ -238,9 +241,15 @@ def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, group_s
         ids = random_tokens(1, 48, seed=99)
         ours, theirs = student(ids, prompt_length=1).logits, teacher(ids).logits
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    other = convert(teacher, **shape).eval()
     streamed = dict(calibrate_streamed(Filled(convert(teacher, **shape)), batches, workers=Workers()))
     for parameter, values in student.swiftkv_parameters().items():
-        torch.testing.assert_close(streamed[parameter], values, atol=2e-3, rtol=2e-3, msg=parameter)
+        other.get_parameter(parameter).copy_(streamed[parameter])
+        if "deepseek" not in name:  # whose latents may have other bases
+            torch.testing.assert_close(streamed[parameter], values, atol=2e-3, rtol=2e-3, msg=parameter)
+    for length in (1, 20, 48):
+        ours, theirs = (model(random_tokens(1, 48, seed=99), prompt_length=length).logits for model in (student, other))
+        torch.testing.assert_close(theirs, ours, atol=5e-3, rtol=5e-3)
 
 
 class Filled:

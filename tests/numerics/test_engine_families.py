@@ -1,7 +1,5 @@
 """The engine on every family: chunks, batches, windows, latents and expert layers give the plain forward's tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, Samp
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, load_dense
-from tests.parameters import in_turn
+from tests.parameters import KINDS, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
@@ -66,7 +64,9 @@ def test_students_with_their_own_number_of_heads_are_served(sharing: Any, tmp_pa
         check(student, output)
 
 
-@pytest.mark.parametrize(("name", "g"), in_turn((name for name in FAMILY_CONFIGS if "deepseek" not in name), [2, None]))
+@pytest.mark.parametrize(
+    ("name", "g"), in_turn((name for name in FAMILY_CONFIGS if "deepseek" not in name), [2, None], KINDS[:3])
+)
 def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None, tmp_path: Path) -> None:
     model: Any = family_teacher(name, head_dim=32)
     if g is not None:

@@ -1,8 +1,6 @@
 """Every family: both modes equal a second implementation, teacher mode the family's own class, and each way to decode
 gives the tokens of the plain forward pass."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from swiftkv_platform.model import FAMILIES, convert, load_dense
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests import reference
-from tests.parameters import WIDE, in_turn
+from tests.parameters import KINDS, WIDE, few, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
 LAYER_MAPS = {"short-last-group": (2, 2), "l=L-1": (4, 1), "g=1": (2, 1), "g=2": (1, 2)}
@@ -109,9 +107,7 @@ def test_every_way_to_decode_gives_the_same_tokens(name: str, l: int, g: int, pr
     assert len(cache.layers) == student.config.layer_map.num_kv_cache_layers
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation"), [("llama", "eager"), ("mistral", "eager"), *((name, "sdpa") for name in FAMILY_CONFIGS)]
-)
+@pytest.mark.parametrize(("name", "implementation"), in_turn(FAMILY_CONFIGS, ["eager", "sdpa"], KINDS))
 @torch.no_grad()
 def test_logits_to_keep_select_without_changing(name: str, implementation: str, prompt: torch.Tensor) -> None:
     student = make_student(name)
@@ -126,7 +122,7 @@ def test_logits_to_keep_select_without_changing(name: str, implementation: str, 
         torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*FAMILY_CONFIGS, "llama-biased"])
+@pytest.mark.parametrize("name", few([*FAMILY_CONFIGS, "llama-biased"]))
 @torch.no_grad()
 def test_round_trip(name: str, prompt: torch.Tensor, tmp_path: Path) -> None:
     """A teacher that transformers saved converts; the student comes back whole, its teacher included, in the mode that
@@ -202,7 +198,7 @@ def test_a_mixed_group_keeps_its_longest_window(prompt: torch.Tensor) -> None:
     assert cache.layers[3].keys.shape[2] == WINDOW - 1  # the token that comes next takes the last place
 
 
-@pytest.mark.parametrize(("name", "g"), in_turn(FAMILY_CONFIGS, [1, 2]))
+@pytest.mark.parametrize(("name", "g"), in_turn(FAMILY_CONFIGS, [1, 2], KINDS))
 @torch.no_grad()
 def test_calibration_improves_every_family(name: str, g: int) -> None:
     tokens = random_tokens(32, 64, seed=1)

@@ -2,8 +2,6 @@
 and train as from the whole.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -17,21 +15,21 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.checkpoint import StoredTensors
 from tests.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
 from tests.numerics.distillation_worker import Outcome, Run, counted_reads, run_spawned
+from tests.parameters import KINDS, few
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher
 
 WORKERS = 2
 SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "prefill_reduction": None, "key_value_group_size": 2}
 SHAPE |= {"early_exit": True, "sharing": "gqa"}
-TEACHERS: dict[str, Any] = {"fbgemm": ROWS, "compressed-tensors": TENSORS, "fine-grained": BLOCKS}
-TEACHERS |= dict.fromkeys(("mixtral", "qwen3_moe", "deepseek_v2"))
+FP8: dict[str, Any] = {"fbgemm": ROWS, "compressed-tensors": TENSORS, "fine-grained": BLOCKS}
 SOAK = "SWIFTKV_SOAK" in os.environ
 TRAINED = ("fbgemm", "mixtral") + ("compressed-tensors", "deepseek_v2") * SOAK
 
 
 def save_as(name: str, directory: Path) -> Path:
-    if TEACHERS.get(name) is None:
+    if name not in FP8:
         return save(family_teacher(name), directory, max_shard_size="100KB")
-    save_fp8(directory, TEACHERS[name])
+    save_fp8(directory, FP8[name])
     return directory
 
 
@@ -65,7 +63,7 @@ def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str
             assert sharded.share_read < 0.75  # half, and what the copied start is made from, once more
 
 
-@pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *list(TEACHERS)[:3]])
+@pytest.mark.parametrize("name", few([*FAMILY_CONFIGS, *FP8], [*KINDS, *FP8]))
 def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
     """In memory, and as it is written piece by piece."""
     directory = save_as(name, tmp_path / "teacher")

@@ -1,7 +1,5 @@
 """Packing changes no loss and no gradient, and no token sees another sample: every family, both attention backends."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -21,14 +19,14 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, packed_attention
 from swiftkv_platform.model.packed_attention import TOKENS_STEP, to_tensors
 from swiftkv_platform.specs import DistillationSpec
-from tests.parameters import in_turn
+from tests.parameters import KINDS, few, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
 
 LENGTHS = (40, 24, 30, 20, 9)
 MAX_LENGTH = 64
 BACKENDS = ("sdpa", "eager")
-every_family = pytest.mark.parametrize("name", FAMILY_CONFIGS)
-every_setting = pytest.mark.parametrize(("name", "backend"), in_turn(FAMILY_CONFIGS, BACKENDS))
+every_family = pytest.mark.parametrize("name", few(FAMILY_CONFIGS))
+every_setting = pytest.mark.parametrize(("name", "backend"), in_turn(FAMILY_CONFIGS, BACKENDS, KINDS))
 
 
 def make_student(name: str, backend: str) -> Any:
@@ -195,7 +193,7 @@ def count_flops(student: Any, rows: PackedRows) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("name", few(["llama", "mistral", "qwen3_moe", "deepseek_v2"]))
 def test_packed_rows_take_the_operations_of_their_samples(name: str) -> None:
     """Counted by torch: the sum over the samples, each in a row of its own length."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)

@@ -27,10 +27,12 @@ from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from tests.checkpoints import ROWS, save, save_fp8
 from tests.fakes.tokenizers import byte_tokenizer
+from tests.numerics.distillation_worker import group_of_one
 from tests.numerics.phases_worker import (
     Case,
     Outcome,
     count_flops,
+    in_this_process,
     run_evaluation,
     run_phases,
     run_spawned,
@@ -47,7 +49,8 @@ WORKERS = 4 if SOAK else 2
 CASES = ("sharded", "whole", "deepseek_v2", "fbgemm", "tail", "refitted") if SOAK else ("sharded",)
 REFITTED = {"own_output_projection": True, "initialization": "refitted"}
 QUESTIONS = [
-    {"text": f"The grass of {n} is", "choices": [" green", " loud", f" seven{n}"], "answer": 0} for n in range(24)
+    {"text": f"The grass of {n} is", "choices": [" green", " loud", f" seven{n}"], "answer": 0}
+    for n in range(24 if SOAK else 6)
 ]
 
 
@@ -75,7 +78,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     save_fp8(path / "fbgemm", ROWS)
     byte_tokenizer().save_pretrained(path / "fbgemm")
     tasks = {"evaluation": {"tasks": save_tasks(path / "tasks")}}
-    whole = Case(str(path / "at-whole"), str(llama), sharded=False, spec=tasks)
+    whole = Case(str(path / "at-whole"), str(llama), sharded=False, prefill_rounds=1, spec=tasks)
     return {
         "whole": whole,
         "sharded": replace(whole, directory=str(path / "at-sharded"), sharded=True),
@@ -96,7 +99,12 @@ def together(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     path = tmp_path_factory.mktemp("alone")
     names = ["whole", *CASES[2:]]  # one process has no shards
-    found = dict(zip(names, run_spawned(run_phases, [apart(cases[name]) for name in names], 1, path), strict=True))
+    if SOAK:
+        outcomes = run_spawned(run_phases, [apart(cases[name]) for name in names], 1, path)
+    else:
+        with group_of_one(path), in_this_process():
+            outcomes = [run_phases(apart(cases[name])) for name in names]
+    found = dict(zip(names, outcomes, strict=True))
     return found | {"sharded": found["whole"]}
 
 

@@ -1,7 +1,5 @@
 """Bytes of a checkpoint that workers read when they go on from it, counted at the store."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
@@ -185,7 +183,7 @@ class Saved:
     """Bytes of the newest checkpoint's pieces."""
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("moto", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["local", pytest.param("moto", marks=pytest.mark.soak("every restore from S3"))])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     path = tmp_path_factory.mktemp("saved")
     serving: AbstractContextManager[Any] = run_moto() if request.param == "moto" else nullcontext()

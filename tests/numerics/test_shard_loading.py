@@ -1,7 +1,5 @@
 """A tensor-parallel rank reads its own part of a checkpoint, and holds what it would have kept of the whole model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from swiftkv_platform.model.checkpoint import stored_checkpoint
 from swiftkv_platform.model.stored_weights import StoredWeights
 from tests.checkpoints import BLOCKS, ROWS, TENSORS, rewrite, save, save_fp8
 from tests.numerics.distillation_worker import counted_reads
-from tests.parameters import in_turn
+from tests.parameters import KINDS, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher
 
 STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
@@ -100,7 +98,7 @@ def stored_bytes(kept: Any, directory: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize(("family", "other"), in_turn(FAMILY_CONFIGS, ["teacher", "dense"]))
+@pytest.mark.parametrize(("family", "other"), in_turn(FAMILY_CONFIGS, ["teacher", "dense"], KINDS))
 def test_every_family(family: str, other: str, tmp_path: Path) -> None:
     teacher = family_teacher(family)
     save(disturb(convert(teacher, **STUDENT)), tmp_path / "student", max_shard_size="100KB")

@@ -1,9 +1,8 @@
 """One run, spread over workers by every strategy: the same losses, and checkpoints that the others go on from.
 
-In the soak each strategy takes 20 steps at 1 and 2 workers with micro batches of 1 and 4; otherwise 4 with 2 workers.
+In the soak each strategy takes 20 steps at 1 and 2 workers with micro batches of 1 and 4; otherwise four of them take 4
+with 2 workers.
 """
-
-from __future__ import annotations
 
 import os
 from contextlib import nullcontext
@@ -39,6 +38,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
 }
 STRATEGIES = ("ddp", "fsdp2", "zero3")
 """One of each library's; the stages of ZeRO that hold the weights whole restore as DDP does."""
+TRAINED = tuple(SHARDINGS) if SOAK else (*STRATEGIES, "zero2")
 CUTS = tuple(product((1, 2), (1, 4))) if SOAK else ((2, 2),)
 """Workers and micro batch; the last one is resumed."""
 WORKERS, MICRO_BATCH = CUTS[-1]
@@ -82,7 +82,7 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
     odd = {"training": {"batch_size": 7, "micro_batch_size": 1}, "resources": {"num_workers": 1}}
     for workers in (1, 2):
         add("uneven" if workers == 2 else "uneven-alone", "ddp", odd, cut=(workers, 1))
-    for sharding, cut in product(SHARDINGS if SOAK else list(SHARDINGS)[:5], CUTS):
+    for sharding, cut in product(TRAINED, CUTS):
         lazily = {"teacher": str(path / "teacher")} if sharding in ("fsdp2", "zero3") else {}
         add(f"{sharding}-{cut[0]}-{cut[1]}", sharding, cut=cut, **lazily)
     whole = f"-{WORKERS}-{MICRO_BATCH}"
@@ -102,7 +102,7 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
         for each in {sharding, "ddp"}:
             sections = {"distillation": {"trainable": trainable}}
             add(f"{family}-{trainable}-{each}", each, sections, family=None if family == "llama" else family)
-    for sharding in STRATEGIES:
+    for sharding in STRATEGIES if SOAK else STRATEGIES[:2]:
         own = {"decode_key_value": "own", "early_exit": False}
         add(f"{sharding}-own", sharding, **own)
         if sharding == "fsdp2" or SOAK:
@@ -110,7 +110,7 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
     for began, then in ALL_LAYERS if SOAK else ():
         sections = {"distillation": {"trainable": "all"}}
         add(f"llama-all-{began}-to-{then}", then, sections, after=f"llama-all-{began}")
-    for sharding in SHARDINGS if SOAK else STRATEGIES:
+    for sharding in SHARDINGS if SOAK else STRATEGIES[:2]:
         training = {"batch_size": 4, "micro_batch_size": 1, "seed": 1, "from": "job_a:2"}
         constant = {"warmup_ratio": 0.0, "schedule": "constant"}
         for kept, steps in ((False, 1), (True, 1), (False, 0)):
@@ -124,7 +124,7 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
     searched: dict[str, Any] = {"optimizer": SEARCHED}
     searched["training"] = small["training"] | {"max_steps": 160, "validation": {"every_steps": 2}}
     steered = {"early_exit": False, "held_out": True}
-    for sharding in list(SHARDINGS)[:5]:
+    for sharding in list(SHARDINGS)[:5] if SOAK else STRATEGIES[:2]:
         add(f"{sharding}-ruined", sharding, small | ruined, **steered)
         if SOAK:
             add(f"{sharding}-searched", sharding, small | searched, **steered, stop_after=4)
@@ -165,7 +165,7 @@ def _assert_resumed(resumed: Outcome, whole: Outcome) -> None:
     assert_equal_weights(resumed, whole)
 
 
-@pytest.mark.parametrize("sharding", STRATEGIES[1:])
+@pytest.mark.parametrize("sharding", some(["fsdp2"], STRATEGIES[1:]))
 def test_students_that_keep_their_own_are_sharded_alike(outcomes: dict[str, Outcome], sharding: str) -> None:
     _assert_same_losses(outcomes[f"{sharding}-own"], outcomes["ddp-own"])
     if sharding == "fsdp2" or SOAK:
@@ -173,7 +173,7 @@ def test_students_that_keep_their_own_are_sharded_alike(outcomes: dict[str, Outc
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("sharding", some(list(SHARDINGS)[:5], SHARDINGS))
+@pytest.mark.parametrize("sharding", some(TRAINED, SHARDINGS))
 def test_losses_agree(outcomes: dict[str, Outcome], sharding: str, cut: tuple[int, int]) -> None:
     outcome, reference = outcomes[f"{sharding}-{cut[0]}-{cut[1]}"], outcomes["reference"]
     assert len(outcome.steps) == NUM_STEPS
@@ -242,7 +242,7 @@ def test_a_resumed_muon_run_equals_an_uninterrupted_one(outcomes: dict[str, Outc
 # Runs that continue from the checkpoint of another: its weights, and its optimizer where asked.
 
 
-@pytest.mark.parametrize("sharding", some(STRATEGIES, SHARDINGS))
+@pytest.mark.parametrize("sharding", some(STRATEGIES[:2], SHARDINGS))
 def test_a_run_starts_from_the_weights_of_its_parent(outcomes: dict[str, Outcome], path: Path, sharding: str) -> None:
     (directory,) = path.glob(f"ddp-{WORKERS}-{MICRO_BATCH}/{IN_THE_MIDDLE}")
     expected, started = TrainedTensors(directory), outcomes[f"{sharding}-fresh-0"]
@@ -252,7 +252,7 @@ def test_a_run_starts_from_the_weights_of_its_parent(outcomes: dict[str, Outcome
         torch.testing.assert_close(tensor, expected[name], msg=name)
 
 
-@pytest.mark.parametrize("sharding", some(STRATEGIES, SHARDINGS))
+@pytest.mark.parametrize("sharding", some(STRATEGIES[:2], SHARDINGS))
 def test_a_fresh_optimizer_takes_another_step_than_the_parents(outcomes: dict[str, Outcome], sharding: str) -> None:
     """Every strategy takes the same."""
     fresh, kept = (outcomes[f"{sharding}-{optimizer}-1"] for optimizer in ("fresh", "kept"))
@@ -271,7 +271,7 @@ def test_a_fresh_optimizer_takes_another_step_than_the_parents(outcomes: dict[st
 
 
 @pytest.mark.parametrize("kind", some(["ruined"], ("ruined", "searched")))
-@pytest.mark.parametrize("sharding", list(SHARDINGS)[1:5])
+@pytest.mark.parametrize("sharding", some(["fsdp2"], list(SHARDINGS)[1:5]))
 def test_every_strategy_is_steered_alike(outcomes: dict[str, Outcome], sharding: str, kind: str) -> None:
     """By held-out KL: measurements, searched rates, and the start that training comes back to."""
     outcome, expected = outcomes[f"{sharding}-{kind}"], outcomes[f"ddp-{kind}"]

@@ -1,7 +1,5 @@
 """Training plans against real steps of the fork: FLOPs as PyTorch counts them, live bytes as its profiler does."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +20,7 @@ from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 from tests.numerics.test_planning import countable, make_teacher
-from tests.parameters import in_turn, pairwise
+from tests.parameters import WIDE, in_turn, pairwise
 from tests.tiny_models import CONFIGS, random_teacher
 
 SPECS: dict[str, dict[str, Any]] = {
@@ -158,17 +156,24 @@ def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype,
 @pytest.mark.parametrize(
     "case",
     [
-        {},
-        {"packed": True},
         {"dtype": "bfloat16", "packed": True},
-        {"dtype": "bfloat16", "key_value_group_size": 1},
-        {"num_micro_batches": 2},
-        {"gradient_checkpointing": True},
-        {"early_exit": True},
-        {"trainable": "tail"},
-        {"trainable": "all"},
+        {"early_exit": True, "num_micro_batches": 2},
         {"trainable": "all", "gradient_checkpointing": True},
-        {"sequence_length": 16},
+        {"trainable": "tail", "sequence_length": 16},
+        *(
+            pytest.param(case, marks=WIDE)
+            for case in (
+                {},
+                {"packed": True},
+                {"dtype": "bfloat16", "key_value_group_size": 1},
+                {"num_micro_batches": 2},
+                {"gradient_checkpointing": True},
+                {"early_exit": True},
+                {"trainable": "tail"},
+                {"trainable": "all"},
+                {"sequence_length": 16},
+            )
+        ),
     ],
     ids=str,
 )

@@ -226,7 +226,7 @@ def _answer(
     from lm_eval import simple_evaluate
 
     try:
-        with _code_runs() if task.runs_code else nullcontext():
+        with _without_surroundings(), _code_runs() if task.runs_code else nullcontext():
             answers: dict[str, Any] = simple_evaluate(
                 model=language_model,
                 tasks=loaded,
@@ -317,6 +317,19 @@ def _num_samples(name: str, answers: Mapping[str, Any]) -> int:
     samples = answers["n-samples"]
     counted = {leaf for leaf in (name, *leaves(name, answers)) if leaf in samples}
     return sum(int(samples[leaf]["effective"]) for leaf in counted)
+
+
+@contextmanager
+def _without_surroundings() -> Iterator[None]:
+    """Keep the harness from asking pip and other programs what the machine has, which takes seconds a task."""
+    from torch.utils import collect_env
+
+    before = collect_env.get_pretty_env_info
+    collect_env.get_pretty_env_info = lambda: ""
+    try:
+        yield
+    finally:
+        collect_env.get_pretty_env_info = before
 
 
 @contextmanager

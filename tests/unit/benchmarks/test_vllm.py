@@ -1,8 +1,6 @@
 """vLLM behind a pipe: the worker with a stand-in for vLLM, and with vLLM itself where SWIFTKV_TEST_VLLM_PYTHON names an
 interpreter that has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -34,14 +32,28 @@ def fake_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.skipif(not REAL, reason=REASON))])
-def worker(request: pytest.FixtureRequest, fake_python: Path, tmp_path: Path) -> Iterator[VLLMWorker]:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=128, num_key_value_heads=2, max_position_embeddings=256, **shape)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    python = fake_python if request.param == "fake" else Path(str(REAL))
-    with started(python, tmp_path) as worker:
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(
+    scope="module", params=["fake", pytest.param("vllm", marks=pytest.mark.skipif(not REAL, reason=REASON))]
+)
+def python(request: pytest.FixtureRequest, fake_python: Path) -> Path:
+    return fake_python if request.param == "fake" else Path(str(REAL))
+
+
+@pytest.fixture(scope="module")
+def worker(python: Path, model: Path) -> Iterator[VLLMWorker]:
+    with started(python, model) as worker:
         yield worker
+        worker.close()
+        assert ended(worker)
 
 
 def started(python: Path, model: Path = FAKE, **options: float) -> VLLMWorker:
@@ -64,8 +76,6 @@ def test_answers_come_with_the_time_of_every_token(worker: VLLMWorker) -> None:
         assert [len(one) for one in times] == lengths
         assert all(one[0] > 0 and one == sorted(one) for one in times)
     assert worker.idle_cpu_seconds >= 0
-    worker.close()
-    assert ended(worker)
 
 
 def test_a_request_is_sent_when_it_is_due(worker: VLLMWorker) -> None:
@@ -80,12 +90,13 @@ def test_log_probabilities_are_those_of_the_answers(worker: VLLMWorker) -> None:
         assert max(logprobs) < 0
 
 
-def test_what_vllm_refuses_ends_the_worker_with_its_reason(worker: VLLMWorker) -> None:
-    with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum context length"):
-        worker.generate([[7] * 200], [4])
-    assert ended(worker)
-    with pytest.raises(WorkerError, match="has ended"):
-        worker.generate([[7]], [1])
+def test_what_vllm_refuses_ends_the_worker_with_its_reason(python: Path, model: Path) -> None:
+    with started(python, model) as worker:
+        with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum context length"):
+            worker.generate([[7] * 200], [4])
+        assert ended(worker)
+        with pytest.raises(WorkerError, match="has ended"):
+            worker.generate([[7]], [1])
 
 
 def test_a_worker_that_is_killed_is_noticed(fake_python: Path) -> None:

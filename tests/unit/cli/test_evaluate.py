@@ -1,7 +1,5 @@
 """`swiftkv evaluate` on directories, in this process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -33,12 +31,6 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     byte_tokenizer().save_pretrained(directory)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def _no_list_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness notes every installed package in its results, by `pip list`, which takes seconds a task."""
-    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda _run: ("", ""))
 
 
 def run(*arguments: object) -> Any:

@@ -1,7 +1,5 @@
 """Modules whose weights are gathered together, in every family, and the sizes that memory is planned with."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -14,6 +12,7 @@ from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.planning import Sharing, read_architecture
 from swiftkv_platform.planning.parameters import student_parameters
+from tests.parameters import few
 from tests.tiny_models import FAMILY_CONFIGS
 
 DEEP = 24
@@ -51,7 +50,7 @@ def split(decoder: Any) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
     return units[:-DEEP], units[-DEEP:]
 
 
-@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+@pytest.mark.parametrize("family", few(FAMILY_CONFIGS))
 def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
     """None is larger than a layer, and all together are the layers."""
     for own_output_projection in (False, True):

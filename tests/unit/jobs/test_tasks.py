@@ -1,7 +1,5 @@
 """The phases before and after training, in this process: no Ray, a checkpoint written by hand."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.checkpoints import ROWS, save_fp8
 from tests.fakes.tokenizers import byte_tokenizer
+from tests.parameters import WIDE
 from tests.tiny_models import save_teacher
 from tests.unit.jobs.attempts import COPIED, Job, request
 
@@ -183,7 +182,7 @@ def test_the_gate_keeps_a_bad_student_from_being_published(job: Job) -> None:
     assert b">failed<" in job.store.get_bytes("jobs/job/attempts/1/evaluation.html")
 
 
-@pytest.mark.parametrize("trainable", ["qkv", "tail"])
+@pytest.mark.parametrize("trainable", [pytest.param("qkv", marks=WIDE), "tail"])
 def test_a_published_adapter_is_the_whole_artifact_with_its_teacher(job: Job, trainable: str) -> None:
     spec = job.spec(**COPIED, distillation={"trainable": trainable})
     _, prepared = prepare(job, spec)

@@ -16,6 +16,7 @@ from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.service import Caller, JobService
+from tests.parameters import WIDE
 from tests.unit.orchestration.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
@@ -161,7 +162,7 @@ def mortal(plane: Plane, killer: Killer) -> Reconciler:
     ("script", "outcome", "attempts"),
     [
         (fail_once, JobStatus.SUCCEEDED, 2),
-        (forgotten_once, JobStatus.SUCCEEDED, 2),
+        pytest.param(forgotten_once, JobStatus.SUCCEEDED, 2, marks=WIDE),
         (cancelled, JobStatus.CANCELLED, 1),
         (paused_once, JobStatus.SUCCEEDED, 2),
     ],

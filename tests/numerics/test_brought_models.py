@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.weights import save_lazy

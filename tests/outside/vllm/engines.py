@@ -73,8 +73,8 @@ def complete(llm: LLM, batch: Sequence[Sequence[int]], params: SamplingParams = 
 def expected(
     directory: Path, batch: Sequence[Sequence[int]], *, swiftkv: bool = True, count: int = 12, **arguments: Any
 ) -> list[list[int]]:
-    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time; of a student whose
-    deep tokens keep their own K and V, those of the second implementation."""
+    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time; where deep tokens
+    keep their own K and V, those of the second implementation."""
     model = AutoModelForCausalLM.from_pretrained(directory, swiftkv=swiftkv, **arguments)
     if swiftkv and model.config.decodes_own:
         state, inv_freq = model.state_dict(), model.model.rotary_emb.inv_freq

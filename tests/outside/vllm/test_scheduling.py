@@ -12,7 +12,6 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.outside.vllm.engines import GREEDY, complete, expected, make_student, prompts, recorded_sizes, serving
 
-
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
 
 

@@ -30,6 +30,7 @@ from swiftkv_platform.cli.output import (
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
+from swiftkv_platform.sources.relative import absolute_change
 from swiftkv_platform.specs import JobSpec
 
 SpecChanges = Annotated[
@@ -223,7 +224,7 @@ def spec_change(text: str) -> tuple[str, Any]:
         message = f"--set is {text!r}; expected KEY=VALUE, such as training.max_steps=100"
         raise InvalidInputError(message, field="set", value=text)
     try:
-        return path, yaml.safe_load(value)
+        return path, absolute_change(path, yaml.safe_load(value))
     except yaml.YAMLError as error:
         message = f"--set {path} is {value!r}, which is no YAML: {error}"
         raise InvalidInputError(message, field=path, value=value) from error

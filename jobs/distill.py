@@ -12,11 +12,12 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import ray
 from ulid import ULID
@@ -56,6 +57,7 @@ _RAY_TRAIN_ENVIRONMENT = {
 }
 _LONGEST_TEMP_ROOT = 40
 _TERMINATED = 128 + signal.SIGTERM
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -205,7 +207,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
             ", which a control plane knows, and none is asked here; use `swiftkv jobs submit`",
         )
     _set_ray_train_environment()
-    with tempfile.TemporaryDirectory(prefix="distill-") as directory:
+    with _leaving_when_told(), tempfile.TemporaryDirectory(prefix="distill-") as directory:
         store = open_store(directory)
         name = f"job_{ULID()}"
         request = AttemptRequest(job_id=name, attempt=1, spec=spec, run_id=name)
@@ -224,6 +226,23 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
 
 
 @contextmanager
+def _leaving_when_told() -> Iterator[None]:
+    """Have the signals that end a process leave the block as an error does, so that nothing is left behind."""
+    before = {each: signal.getsignal(each) for each in _ENDING}
+    _set_handlers(dict.fromkeys(_ENDING, _stop))
+    try:
+        yield
+    finally:
+        _set_handlers(before)
+
+
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    if threading.current_thread() is threading.main_thread():  # others may set none
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+@contextmanager
 def _local_ray(spec: JobSpec) -> Iterator[None]:
     """A Ray with room for the workers, in a directory of its own; other Rays of this machine are left alone."""
     root = tempfile.gettempdir()
@@ -236,6 +255,7 @@ def _local_ray(spec: JobSpec) -> Iterator[None]:
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine takes its time
         num_cpus = max(1, math.ceil(needed_resources(spec)["CPU"]))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
+        _set_handlers({signal.SIGTERM: _stop})  # Ray has set its own, which leaves at once
         try:
             yield
         finally:
@@ -249,6 +269,7 @@ def _set_ray_train_environment() -> None:
 
 def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
     """Leave at once: Ray ends the workers of a driver that is gone, and their last checkpoint is complete."""
+    _set_handlers(dict.fromkeys(_ENDING, signal.SIG_IGN))  # being told again does not interrupt the clearing up
     get_logger().warning("attempt_stopped")
     sys.exit(_TERMINATED)
 

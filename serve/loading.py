@@ -144,11 +144,12 @@ def _load_teacher(path: Path, served: Served) -> Any:
     """Load the teacher; None where no teacher is to judge. Raises `ModelError` for a model that has none."""
     if served.shadow is None or served.shadow.against != "teacher":
         return None
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
+    from swiftkv_platform.model.configuration import read_config
 
-    if not AutoConfig.from_pretrained(path).model_type.endswith("_swiftkv"):
+    if not read_config(path, field="model").model_type.endswith("_swiftkv"):
         raise ModelError(
             f"model {served.model!r} is no SwiftKV student, so it has no teacher; shadow a candidate instead",
             field="shadow.against",

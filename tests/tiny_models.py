@@ -34,6 +34,8 @@ SHAPE = {
     "eos_token_id": 257,
 }
 WINDOW = 16
+TOKEN = {"vocab_size": 259}
+"""transformers' class of Qwen2's tokenizer adds a token by itself."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
@@ -47,9 +49,9 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, sliding_window=WINDOW),
     "mistral-full": MistralConfig(**SHAPE, sliding_window=None),
-    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE | TOKEN),
     "qwen2-mixed": Qwen2Config(
-        **SHAPE,
+        **SHAPE | TOKEN,
         use_sliding_window=True,
         sliding_window=WINDOW,
         layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")],

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
@@ -23,6 +23,8 @@ from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.model import convert
+from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
 from swiftkv_platform.specs.defaults import resolve_defaults
 
@@ -76,13 +78,7 @@ def _lineage(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} holds no model: {str(error).splitlines()[0]}", field="path", value=str(path)
-        ) from error
+    config = read_config(path, field="path")
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "
@@ -90,7 +86,8 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
             field="path",
             value=str(path),
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False)
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, config.vocab_size, field="path")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype="auto", trust_remote_code=False)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.data.packing import total_steps
@@ -22,16 +22,15 @@ from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
 from swiftkv_platform.distillation.sequence_parallel import check_heads
 from swiftkv_platform.distillation.weights import LazyStudent
-from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
 from swiftkv_platform.jobs.values import Plan
 from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
 from swiftkv_platform.jobs.worker.telemetry import training_flops_per_token
-from swiftkv_platform.model import convert
+from swiftkv_platform.model import convert, tokenizers
 from swiftkv_platform.model.adapters import check_can_be_base
-from swiftkv_platform.model.tokenizers import check_tokenizer
+from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
@@ -69,8 +68,6 @@ def prepare(
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
         tokenizer = load_tokenizer(spec, path)
-        if Path(path).is_dir():
-            check_tokenizer(Path(path), student.config.vocab_size)
         # Better refused now than after training.
         tasks = workspace / "tasks"
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
@@ -166,27 +163,17 @@ def student_shape(spec: JobSpec) -> dict[str, Any]:
 
 
 def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
-    """The teacher's tokenizer. Raises `ModelError`."""
-    tokenizer: PreTrainedTokenizerBase = _read(spec, path, AutoTokenizer, "tokenizer")
+    """The teacher's tokenizer. Raises `ModelError`: it cannot be read, or makes ids that the teacher does not embed."""
+    revision = spec.model.revision
+    vocab_size = read_config(path, revision=revision).vocab_size
+    tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(path, vocab_size, revision=revision)
     return tokenizer
 
 
 def writer(spec: JobSpec, path: str) -> Teacher:
     """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
-    config = _read(spec, path, AutoConfig, "configuration").get_text_config()
+    config = read_config(path, revision=spec.model.revision)
     return Teacher(spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings)
-
-
-def _read(spec: JobSpec, path: str, kind: Any, what: str) -> Any:
-    """A part of the teacher by one of transformers' Auto classes."""
-    try:
-        return kind.from_pretrained(path, revision=spec.model.revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read the {what} of {spec.model.name_or_path!r}: {str(error).splitlines()[0]}",
-            field="model.name_or_path",
-            value=spec.model.name_or_path,
-        ) from error
 
 
 def compute_dtype(spec: JobSpec) -> torch.dtype:

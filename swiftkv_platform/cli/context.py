@@ -21,6 +21,7 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.relative import absolute_paths
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.specs.documents import DuplicateKeyError
 from swiftkv_platform.web.hostile_json import dotted
@@ -66,9 +67,10 @@ def connect(url: str | None = None, serve_url: str | None = None, *, max_retries
 
 
 def read_spec(path: Path) -> JobSpec:
-    """The spec in a file. Raises `InvalidInputError` naming each field that is wrong."""
+    """The spec in a file, its relative paths seen from the caller's directory. Raises `InvalidInputError` naming each
+    field that is wrong."""
     try:
-        return load_spec(path)
+        return absolute_paths(load_spec(path))
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInputError(

@@ -32,6 +32,7 @@ from swiftkv_platform.cli.recipes import recipe
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
+from swiftkv_platform.sources.relative import absolute_change
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
 from swiftkv_platform.specs.documents import load_yaml
@@ -248,7 +249,7 @@ def spec_change(text: str) -> tuple[str, Any]:
         message = f"--set is {text!r}; expected KEY=VALUE, such as training.max_steps=100"
         raise InvalidInputError(message, field="set", value=text)
     try:
-        return path, load_yaml(value)
+        return path, absolute_change(path, load_yaml(value))
     except yaml.YAMLError as error:
         message = f"--set {path} is {value!r}, which is no YAML: {error}"
         raise InvalidInputError(message, field=path, value=value) from error

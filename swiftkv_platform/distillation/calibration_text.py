@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
 
 from swiftkv_platform.data.packing import PackedRows, batch_rows
 from swiftkv_platform.data.preparation import prepare_data
-from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.packed_attention import to_tensors
+from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _MAX_LENGTH = 1024
@@ -23,12 +23,8 @@ def read_calibration_text(model: str, text: Sequence[str], num_tokens: int) -> I
     """Batches of some `num_tokens` tokens of `text`, data sources as in a job's `data.sources`; nothing is read before
     the first is asked for, and then one row at a time. Raises `ModelError`: the model has no tokenizer; `DataError`:
     text that is missing or empty."""
-    try:
-        tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read the tokenizer of {model!r}: {str(error).splitlines()[0]}", field="model", value=model
-        ) from error
+    config = read_config(model, field="model")
+    tokenizer = load_tokenizer(model, config.vocab_size, field="model")
     sources = tuple(DataSourceSpec(name_or_path=each) for each in text)
     max_length = min(_MAX_LENGTH, getattr(config, "max_position_embeddings", _MAX_LENGTH))
     spec = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0)

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.core_model_loading import revert_weight_conversion
 
 from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
-from swiftkv_platform.model.conversion import make_student_config, read_config
+from swiftkv_platform.model.configuration import made_without_weights, read_config
+from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
@@ -72,17 +73,17 @@ class LazyStudent:
             ModelError: unreadable model, unknown family, or tensors that are missing or do not fit.
             InvalidInputError: l or g out of range.
         """
-        teacher = read_config(path, revision)
+        teacher = read_config(path, revision=revision)
         config = make_student_config(teacher, **shape)
         fp8 = is_fp8(teacher)
         checkpoint = Checkpoint.open(path, revision=revision)
         settle_head(teacher, checkpoint)
         config.tie_word_embeddings = teacher.tie_word_embeddings
-        with torch.device("meta"):
+        with made_without_weights(checkpoint.source):
             whole = FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(copy.deepcopy(teacher))
-            check_tensors(checkpoint, whole, fp8=fp8)
-            if fp8:
-                del config.quantization_config  # the student holds what the FP8 weights stand for
+        check_tensors(checkpoint, whole, fp8=fp8)
+        if fp8:
+            del config.quantization_config  # the student holds what the FP8 weights stand for
         if dtype is not None:
             config.dtype = dtype
 

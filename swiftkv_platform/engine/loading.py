@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.engine import kernels
@@ -17,15 +17,13 @@ from swiftkv_platform.engine.sharding import check_divides, load_shard
 from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import dense_model
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.model.stored_weights import settle_head
-from swiftkv_platform.model.tokenizers import end_ids
+from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
 from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-"""A directory with none of these has no tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,8 @@ def load_model(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     directory = local_directory(str(path), field="model")
-    try:
-        model = _read_model(weights or directory, config, ranks)
-        tokenizer = _read_tokenizer(directory)
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(path, error) from error
+    model = _read_model(weights or directory, config, ranks)
+    tokenizer = _read_tokenizer(directory, model.config)
     context_length = _context_length(path, model.config, config)
     _settle_rotary_factors(model, context_length)
     return LoadedModel(
@@ -82,14 +75,9 @@ def load_model(
 def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
     """Read what a Hugging Face directory holds beside its weights, as another engine than the native one serves it.
     Raises `ModelError`: as `load_model`."""
-    model_config = read_served_config(directory, config)
-    try:
-        generation_config = None
-        if (directory / GENERATION_CONFIG_NAME).is_file():
-            generation_config = GenerationConfig.from_pretrained(directory)
-        tokenizer = _read_tokenizer(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(directory, error) from error
+    model_config, generation = read_served_config(directory, config), directory / GENERATION_CONFIG_NAME
+    generation_config = read_generation_config(generation if generation.is_file() else None, directory, field="model")
+    tokenizer = _read_tokenizer(directory, model_config)
     return ModelDescription(
         config=model_config,
         tokenizer=tokenizer,
@@ -100,10 +88,7 @@ def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
 
 def read_served_config(directory: Path, config: EngineConfig) -> Any:
     """The configuration of what a directory's model is served as. Raises `ModelError`."""
-    try:
-        model_config: Any = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unreadable(directory, error) from error
+    model_config: Any = read_config(directory, field="model", any_family=True)
     if any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         settle_head(model_config, Checkpoint.open(directory))
     if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
@@ -116,27 +101,14 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
 def check_sharding(path: str | Path, config: EngineConfig) -> None:
     """Raises `ModelError` where `tensor_parallel_size` does not divide the model, or there are too few devices."""
     directory = local_directory(str(path), field="model")
-    try:
-        model_config = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    check_divides(model_config, config.tensor_parallel_size)
+    check_divides(read_config(directory, field="model"), config.tensor_parallel_size)
     rank_device(config, 0)
-
-
-def _unreadable(path: str | Path, error: Exception) -> ModelError:
-    return ModelError(
-        f"model {str(path)!r} cannot be loaded: {error}; a Hugging Face directory of a causal language model is "
-        "accepted, with config.json and safetensors",
-        field="model",
-        value=str(path),
-    )
 
 
 def _read_model(directory: Path, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
     """A student, or a dense model of a known family in the same classes, where every layer computes its own KV."""
     model_class: Any
-    model_config = AutoConfig.from_pretrained(directory)
+    model_config = read_config(directory, field="model")
     if config.swiftkv and model_config.model_type.endswith("_swiftkv"):
         model_class = student_classes(model_config.model_type.removesuffix("_swiftkv")).causal_lm
     else:
@@ -165,9 +137,10 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_tokenizer(directory: Path) -> Any | None:
-    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
-    return AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
+def _read_tokenizer(directory: Path, model_config: Any) -> Any | None:
+    if not has_tokenizer(directory):
+        return None
+    return load_tokenizer(directory, model_config.get_text_config().vocab_size, field="model")
 
 
 def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -> int:

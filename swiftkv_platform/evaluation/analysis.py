@@ -13,18 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
-from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.depths import Depth, Needles, measure_depths, shallowest
 from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.conversion import load_teacher
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
+from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
@@ -171,18 +175,14 @@ def _check_depths(depths: Sequence[int], num_layers: int) -> None:
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:
     transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{path!r} cannot be loaded: {str(error).splitlines()[0]}; use a Hugging Face model with a tokenizer",
-            field="model",
-            value=path,
-        ) from error
-    if hasattr(model, "swiftkv"):
-        model.swiftkv(False)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    config = read_config(path, field="model")
+    tokenizer = load_tokenizer(path, config.vocab_size, field="model")
+    model: Any
+    if isinstance(config, SwiftKVConfigMixin):
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, swiftkv=False)
+    else:
+        model = load_teacher(path, config, dtype=dtype)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def _read_text(

@@ -133,8 +133,9 @@ def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
     position that counts."""
     if not rows.num_counted_tokens:
         raise DataError(
-            "data.validation_fraction leaves no held-out text to evaluate on; use a larger share or more samples",
-            field="data.validation_fraction",
+            "data.sources has no held-out text to evaluate on, which takes two samples that differ, one to train on "
+            "and one to hold out; add rows",
+            field="data.sources",
         )
     num_rows = min(max(int(max_tokens / (rows.num_tokens / len(rows))), 1), len(rows))
     return [int(i) for i in np.linspace(0, len(rows) - 1, num_rows).round()]

@@ -14,6 +14,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import readable
 from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments
+from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.exits import ExitStep, ThresholdExits
 from swiftkv_platform.model.generation import SwiftKVGenerationMixin
@@ -150,7 +151,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         """
         source, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         if config is None or isinstance(config, str | Path):
-            config = cls.config_class.from_pretrained(config or source, **hub_arguments(kwargs))
+            config = read_config(config or source, config_class=cls.config_class, **hub_arguments(kwargs))
         # Of config.json `swiftkv` reads as True; the Auto classes set it from an argument after that.
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True

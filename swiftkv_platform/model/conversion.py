@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
 from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
@@ -64,7 +65,7 @@ def convert(
         ModelError: unreadable model, unknown family, or `sharing` where there are no heads to share (MLA).
         InvalidInputError: l or g out of range, naming what is accepted; raised before weights are read.
     """
-    config = read_config(teacher, revision) if isinstance(teacher, str | Path) else teacher.config
+    config = read_config(teacher, revision=revision) if isinstance(teacher, str | Path) else teacher.config
     student_config = make_student_config(
         config,
         num_key_value_layers=num_key_value_layers,
@@ -78,7 +79,7 @@ def convert(
     if isinstance(teacher, str | Path):
         if is_fp8(config):
             del student_config.quantization_config  # the student holds what the FP8 weights stand for
-        teacher = _read_model(teacher, config, revision, dtype)
+        teacher = load_teacher(teacher, config, revision=revision, dtype=dtype)
     elif getattr(config, "quantization_config", None):
         raise ModelError(
             "this teacher is quantised in memory; give its path, and its FP8 weights are turned back as they are read",
@@ -110,7 +111,7 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
 
 def dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any], Any]:
     """The class and the configuration of what `load_dense` loads. Raises `ModelError`."""
-    config = read_config(path, revision)
+    config = read_config(path, revision=revision)
     classes = student_classes(config.model_type.removesuffix("_swiftkv"))
     is_student = isinstance(config, classes.causal_lm.config_class)
     return classes.causal_lm, dense_config(config) if is_student else classes.config_from(config)
@@ -125,32 +126,21 @@ def dense_config(student: Any) -> Any:
     return dense
 
 
-def read_config(path: str | Path, revision: str | None) -> Any:
-    """A teacher's configuration. Raises `ModelError`."""
-    try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read a model configuration at {str(path)!r}: give a directory with config.json or a hub id that "
-            f"this machine can reach ({str(error).splitlines()[0]})",
-            field="model.name_or_path",
-            value=str(path),
-        ) from error
+def load_teacher(
+    path: str | Path, config: Any = None, *, revision: str | None = None, dtype: torch.dtype | str | None = None
+) -> PreTrainedModel:
+    """A teacher in transformers' own class, once its files are known to hold it. Raises `ModelError`.
 
-
-def _read_model(path: str | Path, config: Any, revision: str | None, dtype: torch.dtype | None) -> PreTrainedModel:
-    checkpoint = Checkpoint.open(path, revision=revision)
+    Args:
+        config: its configuration; None reads it.
+        dtype: dtype to load in; None keeps the checkpoint's.
+    """
+    config = read_config(path, revision=revision) if config is None else config
     teacher = FAMILIES[config.model_type].teacher_class("ForCausalLM")
-    try:
-        model: PreTrainedModel = load_checked(
-            teacher.from_pretrained, teacher, config, path, checkpoint, revision=revision, dtype=dtype or "auto"
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read the weights of {str(path)!r}: {str(error).splitlines()[0]}",
-            field="model.name_or_path",
-            value=str(path),
-        ) from error
+    checkpoint = Checkpoint.open(path, revision=revision)
+    model: PreTrainedModel = load_checked(
+        teacher.from_pretrained, teacher, config, path, checkpoint, revision=revision, dtype=dtype or "auto"
+    )
     return model
 
 

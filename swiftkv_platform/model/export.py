@@ -17,7 +17,7 @@ from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import whole_model, write_adapter
 from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.conversion import read_config
+from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.directories import (
     Files,
     check_new,
@@ -62,7 +62,7 @@ def export(
     target = Path(target)
     check_new(target)
     if isinstance(student, str | Path):
-        read_config(student, revision)  # says what is wrong before the hub is asked for weights
+        read_config(student, revision=revision)  # says what is wrong before the hub is asked for weights
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             of_hub = revision if adapter is None else None
             return _export_files(whole, target, teacher, files, of_hub, progress)
@@ -103,7 +103,7 @@ def export_adapter(
     """
     target = Path(target)
     check_new(target)
-    config, _ = _checked(read_config(student, None), str(student), teacher=True)
+    config, _ = _checked(read_config(student), str(student), teacher=True)
     directory = local_directory(str(student), field="model.name_or_path")
     if (directory / ADAPTER).is_file():
         raise ModelError(
@@ -146,7 +146,7 @@ def drop_teacher(student: Any) -> None:
 def _export_files(
     source: str | Path, target: Path, teacher: bool, files: Files, revision: str | None, progress: Progress | None
 ) -> Path:
-    config, dropped = _checked(read_config(source, revision), str(source), teacher=teacher)
+    config, dropped = _checked(read_config(source, revision=revision), str(source), teacher=teacher)
     directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
     modules = {name.rpartition(".")[0] for name in checkpoint.shards}

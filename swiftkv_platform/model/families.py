@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from swiftkv_platform import configs
-from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.attention import HeadAttentionMixin, SwiftKVAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
+from swiftkv_platform.planning import check_family
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,5 @@ STUDENTS = {model_type: _build(family) for model_type, family in FAMILIES.items(
 
 def student_classes(model_type: str) -> StudentClasses:
     """The classes that serve teachers of `model_type`. Raises `ModelError`: naming the families there are."""
-    if model_type not in STUDENTS:
-        raise ModelError(
-            f"no SwiftKV family for model_type {model_type!r}; there are {', '.join(sorted(STUDENTS))}",
-            field="model.name_or_path",
-            value=model_type,
-        )
+    check_family({"model_type": model_type}, STUDENTS)
     return STUDENTS[model_type]

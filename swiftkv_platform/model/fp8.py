@@ -14,6 +14,7 @@ import torch
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint, Part, ranges
+from swiftkv_platform.planning import has_fp8_weights
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale", "_scale_inv")
@@ -24,23 +25,8 @@ _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scal
 def is_fp8(config: Any) -> bool:
     """Whether a configuration announces FP8 weights. Raises `ModelError`: another quantisation."""
     quantization = getattr(config, "quantization_config", None)
-    if not quantization:
-        return False
-    fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = str(fields.get("quant_method"))
-    if method in ("fbgemm_fp8", "fp8") or (method == "compressed-tensors" and _is_float8(fields)):
-        return True
-    raise ModelError(
-        f"quantization_config.quant_method {method!r} (format {fields.get('format')!r}) is not supported; use "
-        "unquantised safetensors, or FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights",
-        field="model.name_or_path",
-        value=method,
-    )
-
-
-def _is_float8(fields: dict[str, Any]) -> bool:
-    weights = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
-    return bool(weights) and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights)
+    fields = quantization if quantization is None or isinstance(quantization, dict) else quantization.to_dict()
+    return has_fp8_weights({"quantization_config": fields})
 
 
 def is_scale(name: str, checkpoint: Checkpoint) -> bool:

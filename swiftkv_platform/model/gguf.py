@@ -68,7 +68,7 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) ->
         raise ModelError.of(
             field, str(file), ": GGUF files are read with the package gguf: pip install gguf"
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ModelError.of(field, str(file), f": transformers cannot read it ({error})") from error
     if wrong := {kind: names for kind, names in report.items() if names}:  # transformers goes on with random weights
         raise ModelError.of(field, str(file), f": its tensors are not those of its header's model: {wrong}")

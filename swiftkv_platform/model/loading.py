@@ -14,18 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from safetensors import SafetensorError
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.configuration import made_without_weights, read_generation_config, refusing
 from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_all
-from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
+from swiftkv_platform.model.stored_weights import StoredWeights, check_finite, settle_head
 
 _SHOWN = 3
 """Names of tensors in a message."""
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
 """Buffers that old checkpoints stored."""
+_UNREADABLE = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, SafetensorError)
+"""Errors of a load that do not speak of memory."""
 
 Load = Callable[..., Any]
 """A `from_pretrained`."""
@@ -62,17 +66,25 @@ def load_checked(
         return load(source, *args, config=config, **kwargs)
     settle_head(config, checkpoint)
     fp8 = is_fp8(config)
-    with torch.device("meta"):
+    with made_without_weights(checkpoint.source):
         model = build(copy.deepcopy(config))
     check_tensors(checkpoint, model, fp8=fp8)
+    generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
     if not fp8:
-        return load(source, *args, config=config, **kwargs)
+        with refusing(checkpoint.source, "its weights cannot be read", errors=_UNREADABLE):
+            loaded = load(source, *args, config=config, **kwargs)
+        for name, parameter in (loaded[0] if isinstance(loaded, tuple) else loaded).named_parameters():
+            check_finite(name, parameter.detach(), checkpoint.source)
+        return loaded
     dtype = _compute_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
     config = copy.deepcopy(config)
     del config.quantization_config
     weights = read_all(checkpoint, dtype)
+    for name, weight in weights.items():
+        check_finite(name, weight, checkpoint.source)
     model = load(None, *args, config=config, state_dict=weights, dtype=dtype, **kwargs)
-    _take_generation_config(model, checkpoint)
+    if generation is not None:
+        model.generation_config = generation
     return model
 
 
@@ -103,12 +115,15 @@ def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.
     Raises:
         ModelError: buffers that no file holds.
     """
-    with torch.device("meta"):
+    with made_without_weights(checkpoint.source):
         model = build()
-    model.tie_weights()
-    # Made anew: its buffers are on the meta device too, and are stored nowhere.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
-    _take_generation_config(model, checkpoint)
+        model.tie_weights()
+        # Made anew: its buffers are on the meta device too, and are stored nowhere.
+        with torch.device("cpu"):
+            model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+    generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
+    if generation is not None:
+        model.generation_config = generation
     empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if empty:
         raise ModelError(
@@ -127,7 +142,8 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, fp8: bool = False) -> N
     Raises:
         ModelError: naming the first tensors that are missing, not expected or of another shape.
     """
-    expected = _stored(model, checkpoint)
+    with made_without_weights(checkpoint.source):
+        expected = _stored(model, checkpoint)
     stored = {name for name in checkpoint.shards if not (fp8 and is_scale(name, checkpoint))}
     missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]
     if missing:
@@ -142,7 +158,9 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, fp8: bool = False) -> N
         if name in stored and headers[name].shape != tuple(shape)
     ]
     if misshapen:
-        raise _refused(checkpoint, model, f"holds {_count(misshapen)} of another shape", misshapen)
+        raise _refused(
+            checkpoint, model, f"holds {_count(misshapen)} of another shape than its config.json says", misshapen
+        )
 
 
 def _stored(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Size]:
@@ -182,11 +200,6 @@ def _compute_dtype(wanted: Any, config: Any, default: torch.dtype = torch.bfloat
         named: torch.dtype = getattr(torch, wanted)
         return named
     return config.dtype if isinstance(config.dtype, torch.dtype) else default
-
-
-def _take_generation_config(model: Any, checkpoint: Checkpoint) -> None:
-    if (generation := checkpoint.find("generation_config.json")) is not None:
-        model.generation_config = GenerationConfig.from_pretrained(generation.parent)
 
 
 def _count(names: list[str]) -> str:

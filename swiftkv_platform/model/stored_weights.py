@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint, Part, ranges
 from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_tensors
 
@@ -40,6 +41,17 @@ def settle_head(config: Any, checkpoint: Checkpoint) -> None:
     """
     if getattr(config, "tie_word_embeddings", False) and not {_HEAD, _EMBEDDING} - checkpoint.shards.keys():
         config.tie_word_embeddings = _are_equal(checkpoint, _HEAD, _EMBEDDING)
+
+
+def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
+    """Raises `ModelError` for a weight with NaN or infinity in it, which every answer of its model would be."""
+    # The extremes are NaN where any number is, and need no memory for each number.
+    if tensor.numel() and not tensor.is_meta and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        raise ModelError.of(
+            "model.name_or_path",
+            str(source),
+            f": its {name} holds numbers that are not finite; save the model again, or use an earlier checkpoint",
+        )
 
 
 def _are_equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
@@ -115,7 +127,12 @@ class StoredWeights:
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """A tensor by its name in memory. `part`: reads no more than this. Of what has to be converted as a whole, the
-        rest is read and let go of."""
+        rest is read and let go of. Raises `ModelError`: it holds numbers that are not finite."""
+        tensor = self._read(name, part)
+        check_finite(name, tensor, self.checkpoint.source)
+        return tensor
+
+    def _read(self, name: str, part: Part | None) -> torch.Tensor:
         # A tied head is stored once, under either name.
         stored = self._stored[name if name in self._stored else _ALIAS.get(name, name)]
         if stored.converter is None:

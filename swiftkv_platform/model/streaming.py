@@ -17,7 +17,8 @@ import torch
 
 from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.conversion import convert, make_student_config, read_config
+from swiftkv_platform.model.configuration import made_without_weights, read_config
+from swiftkv_platform.model.conversion import convert, make_student_config
 from swiftkv_platform.model.directories import (
     Files,
     ShardWriter,
@@ -33,7 +34,7 @@ from swiftkv_platform.model.fp8 import is_fp8, without_swiftkv
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import check_tensors, first_dtype
 from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
-from swiftkv_platform.model.tokenizers import check_tokenizer
+from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.planning import DecodeKeyValue, Sharing
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
@@ -87,7 +88,7 @@ def convert_checkpoint(
     """
     target = Path(target)
     check_new(target)
-    teacher = read_config(source, revision)
+    teacher = read_config(source, revision=revision)
     shape: dict[str, Any] = {
         "num_key_value_layers": num_key_value_layers,
         "prefill_reduction": prefill_reduction,
@@ -103,10 +104,12 @@ def convert_checkpoint(
     checkpoint = Checkpoint.open(directory)
     settle_head(teacher, checkpoint)
     config.tie_word_embeddings = teacher.tie_word_embeddings
-    with torch.device("meta"):
-        check_tensors(checkpoint, FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(teacher), fp8=fp8)
+    with made_without_weights(source):
+        whole = FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(teacher)
         student = student_classes(teacher.model_type).causal_lm(config)
-    check_tokenizer(directory, config.vocab_size)
+    check_tensors(checkpoint, whole, fp8=fp8)
+    if has_tokenizer(directory):
+        load_tokenizer(directory, config.vocab_size)  # better refused now than when it is served
     config.dtype = config.dtype or first_dtype(checkpoint)
     if calibration is None:
         tensors = _copied(student, StoredWeights(checkpoint, teacher, config.dtype))

@@ -8,35 +8,44 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.configuration import FIELD, refusing
 
-_FAST, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_SLOW = ("tokenizer.model", "vocab.json", "tekken.json")
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
 
-def check_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Check the tokenizer of a model directory, where it has one. Raises `ModelError`: it cannot be read, or makes ids
-    that the model has no embedding for."""
-    try:
-        highest = _highest_id(directory)
-    except Exception as error:  # a broken file: the tokenizers library raises no narrower type
-        raise ModelError(
-            f"cannot read the tokenizer of {str(directory)!r}: {str(error).splitlines()[0]}",
-            field="model.name_or_path",
-            value=str(directory),
-        ) from error
+def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, revision: str | None = None) -> Any:
+    """The tokenizer of a model, which makes no id that the model has no embedding for.
+
+    Args:
+        source: directory or hub id.
+        vocab_size: rows of the model's embedding.
+        field: what messages call `source`.
+
+    Raises:
+        ModelError: a tokenizer that cannot be read, or makes such ids.
+    """
+    with refusing(source, "its tokenizer cannot be read", field):
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        # As loaded: a class, or tokenizer_config.json, may add tokens that tokenizer.json does not have.
+        token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if highest >= vocab_size:
-        raise ModelError(
-            f"the tokenizer of {str(directory)!r} makes ids up to {highest}, the model's vocab_size is {vocab_size}; "
-            "give the tokenizer that the model was trained with",
-            field="model.name_or_path",
-            value=str(directory),
+        raise ModelError.of(
+            field,
+            str(source),
+            f": its tokenizer makes ids up to {highest} ({token!r}), and the model's vocab_size is {vocab_size}; give "
+            "the tokenizer that the model was trained with, or the model embeddings for all tokens "
+            "(resize_token_embeddings)",
         )
+    return tokenizer
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in _FILES)
 
 
 def max_bytes_per_token(tokenizer: Any) -> int | None:
@@ -106,17 +115,3 @@ def steps(component: Any) -> list[dict[str, Any]]:
         if inner is None:
             found.append(step)
     return found
-
-
-def _highest_id(directory: Path) -> int:
-    """The highest id that the files name, -1 without files. What a tokenizer class would add by itself is its own."""
-    if (directory / _FAST).is_file():
-        ids = list(Tokenizer.from_file(str(directory / _FAST)).get_vocab(with_added_tokens=True).values())
-    elif any((directory / name).is_file() for name in _SLOW):
-        ids = list(AutoTokenizer.from_pretrained(directory).get_vocab().values())
-    else:
-        return -1
-    if (directory / _CONFIG).is_file():
-        added = json.loads((directory / _CONFIG).read_text(encoding="utf-8")).get("added_tokens_decoder") or {}
-        ids += [int(token_id) for token_id in added]
-    return max(ids, default=-1)

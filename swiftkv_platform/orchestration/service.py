@@ -33,6 +33,7 @@ from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.orchestration.webhooks import WebhookRules
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import NO_RULES, SourceRules
+from swiftkv_platform.sources.relative import refuse_relative_paths
 from swiftkv_platform.specs import JobSpec
 
 _UPDATE_TRIES = 5
@@ -115,6 +116,7 @@ class JobService:
             return self._continued(spec, caller, Estimate())
         access = self.rules.access(caller.tenant, organizations, self.files(spec, caller.tenant))
         access.check(spec)
+        refuse_relative_paths(spec, relative_paths=not access.is_restricted)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
             self.webhooks.check(spec.webhook, caller.tenant)

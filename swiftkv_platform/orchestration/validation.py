@@ -13,9 +13,9 @@ from typing import Any
 
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
 from swiftkv_platform.data.checks import check_sources
-from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.orchestration.estimates import DEFAULT_MACHINES, Estimate, estimate
-from swiftkv_platform.planning import student_layer_map
+from swiftkv_platform.planning import read_architecture, student_layer_map
 from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
@@ -45,18 +45,20 @@ def validate(
         num_tokens: tokens of an epoch, where they are known better than from the size of the sources.
 
     Raises:
-        ModelError: the teacher's configuration cannot be read.
+        ModelError: the teacher's configuration cannot be read, is of another family or quantisation, or has a value
+            that no model can have.
         DataError: a source is missing, empty or without the columns of a known format, or a task's data is missing.
         InvalidInputError: the transformation does not fit the teacher, or a task is not there.
         StorageError: an `s3://` address does not answer.
     """
-    sources = check_sources(spec.data.sources, access)
-    check_tasks(spec.evaluation.tasks, access)
     name = spec.model.name_or_path if config is None else str(config)
     values = read_teacher_config(name, read_object, access=access) if config is None else read_config_file(config)
-    if values is None:
+    num_hidden_layers = None if values is None else _num_hidden_layers(values, name)
+    sources = check_sources(spec.data.sources, access)
+    check_tasks(spec.evaluation.tasks, access)
+    if values is None or num_hidden_layers is None:
         return Estimate(sources=sources, gates=forecast(spec.evaluation))
-    trial = _first_fitting_trial(spec, _num_hidden_layers(values, name))
+    trial = _first_fitting_trial(spec, num_hidden_layers)
     return estimate(trial, values, sources, machines, num_tokens=num_tokens)
 
 
@@ -89,6 +91,11 @@ def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
 
 
 def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
+    """Layers of a teacher. Raises `ModelError`: what is wrong with its `config.json` whatever the job is."""
+    try:
+        read_architecture(config)
+    except ModelError as error:
+        raise unusable(name, f"its {error.message}") from error
     value = config.get("num_hidden_layers")
     if not isinstance(value, int) or not 2 <= value <= MAX_LAYERS:
         accepted = f"expected a decoder of 2 to {MAX_LAYERS:,} layers"

@@ -2,6 +2,7 @@
 
 from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import read_config
+from swiftkv_platform.planning.config_values import check_family, check_generation_values, has_fp8_weights
 from swiftkv_platform.planning.families import FAMILIES, read_architecture
 from swiftkv_platform.planning.layers import (
     DecodeKeyValue,
@@ -30,7 +31,10 @@ __all__ = [
     "Sharing",
     "TrainingPlan",
     "TrainingSetup",
+    "check_family",
+    "check_generation_values",
     "equal_cache_group_size",
+    "has_fp8_weights",
     "plan",
     "plan_serving",
     "plan_training",

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning.architecture import Architecture, Attention, Entry, Layer, Linear
-from swiftkv_platform.planning.config import FIELD, ConfigSource, Fields, read_config
+from swiftkv_platform.planning.config import ConfigSource, Fields, read_config
+from swiftkv_platform.planning.config_values import check_family, check_values
 
 _MOST_LAYERS = 10_000
 """Layers of a model; each is an object here."""
@@ -31,7 +32,7 @@ def _grouped_query(
         if heads % kv_heads:
             raise ModelError(
                 f"{heads} query heads cannot share {kv_heads} KV heads; a divisor is accepted",
-                field="num_key_value_heads" if num_key_value_heads is None else "num_key_value_heads_swiftkv",
+                field="num_key_value_heads_swiftkv",
                 value=kv_heads,
             )
         size = fields.count("head_dim", default=head_dim or max(hidden // heads, 1))
@@ -92,7 +93,7 @@ def _dense_mlp(fields: Fields, _layer: int) -> tuple[Linear, ...]:
     return _gated(fields.count("hidden_size"), fields.count("intermediate_size"), bias=fields.flag("mlp_bias"))
 
 
-def _experts(fields: Fields, intermediate: int, *counts: str, defaults: tuple[int, int]) -> tuple[Linear, ...]:
+def _experts(fields: Fields, intermediate: int, *counts: str, defaults: tuple[int, int | None]) -> tuple[Linear, ...]:
     """The router and the experts a token is sent to."""
     hidden = fields.count("hidden_size")
     copies = fields.count(*counts, default=defaults[0])
@@ -121,8 +122,33 @@ def _deepseek_mlp(fields: Fields, layer: int) -> tuple[Linear, ...]:
         return _dense_mlp(fields, layer)
     intermediate = fields.count("moe_intermediate_size", default=1407)
     shared = intermediate * fields.count("n_shared_experts", default=2)
-    routed = _experts(fields, intermediate, "n_routed_experts", "num_experts", defaults=(64, 0))
+    routed = _experts(fields, intermediate, "n_routed_experts", "num_experts", defaults=(64, None))
+    _check_expert_groups(fields, routed[0].out_features)
     return (*routed, *_gated(fields.count("hidden_size"), shared, bias=fields.flag("mlp_bias")))
+
+
+def _check_expert_groups(fields: Fields, num_experts: int) -> None:
+    """Raises `ModelError`: experts that cannot be chosen as a DeepSeek's `topk_method` says."""
+    method = fields.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(
+            f"config.json has topk_method {method!r}; greedy and group_limited_greedy are accepted",
+            field="topk_method",
+            value=method,
+        )
+    if method == "greedy":
+        return
+    groups, chosen = fields.count("n_group"), fields.count("topk_group")
+    if num_experts % groups:
+        raise ModelError(
+            f"config.json has n_group {groups}; a divisor of {num_experts} experts is accepted",
+            field="n_group",
+            value=groups,
+        )
+    if chosen > groups:
+        raise ModelError(
+            f"config.json has topk_group {chosen}; 1..{groups} is accepted", field="topk_group", value=chosen
+        )
 
 
 def _everywhere(default: int | None) -> Callable[[Fields, int], Windows]:
@@ -204,15 +230,13 @@ FAMILIES = {
 def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int | None = None) -> Architecture:
     """The decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
     `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), in place of the configuration's.
-    Raises `ModelError`: no such file, a family without a row here, or a key that is missing or makes no sense."""
-    fields = Fields(read_config(source))
-    model_type = fields.text("model_type", default="").removesuffix(_STUDENT_SUFFIX)
-    if model_type not in FAMILIES:
-        raise ModelError(
-            f"no plan for model_type {model_type!r}; there are {', '.join(sorted(FAMILIES))}",
-            field=FIELD,
-            value=model_type or None,
-        )
+    Raises `ModelError`: no such file, a family without a row here, a quantisation that is not read, or a key that is
+    missing or makes no sense."""
+    config = read_config(source)
+    check_family(config, FAMILIES)
+    check_values(config)
+    fields = Fields(config)
+    model_type = fields.text("model_type").removesuffix(_STUDENT_SUFFIX)
     family = FAMILIES[model_type]
     num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     windows = family.windows(fields, num_layers)

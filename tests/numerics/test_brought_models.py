@@ -12,18 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from swiftkv_platform.distillation.calibration_text import read_calibration_text
 from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.weights import save_lazy
+from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
 from swiftkv_platform.engine.loading import describe_model, load_model
-from swiftkv_platform.errors import ModelError
+from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
 from swiftkv_platform.jobs.worker.prepare import load_student, open_lazy, prepare
 from swiftkv_platform.model import convert, convert_checkpoint, load_dense
+from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.engine import EngineConfig
 from tests.checkpoints import rewrite, save
-from tests.tiny_models import random_teacher, random_tokens
+from tests.tiny_models import family_teacher, random_teacher, random_tokens
 
-SHAPE: dict[str, Any] = {"num_key_value_layers": 3}
+SHAPE: dict[str, Any] = {"num_key_value_layers": 2}
+STUDENT = {"prefill_reduction": None, "key_value_group_size": 1, "early_exit": False, "sharing": "gqa"} | SHAPE
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CPU = torch.device("cpu")
 TEACHER = EngineConfig(dtype="float32", swiftkv=False, fuse_weights=False, native_kernels=False)
@@ -118,7 +122,36 @@ BAD: dict[str, tuple[Write, str]] = {
     "tied, neither stored": (brought(lambda t: (t.pop(HEAD), t.pop(EMBEDDING)), tied=True), "lacks 2 tensors"),
     "pickles": (brought(files=pickled), r"pickles \(\.bin\)"),
     "a file of the index is missing": (brought(files=torn_index), "its index names part-0.safetensors, which is not"),
+    "dtype with its module": (brought(config={"dtype": "torch.float32"}), "config.json has dtype 'torch.float32'; one"),
+    "no such activation": (brought(config={"hidden_act": "sulu"}), "config.json has hidden_act 'sulu'; one of"),
+    "a family that is not read": (brought(config={"model_type": "gpt2"}), "model_type 'gpt2', and no SwiftKV family"),
+    "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', and no SwiftKV fam"),
+    "weights that are no numbers": (
+        brought(lambda t: t["model.layers.1.mlp.up_proj.weight"][3].fill_(float("nan"))),
+        r"its model\.layers\.1\.mlp\.up_proj\.weight holds numbers that are not finite",
+    ),
+    "an infinite head": (brought(lambda t: t[HEAD][:1].fill_(float("inf")), tied=True), "lm_head.weight holds numbers"),
+    "gptq": (brought(config={"quantization_config": {"quant_method": "gptq", "bits": 4}}), "quant_method 'gptq'.*FP8"),
+    "an end that is a word": (
+        brought(generation={"eos_token_id": "</s>"}),
+        "generation_config.json has eos_token_id '<",
+    ),
+    "generation config that is a list": (
+        brought(files=lambda path: (path / "generation_config.json").write_text("[]")),
+        "generation_config.json is refused .*no object",
+    ),
 }
+UNEMBEDDED: dict[str, Write] = {
+    "a padding token that is added": brought(tokenizer={"pad_token": "<pad>"}),
+    "tokens that are added": brought(tokenizer={"additional_special_tokens": ["<tool>"]}),
+    "tokens at places of their own": brought(
+        tokenizer={"added_tokens_decoder": {"300": {"content": "<image>", "special": True}}}
+    ),
+    "a file of added tokens": brought(files=lambda path: change_json(path / "added_tokens.json", **{"<tool>": 258})),
+}
+ODD: tuple[Any, ...] = (None, "x", -1, 0, True, [], 3, 1 << 40, ...)
+"""Values for every field of a configuration; the last takes it out."""
+FUZZED = ("llama", "deepseek_v2-lora")
 
 
 def spec_of(directory: Path) -> JobSpec:
@@ -185,6 +218,21 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def planned(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+TOKENIZING: dict[str, Callable[[Path], Any]] = {
+    "preparation": prepared,
+    "converted file by file": streamed,
+    "engine": lambda path: load_model(path, TEACHER),
+    "vLLM": lambda path: describe_model(path, TEACHER),
+    "calibration": lambda path: next(read_calibration_text(str(path), ["builtin:python-stdlib"], 64)),
+    "depths": lambda path: analyze("", planned(path), str(path), [], AnalysisOptions()),
+}
+
+
 def logits_of(model: Any) -> torch.Tensor:
     if isinstance(model, MeasuredStudent):
         gathered: torch.Tensor = model(logits_of)
@@ -215,3 +263,45 @@ def test_every_way_refuses_what_is_incomplete(name: str, tmp_path: Path) -> None
     for way, load in WAYS.items():
         with pytest.raises(ModelError, match=complaint):
             pytest.fail(f"{way} took {load(tmp_path / 'model')}")
+
+
+@pytest.mark.parametrize("name", UNEMBEDDED)
+def test_every_way_refuses_ids_that_are_not_embedded(name: str, tmp_path: Path) -> None:
+    UNEMBEDDED[name](tmp_path / "model")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab()
+    highest = max(loaded.values())
+    assert highest >= 258, "this transformers adds it"
+    for way, load in TOKENIZING.items():
+        with pytest.raises(ModelError, match=rf"makes ids up to {highest} .*vocab_size is 258"):
+            pytest.fail(f"{way} took {load(tmp_path / 'model')}")
+
+
+@pytest.mark.parametrize("family", FUZZED)
+def test_odd_values_of_a_configuration_are_refused_in_a_sentence(family: str, tmp_path: Path) -> None:
+    """A model with an odd value loads and runs, or an error names the file."""
+    family_teacher(family).save_pretrained(tmp_path)
+    good = json.loads((tmp_path / "config.json").read_text())
+    rope = good["rope_parameters"]
+    cases = [{key: value} for key in good.keys() - {"transformers_version"} for value in ODD]
+    cases += [{"rope_parameters": rope | {key: value}} for key in rope for value in ODD[:-1]]
+    for case in cases:
+        change_json(tmp_path / "config.json", **good | case)
+        for work in (run_lazy, lambda path: describe_model(path, TEACHER), plan):
+            refusal = refusal_of(work, tmp_path, case)
+            assert refusal is None or ("config.json" in refusal and "\n" not in refusal), refusal
+
+
+def run_lazy(directory: Path) -> None:
+    lazy = LazyStudent.open(directory, {}, **STUDENT)
+    lazy.fill(lazy.model)
+    logits_of(lazy.model)
+
+
+def refusal_of(work: Callable[[Path], object], path: Path, case: dict[str, Any]) -> str | None:
+    try:
+        work(path)
+    except InvalidInputError as error:
+        return error.message
+    except Exception as error:
+        pytest.fail(f"{case} ended as {type(error).__name__}: {error}")
+    return None

@@ -324,7 +324,7 @@ def test_outputs_in_use_and_other_models_tokenizers_are_refused(tmp_path: Path) 
         with pytest.raises(ConflictError, match="exists and is not empty"):
             function(tmp_path / "no-such-model", tmp_path / "output")
     save(random_teacher(vocab_size=200, bos_token_id=1, eos_token_id=2), tmp_path / "teacher")
-    with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
+    with pytest.raises(ModelError, match=r"makes ids up to 257 .*vocab_size is 200"):
         convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **SHAPE)
 
 

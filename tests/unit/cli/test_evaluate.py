@@ -150,7 +150,7 @@ def test_what_cannot_be_measured_is_said(student: Path, corpus: Path, tmp_path: 
         (artifact, (), "name text to measure on with --data"),  # a job does not keep what its teacher has written
         (student, ("--data", "/nowhere.txt"), "/nowhere.txt"),
         (tmp_path / "dense", ("--data", corpus), "holds a llama model, which has no student"),
-        (tmp_path / "empty", ("--data", corpus), "holds no model"),
+        (tmp_path / "empty", ("--data", corpus), "there is no config.json"),
     ):
         result = run(directory, *arguments)
         assert (result.exit_code, message in " ".join(result.output.split())) == (1, True), result.output

@@ -6,7 +6,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +19,12 @@ import ray
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.jobs import distill
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import refuse_unshared_store
 from swiftkv_platform.jobs.ray_train import _Trainer
 from swiftkv_platform.orchestration.reconciler import Entrypoint
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.requirements import required_module
 from tests.unit.jobs.attempts import request, said
@@ -162,3 +166,21 @@ def test_offline_files_of_the_tracked_run_are_in_the_store(tmp_path: Path, monke
         assert any(name.startswith(made) for name in keys)
     (local,) = (tmp_path / "home" / "tracking" / "job" / "wandb").glob("offline-run-*/run-run-1.wandb")
     assert store.get_bytes(keys["run-run-1.wandb"]) == local.read_bytes(), "the newest state of the file"
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_a_job_here_that_is_told_to_end_leaves_nothing(
+    told: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: Any) -> None:
+        assert list(tmp_path.glob("distill-*"))
+        os.kill(os.getpid(), told)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(distill, "_local_ray", lambda spec: nullcontext())
+    monkeypatch.setattr(distill, "distill", work)
+    before = signal.getsignal(told)
+    with pytest.raises(SystemExit, match="143"):
+        distill.run_local(JobSpec(name="here"), tmp_path / "output")
+    assert signal.getsignal(told) == before
+    assert not list(tmp_path.iterdir())

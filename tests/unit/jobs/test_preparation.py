@@ -77,7 +77,7 @@ def test_what_was_found_is_said_in_sentences(job: Job) -> None:
     job.write([{"text": "one document"}])
     with pytest.raises(DataError, match="no held-out text") as caught:
         prepare(request(1, job.spec(**COPIED)), job.store.uri)
-    assert caught.value.field == "data.validation_fraction"
+    assert caught.value.field == "data.sources", "a larger share of one document is as little"
 
 
 @pytest.fixture

@@ -87,13 +87,20 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
         (None, "cannot be read"),
         ("{", "no JSON"),
         ("[]", "no object"),
-        ("{}", "num_hidden_layers None"),
-        ('{"num_hidden_layers": 1}', "num_hidden_layers 1"),
-        (json.dumps(llama_config(12, model_type="gpt2")), "gpt2"),
+        ("{}", "its config.json has model_type None"),
+        (json.dumps(llama_config(1)), "num_hidden_layers 1"),
+        (json.dumps(llama_config(12, hidden_act=3)), "its config.json has hidden_act 3; a name is accepted"),
+        (json.dumps(llama_config(1 << 30)), r"num_hidden_layers 1073741824; 1\.\.1024 is accepted"),
+        (json.dumps(llama_config(12, model_type="gpt2")), r"gpt2.*deepseek_v2, llama"),
+        *(
+            (json.dumps(llama_config(12, quantization_config={"quant_method": method})), f"{method}.*FP8 as fbgemm_fp8")
+            for method in ("gptq", "awq", "bitsandbytes", "mxfp4", "compressed-tensors")
+        ),
     ):
         if config is not None:
             (tmp_path / "config.json").write_text(config)
-        found = refused(ModelError, complaint, model={"name_or_path": str(tmp_path)})
+        sources = [{"name_or_path": str(tmp_path / "missing.jsonl")}]  # the model comes first
+        found = refused(ModelError, complaint, model={"name_or_path": str(tmp_path)}, data={"sources": sources})
         assert found[0] == "model.name_or_path"
     for name in ("/missing/model", "./missing", "a/b/c", "builtin:other", "s3://bucket/missing"):
         refused(ModelError, ".", model={"name_or_path": name})

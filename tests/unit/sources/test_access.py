@@ -7,6 +7,7 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources import NO_RULES, SourceRules
+from swiftkv_platform.sources.relative import absolute_change, absolute_paths, refuse_relative_paths
 from swiftkv_platform.specs import JobSpec
 
 
@@ -84,3 +85,39 @@ def test_tasks_neither_run_code_nor_read_what_is_closed(shelves: Path, task: dic
     allowed = {"name": "builtin:mmlu", "data_dir": f"{shelves}/acme/data"}
     open_ = {**document, "evaluation": {"tasks": ["gsm8k", allowed]}}
     rules(shelves).access("acme").check(JobSpec.model_validate(open_))
+
+
+RELATIVE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("model.name_or_path", {"model": {"name_or_path": "./teacher"}}),
+    ("model.name_or_path", {"model": {"name_or_path": "here/teacher"}}),
+    ("data.sources[0].name_or_path", {"data": {"sources": [{"name_or_path": "rows.jsonl"}]}}),
+    ("data.sources[0].name_or_path", {"data": {"sources": [{"name_or_path": "../rows"}]}}),
+    ("evaluation.tasks[0]", {"evaluation": {"tasks": ["task.yaml"]}}),
+    ("evaluation.tasks[0].data_dir", {"evaluation": {"tasks": [{"name": "builtin:gsm8k", "data_dir": "samples"}]}}),
+)
+
+
+@pytest.mark.parametrize(("field", "sections"), RELATIVE)
+def test_relative_paths_are_the_callers_and_nobody_elses(
+    field: str, sections: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "teacher").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    given = JobSpec.model_validate({"name": "t", **sections})
+    with pytest.raises(InvalidInputError, match=r"a relative path, .* use an absolute path") as caught:
+        refuse_relative_paths(given, relative_paths=True)
+    assert caught.value.field == field
+    seen = absolute_paths(given)
+    refuse_relative_paths(seen, relative_paths=True)
+    assert str(tmp_path.parent) in seen.model_dump_json()
+    assert absolute_paths(seen) == seen
+
+
+def test_other_names_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/teacher", "builtin:python-5m", "s3://bucket/model", "/models/teacher"):
+        given = spec(name)
+        assert absolute_paths(given) is given
+    assert absolute_change("model.name_or_path", "./teacher") == str(tmp_path / "teacher")
+    assert absolute_change("data.sources", [{"name_or_path": "a.txt"}]) == [{"name_or_path": str(tmp_path / "a.txt")}]
+    assert absolute_change("training.max_steps", 3) == 3

@@ -1,0 +1,185 @@
+"""Values of `config.json` and `generation_config.json` that a model of a known family can have. Imports no torch.
+
+The control plane and the workers ask here, so that both refuse alike what transformers refuses, or what would fail
+later. Keys that are not listed are left to transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.planning.config import FIELD
+
+MAX_LAYERS = 1024
+"""Layers of a model; every one of them is made when a configuration is read."""
+_MAX_COUNT = (1 << 31) - 1
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_FP8_METHODS = ("fbgemm_fp8", "fp8")
+
+_COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
+_OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "sliding_window")
+_OPTIONAL_COUNTS += ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+_OPTIONAL_COUNTS += ("moe_intermediate_size", "decoder_sparse_step", "n_group", "topk_group")
+_OPTIONAL_COUNTS += ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_FRACTIONS = ("initializer_range", "attention_dropout")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ROPE_COUNTS = ("original_max_position_embeddings",)
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_PROBABILITIES = ("top_p", "min_p", "typical_p")
+_POSITIVE = ("temperature", "repetition_penalty")
+
+
+def check_family(config: Mapping[str, Any], families: Iterable[str]) -> None:
+    """Raises `ModelError` for a `model_type` that is not among `families`, nor a student of one."""
+    model_type = config.get("model_type")
+    known = sorted(families)
+    if not isinstance(model_type, str) or model_type.removesuffix("_swiftkv") not in known:
+        raise ModelError(
+            f"config.json has model_type {model_type!r}, and no SwiftKV family is of that type; there are "
+            f"{', '.join(known)}",
+            field=FIELD,
+            value=model_type,
+        )
+
+
+def has_fp8_weights(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration announces FP8 weights. Raises `ModelError`: another quantisation."""
+    fields = config.get("quantization_config")
+    if fields is None or fields == {}:
+        return False
+    if not isinstance(fields, Mapping):
+        raise _refused("config.json", "quantization_config", fields, "an object or null is accepted")
+    method = fields.get("quant_method")
+    if method in _FP8_METHODS or (method == "compressed-tensors" and _is_float8(fields)):
+        return True
+    form = f" (format {fields['format']!r})" if "format" in fields else ""
+    raise ModelError(
+        f"config.json has quantization_config.quant_method {method!r}{form}, which is not supported; use unquantised "
+        "safetensors, or FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights",
+        field=FIELD,
+        value=method,
+    )
+
+
+def _is_float8(fields: Mapping[str, Any]) -> bool:
+    groups = fields.get("config_groups")
+    found = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)] if groups else []
+    weights = [each for each in found if isinstance(each, Mapping)]
+    return bool(weights) and all(each.get("type") == "float" and each.get("num_bits") == 8 for each in weights)
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Check a `config.json` of a known family. Absent keys mean what transformers takes them to mean. Raises
+    `ModelError`: naming the key, its value and what is accepted."""
+    values = _Values("config.json", config)
+    values.check(("num_hidden_layers",), _is_count(MAX_LAYERS), f"1..{MAX_LAYERS} is accepted")
+    values.check(_COUNTS, _is_count(), "a positive integer is accepted")
+    values.check(_OPTIONAL_COUNTS, _or_null(_is_count()), "a positive integer or null is accepted")
+    values.check(("rms_norm_eps",), _is_number(0, math.inf), "a number that is not negative is accepted")
+    values.check(_FRACTIONS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check(_FLAGS, lambda value: isinstance(value, bool), "true or false is accepted")
+    values.check(("hidden_act",), lambda value: isinstance(value, str), "a name is accepted")
+    values.check(("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPES)), f"one of {', '.join(_DTYPES)} is accepted")
+    values.check(("rope_theta",), _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
+    _check_token_ids(values)
+    _check_padding(config)
+    _check_heads(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), Mapping):
+            _check_rope(_Values("config.json", rope, f"{key}."))
+    has_fp8_weights(config)
+
+
+def check_generation_values(config: Mapping[str, Any]) -> None:
+    """Check a `generation_config.json`. Raises as `check_values`."""
+    values = _Values("generation_config.json", config)
+    _check_token_ids(values)
+    values.check(_PROBABILITIES, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
+    values.check(_POSITIVE, _or_null(_is_number(0, math.inf)), "a number that is not negative is accepted")
+    values.check(
+        ("do_sample", "use_cache"), _or_null(lambda value: isinstance(value, bool)), "true or false is accepted"
+    )
+    values.check(("top_k",), _or_null(_is_integer), "an integer is accepted")
+
+
+class _Values:
+    """Keys of a file, some of which may be below another key."""
+
+    def __init__(self, file: str, config: Mapping[str, Any], prefix: str = "") -> None:
+        self._file, self._config, self._prefix = file, config, prefix
+
+    def check(self, keys: Iterable[str], accepts: Callable[[Any], bool], accepted: str) -> None:
+        for key in keys:
+            if key in self._config and not accepts(self._config[key]):
+                raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
+
+
+def _check_token_ids(values: _Values) -> None:
+    values.check(
+        _TOKENS,
+        lambda value: _or_null(_is_integer)(value) or (isinstance(value, list) and all(map(_is_integer, value))),
+        "a token id, a list of them or null is accepted",
+    )
+
+
+def _check_padding(config: Mapping[str, Any]) -> None:
+    padding, size = config.get("pad_token_id"), config.get("vocab_size")
+    if isinstance(padding, int) and isinstance(size, int) and not -size <= padding < size:
+        raise _refused("config.json", "pad_token_id", padding, f"an id below vocab_size {size} or null is accepted")
+
+
+def _check_heads(config: Mapping[str, Any]) -> None:
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise _refused(
+            "config.json", "num_key_value_heads", shared, f"a divisor of num_attention_heads {heads} is accepted"
+        )
+
+
+def _check_rope(values: _Values) -> None:
+    values.check(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
+    values.check(("rope_type", "type"), lambda value: isinstance(value, str), "a name is accepted")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_count(most: int = _MAX_COUNT) -> Callable[[Any], bool]:
+    return lambda value: _is_integer(value) and 1 <= value <= most
+
+
+def _is_number(least: float, most: float, *, above: bool = False) -> Callable[[Any], bool]:
+    def accepts(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        return least <= value <= most and not (above and value == least)
+
+    return accepts
+
+
+def _is_one_of(names: Collection[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _or_null(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _refused(file: str, key: str, value: Any, accepted: str) -> ModelError:
+    return ModelError(f"{file} has {key} {_short(value)}; {accepted}", field=key, value=value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,5 +1,5 @@
-"""Uses of uploaded files, models and other jobs' objects by jobs. They are written when a job is stored, so that nothing
-has to look through specs to know who uses a thing.
+"""Uses of uploaded files, models and other jobs' objects by jobs. They are written when a job is stored, so that
+nothing has to look through specs to know who uses a thing.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class Settings(BaseSettings):
     """Places that jobs may publish models to, `{tenant}` standing for the caller's: `hf://organization`,
     `s3://bucket/prefix`, directories. None by default: the workers write there with their own credentials."""
     allow_code_tasks: bool = False
-    """Let tasks of an evaluation run the code that a model writes (HumanEval, MBPP), on the workers and with what they
-    may reach."""
+    """Let tasks of an evaluation run text as code, such as what a model writes (HumanEval, MBPP, tasks that hand
+    answers to sympy) or a metric of the hub, on the workers and with what they may reach."""
     model_cache_bytes: Annotated[int, Field(ge=0)] = 0
     """Bytes of models that a machine keeps for its replicas, at `{home}/models`; read where replicas run. With 0 each
     replica, and each swap, fetches its model again."""

@@ -1,5 +1,6 @@
 """Sources, models and tasks of a tenant stay within its roots, run no code and reach no socket."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ import pytest
 
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.evaluation.harness import trust
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
+from swiftkv_platform.evaluation.harness.trust import why_untrusted
 from swiftkv_platform.model import convert
 from swiftkv_platform.sources import Access, SourceRules
-from swiftkv_platform.specs import DataSourceSpec, EvaluationSpec, JobSpec
+from swiftkv_platform.specs import PAPER_TASKS, DataSourceSpec, EvaluationSpec, JobSpec
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.security.hostile_sources import (
     CANARY,
@@ -211,6 +214,50 @@ def test_tasks_that_run_generated_code_are_the_operators_to_allow() -> None:
         assert caught.value.value == name
         [task] = resolve_tasks([name], access=SourceRules((), code_tasks=True).access(TENANT))
         assert task.runs_code
+
+
+TRUSTED = (
+    *("mmlu", "gsm8k", "hellaswag", "winogrande", "ai2_arc", "truthfulqa_mc2", "truthfulqa_gen", "bbh", "mmlu_pro"),
+    *("gpqa", "drop", "triviaqa", "wikitext", "lambada", "squad_completion", "ifeval", "mgsm_direct"),
+    *(task.name for task in PAPER_TASKS),
+)
+UNTRUSTED = {
+    **dict.fromkeys(("minerva_math", "math_word_problems"), "minerva_math/utils.py imports"),
+    **dict.fromkeys(("leaderboard_math_hard", "leaderboard"), "leaderboard/math/utils.py imports sympy"),
+    "putnam_axiom": "putnam_axiom/utils.py imports sympy",
+    "non_greedy_robustness_math_algebra": "score/math/math_grader.py imports sympy",
+    "squadv2": "squadv2/task.py imports evaluate",
+    "xquad_de": "xquad/utils.py imports evaluate",
+    "wmt-ro-en-t5-prompt": "its metric 'wer' is fetched as code",
+    "afrimmlu_direct_amh_prompt_1": "its metric 'f1' is fetched as code",
+    "pisa": "pisa/utils.py imports openai",
+    "humaneval": "marks it as unsafe",
+}
+RUNS_CODE = re.compile(
+    r"^\s*(import|from) (sympy|math_verify|latex2sympy|subprocess|pickle|openai|evaluate|multiprocessing)\b"
+    r"|evaluate\.load\(|[^.\w](exec|eval)\(|os\.system\(",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.slow("the harness takes seconds to import and to read its index")
+def test_tasks_are_trusted_by_what_their_scorers_import() -> None:
+    """The harness marks few of those that run text as code."""
+    from swiftkv_platform.evaluation.harness.tasks import task_manager
+
+    found = {name: why_untrusted(name, task_manager(True)) for name in (*TRUSTED, *UNTRUSTED)}
+    assert {name: why for name, why in found.items() if name in TRUSTED and why} == {}
+    assert {name: why for name, why in found.items() if name in UNTRUSTED and UNTRUSTED[name] not in str(why)} == {}
+
+
+@pytest.mark.slow("the harness takes seconds to import and to read its index")
+def test_no_file_of_the_installed_harness_that_runs_text_is_trusted() -> None:
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__path__[0])
+    files = [file for file in root.rglob("*.py") if file.parent != root and RUNS_CODE.search(file.read_text())]
+    assert len(files) > 20
+    assert [file for file in files if trust._why_file(file) is None] == []
 
 
 @pytest.mark.slow("the harness takes seconds to import and to read its index")

@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness import ifeval, tool_calls
+from swiftkv_platform.evaluation.harness.trust import why_untrusted
 from swiftkv_platform.sources import OPEN, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
@@ -41,7 +42,7 @@ class Task:
     source: str | Mapping[str, Any]
     """A name that the harness knows, or the configuration of a task, or of a group that holds those of its tasks."""
     runs_code: bool = False
-    """Whether it runs the code that the model writes; only where the operator allows that."""
+    """Whether it may run text as code; only where the operator allows that."""
 
 
 def resolve_tasks(specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None, access: Access = OPEN) -> list[Task]:
@@ -90,35 +91,29 @@ def _sandbox_templates() -> None:
 
 
 def _allowed(task: Task, access: Access) -> Task:
-    """`task`, marked if it runs code. Raises `InvalidInputError` if it may not."""
-    if not _runs_code(task.source):
+    """`task`, marked if it may run code. Raises `InvalidInputError` if it may not."""
+    if isinstance(task.source, str):
+        with named(task.spec):
+            why = why_untrusted(task.source, task_manager(True))
+    else:  # a file of the job's own, or a task of this package
+        why = "it is marked as unsafe" if _is_marked(task.source) else None
+    if why is None:
         return task
     if not access.code_tasks:
         raise InvalidInputError(
-            f"{FIELD}: {task.spec.name!r} runs the code that the model writes, which this platform's operator does not "
-            "allow (SWIFTKV_ALLOW_CODE_TASKS)",
+            f"{FIELD}: {task.spec.name!r} may run text as code, such as what the model writes ({why}), which this "
+            "platform's operator does not allow (SWIFTKV_ALLOW_CODE_TASKS); use a task that compares text",
             field=FIELD,
             value=task.spec.name,
         )
     return replace(task, runs_code=True)
 
 
-def _runs_code(source: str | Mapping[str, Any]) -> bool:
-    """Whether a task, or one of a group's or a tag's, is marked as running generated code."""
-    pending, seen = [source], set[str]()
-    while pending:
-        each = pending.pop()
-        if isinstance(each, Mapping):
-            if each.get("unsafe_code"):
-                return True
-            members = each.get("task")
-            pending += members if isinstance(members, list) else []
-            each = str(each.get("group") or each.get("task"))
-        if each not in seen:
-            seen.add(each)
-            entry = task_manager(True).task_index.get(each) if isinstance(source, str) else None
-            pending += [] if entry is None else [*entry.tags, entry.cfg or {}]
-    return False
+def _is_marked(source: Mapping[str, Any]) -> bool:
+    """Whether a task's configuration, or one of a group's, says that it runs generated code."""
+    members = source.get("task")
+    inner = members if isinstance(members, list) else []
+    return bool(source.get("unsafe_code")) or any(_is_marked(each) for each in inner if isinstance(each, Mapping))
 
 
 def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:

@@ -1,7 +1,5 @@
 """A real Chromium, as fixtures that test modules import."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import closing

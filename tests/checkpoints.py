@@ -1,7 +1,5 @@
 """Checkpoints of tiny models, written and changed for tests of conversion."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The control plane's parts on a real database and object store, with clusters that a test commands."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

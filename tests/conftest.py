@@ -1,7 +1,5 @@
 """Shared fixtures, made here so that no test needs a network or a download."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import inspect

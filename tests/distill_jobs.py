@@ -1,7 +1,5 @@
 """Attempts of a small distillation job as a Ray Job runs them: started, watched and looked into."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

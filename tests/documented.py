@@ -1,7 +1,5 @@
 """Commands and code that the documentation shows, page by page."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Contents of infra/, read for the tests that hold it to the code."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

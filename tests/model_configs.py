@@ -1,7 +1,5 @@
 """Plain `config.json` contents, for what reads no weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

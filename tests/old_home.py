@@ -1,7 +1,5 @@
 """Objects of the attempts of version 0.1.0, out of the home directory that it has written."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from functools import cache

@@ -1,7 +1,5 @@
 """A receiver of OpenTelemetry's spans on this machine: OTLP over HTTP, as exporters send it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

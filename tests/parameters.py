@@ -1,7 +1,5 @@
 """Parameters of tests: few cases of a product, and the others in the soak."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any

@@ -1,7 +1,5 @@
 """A PostgreSQL server for tests: the one that `SWIFTKV_TEST_POSTGRES_URL` names, else one started for the session."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Programs of Prometheus, of Debian's package `prometheus`, and a server of a test's own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """A real Ray in processes of its own, with ports, home, token and temporary directory of its own."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

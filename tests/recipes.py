@@ -1,7 +1,5 @@
 """The specs that ship with the package, and the shapes of the teachers they name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

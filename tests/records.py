@@ -1,7 +1,5 @@
 """Jobs, events and models as tests of the database store them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

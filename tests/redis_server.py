@@ -1,7 +1,5 @@
 """A Redis server of a test's own, of Debian's package `redis-server`."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

@@ -4,8 +4,6 @@ It shares no code with the project: tests compare the project's model against it
 head (biases, head norms, sliding windows) and latent attention, dense and mixture-of-experts MLPs.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Handling of a missing program or package: a skip on a contributor's machine, a failure in continuous integration."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any, NoReturn

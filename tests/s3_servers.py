@@ -1,7 +1,5 @@
 """Real S3 servers for tests: rclone over a directory, SeaweedFS, and moto, with the environment that clients need."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """An ASGI application behind a real socket, for clients that want one."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Calls that are made at the same time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Random teachers small enough for a test."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Training text as files, and what a job makes of it, for the tests of the data pipeline."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

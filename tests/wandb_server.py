@@ -1,7 +1,5 @@
 """A W&B server on this machine: the requests of wandb's own client, over HTTP, with outages by request."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Scenes of the dashboard: jobs, models and deployments of a control plane whose clusters a test commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

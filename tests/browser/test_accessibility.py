@@ -3,8 +3,6 @@
 With `SWIFTKV_SCREENSHOTS` the pages of the documentation are written to that directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The audit trail's page: entries are selected and paged, and only who may read them finds the way there."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

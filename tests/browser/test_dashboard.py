@@ -1,7 +1,5 @@
 """The dashboard in a real Chromium: a job from spec to report, the landing page, the theme, and the door of keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A new job, whose form and editor are in step, and the page of one: phases, log, checkpoints, worst measure."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

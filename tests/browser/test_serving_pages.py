@@ -1,7 +1,5 @@
 """Models, deployments and the playground."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """S3 servers that live for a whole test session; for a test, a store and an empty database of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4

@@ -1,7 +1,5 @@
 """Contract of adapters in an object store: published, fetched, and applied to a base that lies there too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from uuid import uuid4
 

@@ -1,7 +1,5 @@
 """Artifacts in object stores: whole or invisible, verified when they are fetched."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

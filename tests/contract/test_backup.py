@@ -1,7 +1,5 @@
 """Backup and restore, from each kind of database into the other: everything comes back, or nothing does."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import closing
 from dataclasses import replace

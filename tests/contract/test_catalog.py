@@ -1,7 +1,5 @@
 """Contract of a database for models, deployments, files and deliveries of webhooks: SQLite and PostgreSQL alike."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Data sources on real S3 servers: objects and prefixes, kept or streamed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import uuid

@@ -3,8 +3,6 @@
 Two processes reconcile on one database and one object store; Ray is a directory.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

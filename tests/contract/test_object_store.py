@@ -1,7 +1,5 @@
 """Contract of an object store: a directory, the in-memory fake, and three S3 servers."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 full disk. Nothing crashes, and what was accepted or said is there afterwards.
 """
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import tempfile

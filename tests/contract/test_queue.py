@@ -1,7 +1,5 @@
 """Contract of a database for its schema, the queue and leases: places given once. SQLite and PostgreSQL alike."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Contract of a database for jobs, events and metrics: SQLite and PostgreSQL alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

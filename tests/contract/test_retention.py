@@ -1,7 +1,5 @@
 """Contract of rows that are kept for a time: SQLite and PostgreSQL alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two control planes behind sockets on one PostgreSQL, asked by many clients at once. Only Ray is a stand-in."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

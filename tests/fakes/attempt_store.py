@@ -1,7 +1,5 @@
 """The worker's side of the attempt channel without a worker, through the real storage code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel

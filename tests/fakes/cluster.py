@@ -1,7 +1,5 @@
 """A training cluster in a dictionary. Passes the contract of the real one (tests/integration/test_control_plane.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Operators check devices as on a GPU, and a log tells what would make the host wa
 that code runs on a GPU's tensors, not that it is right.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """Models written as GGUF files, as llama.cpp's converter names and orders their tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

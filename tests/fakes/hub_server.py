@@ -1,7 +1,5 @@
 """A hub on this machine that speaks as much of its protocol as models need that are published or fetched."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """An object store in this process's memory. Passes the contract suite of the real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from obstore.store import MemoryStore

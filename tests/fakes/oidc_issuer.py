@@ -1,7 +1,5 @@
 """An OpenID Connect issuer on this machine: discovery document, key set, and tokens signed with real keys."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Real HTTP servers on free ports, and one whose answers a test writes down. No route of ours is known here."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

@@ -1,7 +1,5 @@
 """The Ray of the run, and patience with it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 The stand-in is described in `planes.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

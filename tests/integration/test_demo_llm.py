@@ -1,7 +1,5 @@
 """The short form of `swiftkv demo --model smollm2`: the real LLM through POST /jobs and `/v1/chat/completions`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

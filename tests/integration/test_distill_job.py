@@ -1,7 +1,5 @@
 """Whole attempts on a real Ray: what they prepare, refuse and leave behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A reader who types what docs/quickstart.md and docs/serving.md show, from top to bottom, with ids of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

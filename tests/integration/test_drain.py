@@ -1,8 +1,6 @@
 """SIGTERM drains a node for as long as the variable of the Kubernetes manifests says, whatever Ray's own 30 s are, and
 an attempt that trains there checkpoints meanwhile."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job over several nodes of one Ray, which lose a node and gain one."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

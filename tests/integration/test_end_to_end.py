@@ -1,7 +1,5 @@
 """The whole path over HTTP, every part real: a job through POST /jobs, its model deployed, /generate, cancellation."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -2,8 +2,6 @@
 tenant's root or connects to a socket. Every process of that Ray notes what it opens and where it connects.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

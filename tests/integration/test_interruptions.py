@@ -4,8 +4,6 @@ been.
 `SWIFTKV_SEED` chooses the steps at which it happens; `make soak` tries several.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 10 kills of each database, 200 with `SWIFTKV_SOAK=1`; `SWIFTKV_SEED` draws other moments.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

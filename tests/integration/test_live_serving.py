@@ -1,7 +1,5 @@
 """A deployment under load on Ray Serve: swapped, killed, drained, scaled; every answer is one of a version's own."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Ray's head is killed under a running job and started again: the job goes on, and the orphan goes unheard."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

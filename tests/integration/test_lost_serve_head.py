@@ -1,8 +1,6 @@
 """The head of a cluster that serves is killed under load, with Redis behind it: its workers answer on meanwhile, and a
 new head knows all that the one before did."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial

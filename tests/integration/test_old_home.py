@@ -4,8 +4,6 @@
 d4594dd: a tiny random teacher, a job that ended, its model deployed, and a paused job.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import tarfile
 from collections.abc import Iterator

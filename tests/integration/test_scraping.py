@@ -1,7 +1,5 @@
 """Metrics of every replica reach a real Prometheus, which finds Ray's nodes and no replica."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing

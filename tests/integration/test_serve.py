@@ -1,7 +1,5 @@
 """Ray Serve for real: deployments by `RayServe`, `/generate` over HTTP, a corrupt artifact refused, lost clients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sweep on a real Ray: every trial trained and measured, the choice published, nothing done twice."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

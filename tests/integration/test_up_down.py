@@ -1,7 +1,5 @@
 """`swiftkv up`, `status` and `down` with a real Ray: idempotent, mending, and gone without a trace."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

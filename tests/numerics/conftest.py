@@ -1,7 +1,5 @@
 """Set-up that the tests of numbers share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

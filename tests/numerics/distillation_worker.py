@@ -1,7 +1,5 @@
 """Small distillation runs over real process groups; a module of its own, so that spawned workers find it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 workers find it.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Workers of a process group, forked from a server that has imported what they run."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Adapters: what a student changes is written apart, and with its base it is the full artifact to the bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The calibrated start: exact where an exact answer exists, better than copying elsewhere, additive over workers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

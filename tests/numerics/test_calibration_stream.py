@@ -1,8 +1,6 @@
 """Starts made layer by layer from disk: the calibrated one is that of a model in memory, for every family, and the
 refitted one fits output projections, layer after layer, to the student's own states."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

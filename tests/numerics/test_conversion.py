@@ -1,8 +1,6 @@
 """Students written file by file equal those made in memory, bit for bit; exports lose the teacher and nothing else.
 Faults of a checkpoint are reported before weights are read, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 had not been.
 """
 
-from __future__ import annotations
-
 import shutil
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training step but for its backward pass, and evaluation, on a GPU's tensors, which are fake: devices agree."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Students whose deep tokens keep their own K and V: however they run, it is what the second implementation does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

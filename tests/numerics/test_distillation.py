@@ -1,7 +1,5 @@
 """The training step against its definition, and against itself cut, spread and resumed in other ways."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

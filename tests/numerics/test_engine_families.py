@@ -1,7 +1,5 @@
 """The engine on every family: chunks, batches, windows, latents and expert layers give the plain forward's tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 SWIFTKV_SCHEDULES=1000 python -m pytest tests/numerics/test_engine_schedules.py
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

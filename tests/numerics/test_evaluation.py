@@ -1,7 +1,5 @@
 """The report agrees with a naive computation over whole logits and plain decoding, costs included."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Every family: both modes equal a second implementation, teacher mode the family's own class, and each way to decode
 gives the tokens of the plain forward pass."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every decoding mode of transformers gives what it gives without a cache, or refuses; and how deep each token goes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Threshold early exit in `generate()`: the rows that exit, the token's origin, and no effect on other rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Teachers in GGUF files: the same model as the one that was written, in a directory that everything else takes."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 tasks run over local files alone.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

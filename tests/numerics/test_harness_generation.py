@@ -2,8 +2,6 @@
 of a student in memory, whatever else runs beside them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Planned bytes of a job's teacher, start, checkpoint and artifact: those that are written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 and train as from the whole.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

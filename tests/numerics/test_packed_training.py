@@ -1,7 +1,5 @@
 """Packing changes no loss and no gradient, and no token sees another sample: every family, both attention backends."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

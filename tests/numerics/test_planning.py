@@ -1,7 +1,5 @@
 """Plans against what really runs: FLOPs of forward passes as PyTorch counts them, bytes of real caches."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

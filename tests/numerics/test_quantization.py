@@ -1,7 +1,5 @@
 """Keys and values in 8 bits: how near they come back, what a row weighs, and what becomes of odd rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

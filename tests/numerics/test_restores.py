@@ -1,7 +1,5 @@
 """Bytes of a checkpoint that workers read when they go on from it, counted at the store."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Rows divided among workers by their tokens: the losses and gradients of whole rows, packed samples kept apart."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

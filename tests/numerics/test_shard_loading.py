@@ -1,7 +1,5 @@
 """A tensor-parallel rank reads its own part of a checkpoint, and holds what it would have kept of the whole model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

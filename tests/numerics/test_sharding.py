@@ -4,8 +4,6 @@ In the soak each strategy takes 20 steps at 1 and 2 workers with micro batches o
 with 2 workers.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from itertools import product

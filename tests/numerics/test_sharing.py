@@ -1,7 +1,5 @@
 """Other key-value heads than the teacher's above layer l (paper, appendix C): values, cache, starts, round trips."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SimScore against equation 1 written out, the rules on top of it, and the analysis of a real model over real text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts, from the exit head and from the text: the answer of `off` token for token, whatever they come to."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

@@ -3,8 +3,6 @@
 SWIFTKV_SCHEDULES=1000 python -m pytest tests/numerics/test_structured_schedules.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

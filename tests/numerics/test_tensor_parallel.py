@@ -1,7 +1,5 @@
 """Two processes that share a model over gloo answer as one does, whatever the schedule and the family."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Training plans against real steps of the fork: FLOPs as PyTorch counts them, live bytes as its profiler does."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Control planes with keys and tenants, behind a socket, whose deployments many threads may change at once."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The audit trail: what was changed by whom, and who was refused; with the change or not at all, and bounded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 refuses, and nothing of it is stored.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import nullcontext

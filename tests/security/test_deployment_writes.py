@@ -1,7 +1,5 @@
 """Changes of deployments and aliases that are made at once: none is lost, and what contradicts another is refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

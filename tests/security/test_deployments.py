@@ -1,7 +1,5 @@
 """Routes of deployments: no tenant takes, shadows or learns of another's, and a proxied prompt never ends in a 5xx."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Key and tenants files that break while a server runs, the time that keys are good for, and their last uses."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Logs of any length: read in pieces, kept within a bound, and followed by reading what is new."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Hostile requests to a replica: refused by their size, before they are tokenized and beside the engine's thread."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

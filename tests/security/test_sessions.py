@@ -1,7 +1,5 @@
 """The dashboard's sessions: an opaque id in the cookie, nothing that opens anything in the database."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from dataclasses import dataclass

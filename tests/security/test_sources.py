@@ -1,7 +1,5 @@
 """Sources, models and tasks of a tenant stay within its roots, run no code and reach no socket."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

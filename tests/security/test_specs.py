@@ -1,7 +1,5 @@
 """Names that nothing could have, organisations of the hub and sizes that the operator limits are refused by field."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

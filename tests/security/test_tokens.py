@@ -1,7 +1,5 @@
 """Tokens of an issuer, over HTTP from a real one: who is let in, what attackers send, and an issuer that is away."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

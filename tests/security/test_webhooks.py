@@ -1,7 +1,5 @@
 """Receivers of webhooks that do not play along: none delays another's deliveries, and each has a bounded time."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator

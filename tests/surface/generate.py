@@ -1,7 +1,5 @@
 """`/generate` and its like over ASGI, on whichever real engine the fixtures `engine` and `idle` give."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

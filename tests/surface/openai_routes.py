@@ -1,7 +1,5 @@
 """OpenAI's routes by OpenAI's own client, on whichever real engine the fixture `engine` gives."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

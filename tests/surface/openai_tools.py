@@ -1,7 +1,5 @@
 """Tools by OpenAI's own client, on whichever real engine the fixture `engine` gives, with random weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A replica's application around an engine of the test's own, clients that ask it over ASGI, and models to serve."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

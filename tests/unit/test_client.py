@@ -1,7 +1,5 @@
 """The HTTP client against real sockets: retries, errors, events over broken connections, streamed generation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

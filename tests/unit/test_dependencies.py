@@ -1,7 +1,5 @@
 """Installations without extras, import names, and what is missing on a machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile

@@ -1,7 +1,5 @@
 """Each field of the deployment spec is in every form that derives from it, with the same bounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The documentation and the shape of the code: the site builds, trails lead on, docstrings stand alone, no circles."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

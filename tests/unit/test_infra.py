@@ -1,7 +1,5 @@
 """Images, settings, compose and monitoring in infra/ agree with the code. Nothing is started."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

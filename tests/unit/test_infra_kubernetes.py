@@ -1,7 +1,5 @@
 """Manifests in infra/kubernetes agree with the schemas of what reads them, and with the code. Nothing is started."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Requests come from the code that asks Ray for them. Nothing is started.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Renderings of infra/kubernetes by kustomize follow the schemas of Kubernetes and KubeRay. Nothing is applied."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -1,7 +1,5 @@
 """Alerts, dashboards and what Prometheus scrapes name metrics, labels and ports that the code has."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """No page of a server loads anything from another host: machines without network show them whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from html.parser import HTMLParser
 from urllib.parse import urljoin, urlsplit

@@ -1,7 +1,5 @@
 """Traces of jobs, received over OTLP: one trace from POST /jobs to the phases of the attempt."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """The parts of the vLLM plugin that need no vLLM: versions, families, windows. The rest is in tests/outside."""
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess

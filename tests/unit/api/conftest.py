@@ -1,7 +1,5 @@
 """The real application on a real database, with a cluster that a test commands and loops that a test turns."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

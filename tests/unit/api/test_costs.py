@@ -1,7 +1,5 @@
 """Quotas, and time and money of a job: foreseen from jobs that were measured, counted while it runs, and capped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

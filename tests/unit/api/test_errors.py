@@ -1,7 +1,5 @@
 """Everything that is refused is a problem document that names what is wrong, and strangers are kept out."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Uploaded files over HTTP: kept whole or not at all, within limits, for as long as a job needs them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

@@ -1,7 +1,5 @@
 """OpenAI's fine-tuning API over the same jobs: driven by OpenAI's client, and held to its types."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

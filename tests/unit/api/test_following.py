@@ -1,7 +1,5 @@
 """Followers of a job's events: the tail that they share, its reads counted, and the jobs that are marked as watched."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Whatever the control plane's own description allows, and does not allow, is answered, and never with a 5xx."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The job routes: submitting, reading, cancelling, pausing, and what a job says and leaves."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

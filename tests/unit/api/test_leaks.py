@@ -1,7 +1,5 @@
 """Secrets that are planted everywhere the platform gets them from, and looked for everywhere it writes or answers."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

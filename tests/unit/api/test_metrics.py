@@ -1,7 +1,5 @@
 """`/metrics` and `/readyz`: all is counted once, asking often costs little, and loops that get nowhere are told of."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

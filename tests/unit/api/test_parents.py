@@ -1,7 +1,5 @@
 """Jobs that continue from models and checkpoints, and models that are made of checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models: aliases, rollbacks, lineage, comparisons, copies where the operator allows them, and deletions."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """API keys: no access without one, nothing beyond its scopes, nothing of another tenant's; over every route."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Webhooks from a job's change to a receiver that really listens: signed, again until they arrive, in order, once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

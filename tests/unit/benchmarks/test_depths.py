@@ -1,7 +1,5 @@
 """Points of the benchmark of depths."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`benchmarks.first_token` on a tiny student: a row a length, a figure for either mode."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

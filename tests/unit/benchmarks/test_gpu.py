@@ -1,7 +1,5 @@
 """The run for a GPU, on a CPU and a tiny model; with vLLM where SWIFTKV_TEST_VLLM_PYTHON names an interpreter."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

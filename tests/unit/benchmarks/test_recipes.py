@@ -1,7 +1,5 @@
 """Tables of docs/recipes.md: what the planner says now, beside the dry runs that are stored."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The serving benchmark: what is pure of it, and its parts on a tiny model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,8 +1,6 @@
 """vLLM behind a pipe: the worker with a stand-in for vLLM, and with vLLM itself where SWIFTKV_TEST_VLLM_PYTHON names an
 interpreter that has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The command line against a scripted control plane."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line against a scripted control plane: output, JSON, errors and exit codes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

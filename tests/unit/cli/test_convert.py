@@ -1,7 +1,5 @@
 """`swiftkv convert` and `swiftkv export` on real, tiny checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The parts of the demo that need no cluster: its spec, its home, its report, and its failing in order."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

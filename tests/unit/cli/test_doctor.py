@@ -1,7 +1,5 @@
 """`swiftkv doctor` on real faults: each is named, with what to do, and a machine without one has no failure."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

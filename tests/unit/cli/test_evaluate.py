@@ -1,7 +1,5 @@
 """`swiftkv evaluate` on directories, in this process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

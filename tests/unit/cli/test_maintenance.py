@@ -1,7 +1,5 @@
 """`swiftkv prune`, `backup` and `restore` on a real database and store."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

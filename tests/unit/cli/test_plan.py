@@ -1,7 +1,5 @@
 """`swiftkv plan` and `swiftkv analyze`, for every way to name a model."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

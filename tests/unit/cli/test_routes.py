@@ -1,7 +1,5 @@
 """Every route of the control plane's OpenAPI document has a method of the client and a command, which reach it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Input of editors and shells, and commands of the documentation: schema files, completion, what pages show."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Output for people: units and sentences, where `--json` has keys and numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

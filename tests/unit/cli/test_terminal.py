@@ -1,7 +1,5 @@
 """A job on a terminal and in a log file, and identifiers that no width of a terminal or pipe breaks or cuts."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

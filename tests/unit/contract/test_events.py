@@ -1,7 +1,5 @@
 """Events of attempts, reason codes and keys: stored, so they have one form for all versions."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

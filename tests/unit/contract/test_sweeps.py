@@ -1,7 +1,5 @@
 """Trials, frontier and choice of a sweep from given figures, and the autoscaling policy on what Serve hands it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

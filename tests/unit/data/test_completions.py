@@ -1,7 +1,5 @@
 """The built-in teacher answers prompts: the same ones from every writer, and never twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files

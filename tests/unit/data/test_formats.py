@@ -1,7 +1,5 @@
 """Rows of every supported layout become the same texts and conversations."""
 
-from __future__ import annotations
-
 import json
 import re
 from datetime import UTC, datetime

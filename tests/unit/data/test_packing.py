@@ -1,7 +1,5 @@
 """Packing loses nothing, mixes nothing, and a step number is all that the position in the data needs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain, pairwise
 

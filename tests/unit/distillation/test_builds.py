@@ -1,7 +1,5 @@
 """Locks that a killed process left in the cache of compiled extensions."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The turns of a run by its measurements of held-out KL, and the notes of them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

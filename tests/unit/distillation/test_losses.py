@@ -1,7 +1,5 @@
 """The chunked losses against their definitions, written naively."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate as a function of the step, and which parameters decay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Pieces of a checkpoint's tensors: rows of them, the bytes that those take, and what is noticed of damage."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from typing import Any

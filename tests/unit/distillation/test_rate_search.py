@@ -1,7 +1,5 @@
 """The search for a learning rate, over curves of what a few steps leave of the held-out KL."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

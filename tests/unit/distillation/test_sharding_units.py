@@ -1,7 +1,5 @@
 """Modules whose weights are gathered together, in every family, and the sizes that memory is planned with."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Uploads behind the training: what waits for what, and what a store that fails leaves behind."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny models and engines on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Many callers: each gets its own answer, none waits for the loop, a lost caller frees the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

@@ -1,8 +1,6 @@
 """Paged attention equals attention to the context written out, wherever its blocks lie: read by runs of slots, by the
 engine's own kernel, and by the block tables of `varlen_attn`, for which an operator of its signature stands here."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from pathlib import Path

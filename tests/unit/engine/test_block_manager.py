@@ -1,7 +1,5 @@
 """Blocks: counted, shared by prefix within a tenant, evicted least recently used first, laid next to each other."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Steps of the engine on a GPU's tensors, which are fake: devices agree, and the host waits as often as it must."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Incremental text: whole characters only, monotone, equal to decoding at once, cut at the first stop string."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Sequence

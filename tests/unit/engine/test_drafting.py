@@ -1,7 +1,5 @@
 """Choice of drafts: from the text, and by what drafts cost and how they fared."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Constraints: what is refused, what it may cost, and what a grammar does to one request and not to others."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

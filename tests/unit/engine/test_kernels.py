@@ -1,7 +1,5 @@
 """The engine's C++ operators compute what PyTorch's do; without a compiler the engine does without them."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The engine against transformers' own `generate()`, and what it refuses."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

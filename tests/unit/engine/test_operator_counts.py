@@ -4,8 +4,6 @@ Each operator is a kernel that the host launches, and a small model's step takes
 counted on fake CUDA tensors.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig

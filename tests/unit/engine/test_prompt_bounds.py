@@ -1,7 +1,5 @@
 """Bound on the bytes of text that a token can stand for: what is longer than that times the context never fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache

@@ -1,7 +1,5 @@
 """Tokens that may be drawn, how often, and that a seed and a position repeat one whatever else is in the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Scheduling: decodes before prompts, in line, within the budget; nothing starves and nothing deadlocks."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Tiny random models on disk: a dense Llama and its SwiftKV student."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

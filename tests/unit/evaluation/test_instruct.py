@@ -1,7 +1,5 @@
 """Measures that instruction-tuned models have by default, and the prompts they are asked: no model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Intervals of paired differences, held to known cases and to their own coverage."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Report and gates from given figures: no model."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """An attempt of a small job in this process, what it says, and a store that fails it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterable, Iterator

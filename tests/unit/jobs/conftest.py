@@ -1,7 +1,5 @@
 """A job for the tests of its phases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The newest checkpoint, and the ones that stay, on a real directory store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

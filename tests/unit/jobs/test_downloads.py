@@ -1,7 +1,5 @@
 """Origins of a teacher, and uploaded files on a worker: fetched from the attempt's store and held to their digest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

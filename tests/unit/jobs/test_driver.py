@@ -1,7 +1,5 @@
 """An attempt's process on the driver, before and around what its workers do: no cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Dry runs of the shipped recipes, and the plans that they are compared with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Events of a process as the control plane reads them, and the curve that an attempt leaves for its evaluation."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

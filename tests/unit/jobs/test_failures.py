@@ -1,7 +1,5 @@
 """Ray's exceptions in the words of an `error` event."""
 
-from __future__ import annotations
-
 import errno
 import pickle
 from typing import Any

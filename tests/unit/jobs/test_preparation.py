@@ -1,7 +1,5 @@
 """Inputs that a job's store keeps for a later attempt: rows, the calibrated start and the teacher's answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

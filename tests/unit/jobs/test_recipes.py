@@ -1,7 +1,5 @@
 """The specs that ship with the package: each fits the teacher it names, checked without network."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The phases before and after training, in this process: no Ray, a checkpoint written by hand."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rank 0's reports of its steps and checkpoints, a worker's utilisation, and the memory of its process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

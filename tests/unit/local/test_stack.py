@@ -1,7 +1,5 @@
 """A local stack: ports and directories, and background processes that are found by their mark and stopped."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

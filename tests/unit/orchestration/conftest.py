@@ -1,7 +1,5 @@
 """A control plane without a network: real database and attempt store, a cluster and a clock that a test commands."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of transitions, and the order of starts: fair between tenants, by priority, never beyond a quota."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The background loop, its lease, and how often it looks at a job."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Attempts that run for no job are stopped, and those that find no place give their slot back after a while."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

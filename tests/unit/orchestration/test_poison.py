@@ -2,8 +2,6 @@
 cannot be read hides no other. Nothing here fails for a cluster, store or database that is merely away.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs through the reconciler: submission, following, retries, and what a broken cluster does to them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

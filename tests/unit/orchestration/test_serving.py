@@ -1,7 +1,5 @@
 """Deployments: applied when they or what is served change, followed as the cluster reports them, deleted when gone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

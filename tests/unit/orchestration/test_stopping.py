@@ -1,7 +1,5 @@
 """Jobs that are cancelled, paused and resumed, or over their time; and workers of version 0.1.0."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

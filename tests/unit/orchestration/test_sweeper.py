@@ -1,7 +1,5 @@
 """The sweeper: bounded steps, crashes in between, two at a time, and weeks after which nothing has grown."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

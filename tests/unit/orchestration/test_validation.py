@@ -1,7 +1,5 @@
 """Refusals before anything runs, and how each names field, value and what is accepted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans of whole jobs: memory, disk, bytes moved and time of each phase, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of a prompt: the layer map, the paper's table 1 and KV figures, and what bad configurations are told."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

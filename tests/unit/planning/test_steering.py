@@ -1,7 +1,5 @@
 """Schedule of a run that is steered by its held-out KL: measurements and saves, counted as a run would make them."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans of training and serving follow their setup; the numerics tests hold them to real steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

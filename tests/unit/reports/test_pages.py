@@ -1,7 +1,5 @@
 """Pages of a report and the card of a model: complete, self-contained, readable by all, safe against odd names."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The key file, and signatures of webhooks by the published example of standardwebhooks.com."""
 
-from __future__ import annotations
-
 import json
 import stat
 import time

@@ -1,7 +1,5 @@
 """The native engine for the tests of the HTTP surface, which vLLM passes as well (`tests/outside/serve`)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A deployment without Ray: its application, the engine that it runs on, and the verified artifact that it loads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import closing

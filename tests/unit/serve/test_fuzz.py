@@ -1,7 +1,5 @@
 """Every route with any body, field or header, as its document allows and not: no answer of 500, and none left out."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The native engine behind `/generate` and its like, and what only it lets a test see."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports of a replica on its requests: counts on its page, in Ray and in the control plane, and spans of traces."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator

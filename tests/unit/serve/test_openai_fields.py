@@ -1,7 +1,5 @@
 """The table of request fields: complete against OpenAI's own types, obeyed by the bodies, and as the page says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

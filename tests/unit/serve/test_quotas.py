@@ -1,7 +1,5 @@
 """Limits of keys: even refill, reservations that are settled, tenants apart; over HTTP with a tiny model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

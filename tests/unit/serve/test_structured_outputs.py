@@ -1,7 +1,5 @@
 """Constrained answers over HTTP: OpenAI's `response_format`, vLLM's `structured_outputs`, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

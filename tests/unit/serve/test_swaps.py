@@ -1,7 +1,5 @@
 """Versions of a replica: swapped between requests, with chat templates of their own, and two at a time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls of tools: read from families' own formats however they are cut, told by templates, and held to grammars."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sources that a tenant's specs may read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Text that the package ships: the same on every machine, with a split that shares nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable

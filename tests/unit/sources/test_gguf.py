@@ -1,7 +1,5 @@
 """The header of a GGUF file, read with suspicion."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

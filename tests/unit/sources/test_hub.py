@@ -1,7 +1,5 @@
 """Models of the hub: the files that their reader needs, and weights once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sampling, early exit and engine options: spellings, and refusals with field, value and what is accepted."""
 
-from __future__ import annotations
-
 from math import inf, nan
 from typing import Any
 

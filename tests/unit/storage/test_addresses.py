@@ -1,7 +1,5 @@
 """Addresses that open a store, and the refusals of the others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

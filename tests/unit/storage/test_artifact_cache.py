@@ -1,7 +1,5 @@
 """The cache of artifacts on a machine: fetched once for all processes, verified, bounded, never removed in use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

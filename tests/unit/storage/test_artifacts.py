@@ -1,7 +1,5 @@
 """Artifacts: complete or invisible, idempotent to publish, verified when fetched."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """The attempt channel: events without gaps, complete checkpoints only, logs, requests."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import random

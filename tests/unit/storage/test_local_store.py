@@ -1,7 +1,5 @@
 """A directory as an object store: an object in the making is invisible."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from pathlib import Path

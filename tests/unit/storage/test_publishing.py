@@ -1,7 +1,5 @@
 """Copies of a model in a directory, a bucket and a hub repository, and objects that retention removes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

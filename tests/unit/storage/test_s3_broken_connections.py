@@ -1,7 +1,5 @@
 """Connections that really break in the middle: nothing is lost, doubled or mixed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

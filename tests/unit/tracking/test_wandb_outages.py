@@ -1,8 +1,6 @@
 """W&B away, by a server of this machine that hangs, refuses, fails and comes back: the caller does not wait, the run
 goes on under its id, and what was recorded can be uploaded later."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """W&B runs for real, offline: what was logged is read back from the file that `wandb sync` would upload."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """Problem documents: control plane and replicas answer the same error with the same document and headers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -78,7 +78,7 @@ def _lineage(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    config = read_config(path, field="path")
+    config: Any = read_config(path, field="path")
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "

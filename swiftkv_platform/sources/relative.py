@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.sources.cards import SUFFIXES
+from swiftkv_platform.sources.layout import ENDINGS
 from swiftkv_platform.sources.names import PathSource, parse_location, parse_source
 from swiftkv_platform.specs import JobSpec, TaskSpec
 
@@ -71,7 +71,7 @@ def _path(name: str, kind: Kind, field: str, *, relative_paths: bool) -> Path | 
     if kind == "location":
         source = parse_location(name, field=field)
     else:
-        suffixes = SUFFIXES if kind == "data" else ()
+        suffixes = ENDINGS if kind == "data" else ()
         source = parse_source(name, field=field, suffixes=suffixes, relative_paths=relative_paths)
     return source.path if isinstance(source, PathSource) else None
 

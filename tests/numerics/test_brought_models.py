@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftkv_platform.distillation.calibration_text import read_calibration_text
 from swiftkv_platform.distillation.measured import MeasuredStudent

@@ -78,7 +78,7 @@ def _lineage(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    config: Any = read_config(path, field="path")
+    config = read_config(path, field="path")
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "
@@ -86,7 +86,7 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
             field="path",
             value=str(path),
         )
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, config.vocab_size, field="path")
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, vars(config)["vocab_size"], field="path")
     model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype="auto", trust_remote_code=False)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 

@@ -20,7 +20,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8
 _FP8_METHODS = ("fbgemm_fp8", "fp8")
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
-_OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "sliding_window")
+_OPTIONAL_COUNTS: tuple[str, ...] = ("num_key_value_heads", "head_dim", "sliding_window")
 _OPTIONAL_COUNTS += ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _OPTIONAL_COUNTS += ("moe_intermediate_size", "decoder_sparse_step", "n_group", "topk_group")
 _OPTIONAL_COUNTS += ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -148,7 +148,7 @@ def _why_file(file: Path) -> str | None:
             if isinstance(node, ast.Name | ast.Attribute) and _runs(node):
                 return f"{each.relative_to(_root())} uses {ast.unparse(node)}"
             for module, names in _imported(node):
-                files = [file for name in (module, *names) if (file := _local(name, each)) is not None]
+                files = [place for name in (module, *names) if (place := _local(name, each)) is not None]
                 pending += files
                 if not files and (found := _why_module(module, each)) is not None:
                     return found

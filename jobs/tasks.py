@@ -121,6 +121,7 @@ def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
         spec.to,
         card=lambda manifest: model_card(manifest.lineage, manifest.metrics, licence=None),
         private=spec.private,
+        targets=request.publish_targets,
     )
 
 

@@ -58,7 +58,7 @@ from swiftkv_platform.orchestration.leadership import Leadership, Lease
 from swiftkv_platform.orchestration.limits import AttemptLimits
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
-from swiftkv_platform.orchestration.parents import Parents
+from swiftkv_platform.orchestration.parents import Parents, PublishRules
 from swiftkv_platform.orchestration.reading import Instruments
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.sweeper import Sweeper
@@ -222,6 +222,7 @@ def _reconciler(settings: Settings, parts: Components, lease: Lease, instruments
         max_running_jobs=settings.max_running_jobs,
         policies=parts.policies,
         rules=source_rules(settings),
+        publishing=PublishRules(settings.publish_targets),
         prices=prices(settings),
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,

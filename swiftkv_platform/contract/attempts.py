@@ -51,6 +51,8 @@ class AttemptRequest(FrozenModel):
     to them, since a link or a card may have changed since the spec was checked."""
     hub_organizations: tuple[str, ...] | None = None
     """Organisations of the hub whose models and data the tenant may name; None opens the hub."""
+    publish_targets: tuple[str, ...] | None = None
+    """Places that the job's tenant may publish to; None opens everything. Workers follow links before they write."""
     code_tasks: bool = False
     """Whether tasks of the evaluation may run the code that a model writes."""
     files: dict[str, StoredFile] = {}

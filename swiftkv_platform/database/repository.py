@@ -28,7 +28,7 @@ from swiftkv_platform.database.paging import (
 )
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
-from swiftkv_platform.database.uses import uses_of
+from swiftkv_platform.database.uses import check_publication, uses_of
 from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError, StaleVersionError
 from swiftkv_platform.orchestration.demand import Claim, Demand, Placed, Standing, Usage, Waiting
 from swiftkv_platform.orchestration.fair_queue import PRIORITIES
@@ -91,6 +91,9 @@ class SqlJobRepository(Store):
                     take_turn(self._database, session, job.tenant)
                     check_present(session, ids, job.tenant)
                 columns = _columns(job)
+                if job.spec.publish.to is not None:
+                    self._database.take_turns(session, "places that models are published to")
+                    check_publication(session, columns["spec"], job.tenant)
                 session.add(JobRow(**columns))
                 session.flush()
                 session.add_all(UseRow(used=used, job_id=job.id) for used in sorted(uses_of(columns["spec"])))

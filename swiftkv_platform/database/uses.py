@@ -4,6 +4,7 @@ specs to know who uses a thing.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.database.tables import JobRow, UseRow
+from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.orchestration.job import JobStatus
 
 _LIVE = [status.value for status in JobStatus if not status.is_terminal]
@@ -33,10 +35,37 @@ def uses_of(spec: Any) -> set[str]:
         found.update(_MODEL.findall(text))
         found.update(_OBJECT.findall(text))
     training = spec.get("training") if isinstance(spec, dict) else None
+    if (place := publication_of(spec)) is not None:
+        found.add(place)
     parent = training.get("from") if isinstance(training, dict) else None
     if isinstance(parent, str) and (match := _PARENT.match(parent)):
         found.add(match[1])
     return found
+
+
+def publication_of(spec: Any) -> str | None:
+    """Name of the place that a job publishes to, as long as an id; None where it publishes nowhere."""
+    publish = spec.get("publish") if isinstance(spec, dict) else None
+    place = publish.get("to") if isinstance(publish, dict) else None
+    if not isinstance(place, str):
+        return None
+    place = place.rstrip("/")
+    if place.startswith("hf://"):  # whose names differ in more than case
+        place = place.lower()
+    return f"pub_{hashlib.sha256(place.encode()).hexdigest()[:36]}"
+
+
+def check_publication(session: Session, spec: Any, tenant: str) -> None:
+    """Raises `ConflictError` where jobs of another tenant publish: neither may write over the other's."""
+    place = publication_of(spec)
+    if place is None:
+        return
+    others = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
+    if session.scalar(others.where(UseRow.used == place, JobRow.tenant != tenant).limit(1)) is not None:
+        to = spec["publish"]["to"]
+        raise ConflictError(
+            f"publish.to is {to!r}, where another tenant publishes; use another name", field="publish.to", value=to
+        )
 
 
 def live_users(session: Session, names: Sequence[str], *, limit: int, without: str = "") -> Sequence[str]:

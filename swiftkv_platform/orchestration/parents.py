@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from swiftkv_platform.contract.attempts import Manifest, Parent
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.orchestration.job import Job, Model
 from swiftkv_platform.planning import resolve_num_key_value_layers
+from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
@@ -298,11 +300,19 @@ class PublishRules:
     targets: Sequence[str] = ()
     """Prefixes of `publish.to`, in which `{tenant}` stands for the caller's tenant."""
 
-    def check(self, publish: PublicationSpec, tenant: str) -> None:
-        """Raises `InvalidInputError` for a place that is closed."""
-        opened = [target.replace(_TENANT, tenant).rstrip("/") for target in self.targets]
-        if any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
-            return
+    def opened(self, tenant: str) -> tuple[str, ...]:
+        """Places that are open to a tenant, which its workers hold what they write to."""
+        return tuple(target.replace(_TENANT, tenant).rstrip("/") for target in self.targets)
+
+    def check(self, publish: PublicationSpec, tenant: str) -> str:
+        """The place itself, a directory without links. Raises `InvalidInputError` for one that is closed."""
+        opened = self.opened(tenant)
+        if publish.to.startswith("/"):  # a link on the way leads wherever its maker wants
+            real = os.path.realpath(publish.to)
+            if Boundary.of(*(each for each in opened if each.startswith("/"))).contains(real):
+                return real
+        elif any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
+            return publish.to
         raise InvalidInputError(
             f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; open to it are "
             f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",

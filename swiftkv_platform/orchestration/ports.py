@@ -108,6 +108,7 @@ class JobRepository(Protocol):
             IdempotencyConflictError: the key came with another body.
             QuotaExceededError: the tenant has as many as it may have.
             InvalidInputError: the spec names an uploaded file that is not there any more.
+            ConflictError: it publishes where another tenant does.
         """
         ...
 

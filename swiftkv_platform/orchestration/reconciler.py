@@ -45,7 +45,7 @@ from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, st
 from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
 from swiftkv_platform.orchestration.limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.orchestration.loop import Backoff
-from swiftkv_platform.orchestration.parents import ParentOf, no_parents
+from swiftkv_platform.orchestration.parents import NOWHERE, ParentOf, PublishRules, no_parents
 from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
 from swiftkv_platform.orchestration.reading import NO_INSTRUMENTS, Instruments, Reading, read
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
@@ -98,6 +98,7 @@ class Reconciler:
     policies: Policies = NO_LIMITS
     """Quotas and weights of tenants."""
     rules: SourceRules = NO_RULES
+    publishing: PublishRules = NOWHERE
     """Sources that attempts may read, by tenant."""
     prices: Prices = FREE
     limits: AttemptLimits = DEFAULT_LIMITS
@@ -292,6 +293,7 @@ class Reconciler:
                 run_id=job.id,
                 allowed_roots=access.roots,
                 hub_organizations=access.hub_organizations,
+                publish_targets=None if job.spec.publish.to is None else self.publishing.opened(job.tenant),
                 code_tasks=access.code_tasks,
                 files=dict(access.files or {}),
                 parent=None if found is None else found.parent,

@@ -110,7 +110,8 @@ class JobService:
         self.limits.check(spec)
         organizations = self.policies.policy(caller.tenant).hub_organizations
         if spec.publish.publication is not None:
-            self.publishing.check(spec.publish.publication, caller.tenant)
+            to = self.publishing.check(spec.publish.publication, caller.tenant)
+            spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
         if spec.only_publishes:
             self._check_demand(spec, caller.tenant)
             return self._continued(spec, caller, Estimate())

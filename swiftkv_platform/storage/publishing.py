@@ -7,14 +7,16 @@ Credentials are this process's environment's (`HF_TOKEN`, `AWS_*`).
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
-from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
 from swiftkv_platform.redaction import redact
+from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.specs.publish import kind_of, repository_of
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import canonical, fetch_file, read_manifest
@@ -30,15 +32,23 @@ _FIELD = "publish.to"
 
 
 def publish(
-    source: ObjectStore, key: str, target: str, *, card: Callable[[Manifest], str], private: bool = True
+    source: ObjectStore,
+    key: str,
+    target: str,
+    *,
+    card: Callable[[Manifest], str],
+    private: bool = True,
+    targets: Sequence[str] | None = None,
 ) -> str:
     """Copy the artifact at `key`, with its card, to `target`, and return its address for people.
 
     Args:
         card: makes the card of an artifact that has none.
         private: visibility of a repository that is made for it.
+        targets: places in one of which a directory has to lie once links are followed; None allows all.
 
     Raises:
+        InvalidInputError: the directory, or one in it, leads out.
         ObjectNotFoundError: the artifact is not complete.
         ArtifactCorruptError: a file differs from its manifest.
         ConflictError: the target holds something else than a model.
@@ -49,14 +59,51 @@ def publish(
     extra[MANIFEST] = canonical(manifest)
     if kind_of(target) == "hub":
         return _to_hub(source, key, manifest, extra, repository_of(target), private=private)
-    _to_store(source, key, manifest, extra, open_store(target))
+    _to_store(source, key, manifest, extra, open_store(target), _Places.of(target, targets))
     return target
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Directory that is written to, and where it has to lie. A tenant that may write there may have put links."""
+
+    directory: Path | None
+    """None for a bucket, which has no links."""
+    boundary: Boundary
+
+    @classmethod
+    def of(cls, target: str, targets: Sequence[str] | None) -> Self:
+        if not target.startswith("/") or targets is None:
+            return cls(None, UNBOUNDED)
+        return cls(Path(target), Boundary.of(*(each for each in targets if each.startswith("/"))))
+
+    def check(self, name: str) -> str:
+        """The name itself. Raises `InvalidInputError` where its directory lies elsewhere: of the opened places, or,
+        below the target, of the target."""
+        if self.directory is not None:
+            inside = Boundary.of(self.directory)
+            parent = (self.directory / name).parent
+            if not (self.boundary.contains(self.directory) and inside.contains(parent)):
+                raise InvalidInputError(
+                    f"{_FIELD} is {str(self.directory)!r}, where {name!r} leads to a place outside of what is open to "
+                    "this tenant; use a directory without links",
+                    field=_FIELD,
+                    value=str(self.directory),
+                )
+        return name
+
+
 def _to_store(
-    source: ObjectStore, key: str, manifest: Manifest, extra: Mapping[str, bytes], target: ObjectStore
+    source: ObjectStore,
+    key: str,
+    manifest: Manifest,
+    extra: Mapping[str, bytes],
+    target: ObjectStore,
+    places: _Places,
 ) -> None:
     """The manifest is deleted first and written last, so that no mixture of two models looks complete."""
+    for name in (_MARK, *manifest.files, *extra):
+        places.check(name)
     before = _manifest_at(target, MANIFEST)
     if before == manifest:
         return
@@ -70,11 +117,11 @@ def _to_store(
     target.put_bytes(_MARK, extra[MANIFEST])
     target.delete(MANIFEST)
     for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
-        target.delete(stale)
+        target.delete(places.check(stale))
     for name, path in _files(source, key, manifest):
-        target.upload_file(path, name)
+        target.upload_file(path, places.check(name))
     for name in sorted(extra, key=lambda name: name == MANIFEST):
-        target.put_bytes(name, extra[name])
+        target.put_bytes(places.check(name), extra[name])
     target.delete(_MARK)
 
 
@@ -111,6 +158,7 @@ def _to_hub(
     api = HfApi(library_name="swiftkv-platform")
     with _hub_errors(repository):
         url = str(api.create_repo(repository, private=private, exist_ok=True))
+        _check_ours(api, repository)
         operations: list[Any] = []
         for name, path in _files(source, key, manifest):
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
@@ -124,6 +172,18 @@ def _to_hub(
         message = f"Publish {lineage.get('spec', {}).get('name', 'model')} of job {lineage.get('job_id')}"
         api.create_commit(repository, operations, commit_message=message)
     return url
+
+
+def _check_ours(api: HfApi, repository: str) -> None:
+    """Raises `ConflictError` for a repository that somebody has put something else into."""
+    present = set(api.list_repo_files(repository))
+    if present - {CARD, ".gitattributes"} and MANIFEST not in present:
+        raise ConflictError(
+            f"{_FIELD} is 'hf://{repository}', which holds something else than a model that was published by this "
+            "platform; use another name",
+            field=_FIELD,
+            value=f"hf://{repository}",
+        )
 
 
 def _deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:

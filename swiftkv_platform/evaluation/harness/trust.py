@@ -14,32 +14,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-MODULES = frozenset(
-    {
-        *("__future__", "abc", "argparse", "ast", "collections", "contextlib", "copy", "csv", "dataclasses"),
-        *(
-            "datetime",
-            "enum",
-            "functools",
-            "hashlib",
-            "html",
-            "io",
-            "itertools",
-            "json",
-            "logging",
-            "math",
-            "operator",
-            "os",
-        ),
-        *("pathlib", "random", "re", "signal", "statistics", "string", "sys", "time", "types", "typing", "unicodedata"),
-        *("uuid", "warnings", "xml.sax.saxutils", "importlib.metadata", "packaging", "typing_extensions", "tqdm"),
-        *("datasets", "numpy", "pandas", "regex", "scipy", "sklearn", "word2number"),
-        *("rouge_score", "sacrebleu", "transformers.data.metrics.squad_metrics"),
-        *("absl", "emoji", "immutabledict", "langdetect", "nltk"),
-        *("lm_eval.api.filter", "lm_eval.api.group", "lm_eval.api.instance", "lm_eval.api.metrics"),
-        *("lm_eval.api.registry", "lm_eval.api.task", "lm_eval.filters", "lm_eval.utils"),
-    }
+_STANDARD = (
+    "__future__ abc argparse ast collections contextlib copy csv dataclasses datetime enum functools hashlib html "
+    "importlib.metadata io itertools json logging math operator os pathlib random re signal statistics string sys time "
+    "types typing unicodedata uuid warnings xml.sax.saxutils"
 )
+_OTHERS = (
+    "absl datasets emoji immutabledict langdetect nltk numpy packaging pandas regex rouge_score sacrebleu scipy "
+    "sklearn tqdm transformers.data.metrics.squad_metrics typing_extensions word2number"
+)
+_HARNESS_ITSELF = (
+    "lm_eval.api.filter lm_eval.api.group lm_eval.api.instance lm_eval.api.metrics lm_eval.api.registry "
+    "lm_eval.api.task lm_eval.filters lm_eval.utils"
+)
+MODULES = frozenset(f"{_STANDARD} {_OTHERS} {_HARNESS_ITSELF}".split())
 """Modules, with those below them, of which a scorer uses nothing that runs a text as code or fetches code."""
 _RUNS = frozenset(
     {"eval", "exec", "compile", "__import__", "system", "popen", "import_module", "read_pickle", "hf_hub_download"}
@@ -148,7 +136,7 @@ def _why_file(file: Path) -> str | None:
             if isinstance(node, ast.Name | ast.Attribute) and _runs(node):
                 return f"{each.relative_to(_root())} uses {ast.unparse(node)}"
             for module, names in _imported(node):
-                files = [place for name in (module, *names) if (place := _local(name, each)) is not None]
+                files = [local for name in (module, *names) if (local := _local(name, each)) is not None]
                 pending += files
                 if not files and (found := _why_module(module, each)) is not None:
                     return found

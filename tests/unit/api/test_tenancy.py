@@ -304,3 +304,35 @@ def test_without_keys_only_loopback_is_listened_on(tmp_path: Path) -> None:
         create_app(Settings(home=tmp_path, host="0.0.0.0", api_keys_file=path, _env_file=None))
     create_key(path, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
     create_app(Settings(home=tmp_path, host="0.0.0.0", api_keys_file=path, _env_file=None))
+
+
+def test_two_tenants_of_one_place_do_not_write_over_each_other(start: Start, tmp_path: Path) -> None:
+    keys, shared = tmp_path / "keys.json", tmp_path / "shared"
+    (shared / "acme").mkdir(parents=True)
+    (shared / "link").symlink_to(shared / "acme")
+    (tmp_path / "elsewhere").mkdir()
+    (shared / "out").symlink_to(tmp_path / "elsewhere")
+    names = {
+        tenant: create_key(keys, name=tenant, tenant=tenant, scopes=frozenset({Scope.ADMIN}))
+        for tenant in ("acme", "other")
+    }
+    targets = ("hf://org", "s3://models", str(shared))
+    client = start("http://swiftkv.example", api_keys_file=keys, publish_targets=targets).client
+
+    def publish(tenant: str, place: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {names[tenant]}"}
+        return client.post("/jobs", json={**SPEC, "publish": {"to": place}}, headers=headers)
+
+    for place, same in (
+        ("hf://org/one", "hf://org/ONE"),
+        ("s3://models/one", "s3://models/one/"),
+        (f"{shared}/acme/one", f"{shared}/link/one"),
+    ):
+        assert publish("acme", place).status_code == 201
+        assert publish("acme", same).status_code == 201, "its own it may replace"
+        error = refusal(publish("other", same), 409)
+        assert (error["field"], "another tenant publishes" in error["message"]) == ("publish.to", True)
+        assert "acme" not in error["message"].replace(same, "").replace(place, "")
+        assert publish("other", f"{place}-2").status_code == 201
+    error = refusal(publish("acme", f"{shared}/out/one"))
+    assert (error["field"], "may not publish" in error["message"]) == ("publish.to", True)

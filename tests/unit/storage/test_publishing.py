@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.errors import ConflictError, StorageError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.orchestration.retention import Kind
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import is_complete, publish_directory, read_manifest
@@ -98,6 +98,32 @@ def test_what_is_no_model_is_not_written_over(source: LocalObjectStore, tmp_path
     assert held(str(tmp_path / "thesis")) == {"chapter.tex": b"years of work"}
 
 
+def test_links_lead_no_publication_to_another_tenant(source: LocalObjectStore, tmp_path: Path) -> None:
+    """The tenant may write to its place, and so put links there, also once its spec was checked."""
+    mine, theirs = tmp_path / "published" / "mine", tmp_path / "published" / "theirs"
+    for directory in (mine, theirs):
+        publish(source, "one", str(directory / "model"), card=card, targets=(str(directory),))
+    before = held(str(theirs))
+    places = {"place": mine / "linked", "inside": mine / "inside", "above": mine / "above" / "model"}
+    places["place"].symlink_to(theirs / "model")
+    (places["inside"]).mkdir()
+    (places["inside"] / "tokenizer").symlink_to(theirs / "model" / "tokenizer")
+    (mine / "above").symlink_to(theirs)
+    for place in places.values():
+        for key in ("one", "other"):
+            if key == "one" or place != places["inside"]:  # the other has nothing below its directory
+                with pytest.raises((InvalidInputError, ConflictError)) as refused:
+                    publish(source, key, str(place), card=card, targets=("s3://bucket", str(mine)))
+                assert refused.value.field == "publish.to"
+    assert held(str(theirs)) == before
+    (mine / "model" / "config.json").unlink()
+    (mine / "model" / "config.json").symlink_to(theirs / "model" / "config.json")
+    (mine / "model" / "manifest.json").unlink()
+    (mine / "model" / "manifest.json").symlink_to(theirs / "model" / "manifest.json")
+    publish(source, "other", str(mine / "model"), card=card, targets=(str(mine),))
+    assert held(str(theirs)) == before, "a file is put in the place of a link, not where it leads"
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with run_hub() as hub:
@@ -116,6 +142,21 @@ def test_a_repository_of_the_hub_gets_one_commit_and_large_files_once(source: Lo
     publish(source, "other", "hf://acme/model", card=card)
     assert "model.safetensors" not in files, "the weights of the model before are served with this one's"
     assert files["model-00001-of-00002.safetensors"] == OTHER["model-00001-of-00002.safetensors"]
+
+
+def test_a_repository_with_something_else_in_it_is_not_written_over(source: LocalObjectStore, hub: Hub) -> None:
+    publish(source, "one", "hf://acme/model", card=card)
+    for files, refused in (
+        ({".gitattributes": b"", "README.md": b"# soon"}, False),
+        ({"model.safetensors": b"somebody's"}, True),
+    ):
+        hub.repositories["acme/other"] = dict(files)
+        if refused:
+            with pytest.raises(ConflictError, match="holds something else"):
+                publish(source, "one", "hf://acme/other", card=card)
+            assert hub.repositories["acme/other"] == files
+        else:
+            publish(source, "one", "hf://acme/other", card=card)
 
 
 def test_a_hub_that_refuses_is_named_and_gets_no_commit(

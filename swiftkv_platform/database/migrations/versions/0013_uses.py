@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from swiftkv_platform.database.uses import uses_of
+from swiftkv_platform.database.uses import publication_of, uses_of
 
 revision = "0013"
 down_revision = "0012"
@@ -30,11 +30,12 @@ def upgrade() -> None:
 
 
 def _fill(connection: sa.Connection) -> None:
-    """Note the uses of jobs that have not ended; those of others hold nothing."""
-    ids = connection.scalars(sa.select(_JOBS.c.id).where(_JOBS.c.status.not_in(_FINAL))).all()
-    for job_id in ids:  # one at a time: specs may be long
+    """Note the uses of jobs that have not ended, and of others where they publish; the rest of theirs holds nothing."""
+    for job_id, status in connection.execute(sa.select(_JOBS.c.id, _JOBS.c.status)).all():
+        # One at a time: specs may be long.
         spec = connection.scalar(sa.select(_JOBS.c.spec).where(_JOBS.c.id == job_id))
-        if rows := [{"used": used, "job_id": job_id} for used in sorted(uses_of(spec))]:
+        found = {publication_of(spec)} - {None} if status in _FINAL else uses_of(spec)
+        if rows := [{"used": used, "job_id": job_id} for used in found]:
             connection.execute(sa.insert(_USES), rows)
 
 

@@ -34,7 +34,7 @@ class Settings(BaseSettings):
     """Seconds for the answer to one statement, those of migrations aside. Ten more, and the control plane gives up the
     connection itself."""
     database_tcp_timeout_s: Annotated[int, Field(ge=4, le=3600)] = 30
-    """Seconds until a connection whose packets nobody acknowledges counts as lost."""
+    """Seconds until a connection whose packets get no acknowledgement counts as lost."""
     database_pool_recycle_s: Annotated[int, Field(ge=1)] = 1800
     """Age in seconds at which a connection is replaced."""
     storage_uri: str | None = None

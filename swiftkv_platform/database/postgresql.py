@@ -32,7 +32,7 @@ class Timeouts:
     statement_s: float = 30.0
     """Longest wait for the answer to one statement; migrations take as long as they take."""
     tcp_s: int = 30
-    """Time until a connection whose packets nobody acknowledges counts as lost."""
+    """Time until a connection whose packets get no acknowledgement counts as lost."""
     recycle_s: int = 1800
     """Age at which a pooled connection is replaced."""
 

@@ -82,7 +82,7 @@ class StudentNames:
         """The names in vLLM; None drops what the other mode runs, and exit heads."""
         dropped = {re.compile(r"^exit_(norm|head)\."): None}
         stacked: dict[str, tuple[str, str | int]] = {}
-        renamed = {}
+        renamed: dict[str, str] = {}
         leaders, first = self.layer_map.leaders, self.layer_map.num_key_value_layers
         if leaders:
             upper = "|".join(str(layer) for layer in range(first, self.layer_map.num_hidden_layers))

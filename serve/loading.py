@@ -135,7 +135,6 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
         model_type=config.model_type,
         has_exit_head=bool(getattr(config, "early_exit", False)),
         has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
-        keeps_own_key_values=bool(getattr(config, "decodes_own", False)),
         is_judged=served.shadow is not None,
     )
 
@@ -172,8 +171,6 @@ class Surroundings:
     """Whether requests may ask for an early exit."""
     has_own_head_count: bool = False
     """Whether the student's shared layers have another number of key-value heads than its teacher's."""
-    keeps_own_key_values: bool = False
-    """Whether the student's deep tokens keep K and V of their own."""
     is_judged: bool = False
     """Whether a shadow reads its distributions, or judges by them."""
 
@@ -191,7 +188,6 @@ def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
         and around.model_type.removesuffix("_swiftkv") in FAMILIES
         and not around.has_exit_head
         and not around.has_own_head_count
-        and not around.keeps_own_key_values
         and not around.is_judged
         and not config.native_only
     )

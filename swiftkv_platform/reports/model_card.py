@@ -31,7 +31,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
         _limits(report),
         _origin(lineage, report),
         _licence(teacher, licence),
-        _serving(name, by_vllm=not _keeps_own(lineage)),
+        _serving(name),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -137,17 +137,18 @@ def _keeps_own(lineage: Mapping[str, Any]) -> bool:
     return swiftkv.get("decode_key_value") == "own"
 
 
-def _serving(name: str, *, by_vllm: bool) -> str:
-    vllm = ["```bash", "pip install 'swiftkv-platform[vllm]'", f"vllm serve ./{name}", "```", ""]
+def _serving(name: str) -> str:
     return "\n".join(
         [
             "## Use",
             "",
-            "With vLLM and SwiftKV Platform's plugin, or with transformers:"
-            if by_vllm
-            else "With SwiftKV Platform's engine (deployments with `engine.backend: native`), or with transformers:",
+            "With vLLM and SwiftKV Platform's plugin, or with transformers:",
             "",
-            *(vllm if by_vllm else []),
+            "```bash",
+            "pip install 'swiftkv-platform[vllm]'",
+            f"vllm serve ./{name}",
+            "```",
+            "",
             "```python",
             "import swiftkv_platform.model  # registers the SwiftKV classes",
             "from transformers import AutoModelForCausalLM",

@@ -173,9 +173,8 @@ class SwiftKVDecoder(nn.Module):
         check_graphs_with_own(compilation)
         if compilation.splitting_ops and WRITE_OPERATOR not in compilation.splitting_ops:
             compilation.splitting_ops.append(WRITE_OPERATOR)  # it takes slots from the step's context, as attention
-        # A rank's head norms are one for K from x and own K.
-        leaders: list[Any] = [self.layers[leader] for leader in self.layer_map.leaders]
-        self.groups.k_norms = nn.ModuleList(layer.self_attn.k_norm for layer in leaders)
+        layers: Any = self.layers
+        self.groups.k_norms = nn.ModuleList(layers[leader].self_attn.k_norm for leader in self.layer_map.leaders)
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
         first_deep = torch.zeros(size, dtype=torch.int64, device=device)
         for cache in self.writers:

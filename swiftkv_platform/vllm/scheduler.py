@@ -24,7 +24,7 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     return kind(vllm_config=vllm_config, **arguments)
 
 
-class _KeepsOwn(Scheduler):  # mypy does not see vLLM
+class _KeepsOwn(Scheduler):
     """What both schedulers do otherwise than vLLM's."""
 
     def add_request(self, request: Request) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.vllm.engines import OWN, SHAPE, make_student
+from tests.outside.vllm.engines import OWN, make_student
 
 GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 
@@ -28,13 +28,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=["shared", "own"])
 def student(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, in the paper's form and with deep tokens that keep their own K and V."""
-    return llama if request.param == "shared" else make_student(tmp_path_factory.mktemp("own"), shape=SHAPE | OWN)
+    return llama if request.param == "shared" else make_student(tmp_path_factory.mktemp("own"), shape=OWN)
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A student of the second form."""
-    return make_student(tmp_path / "own", shape=SHAPE | OWN)
+    return make_student(tmp_path / "own", shape=OWN)
 
 
 @pytest.fixture(params=["llama-l4-g1", "llama-l6-g2-bias"])

@@ -32,7 +32,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detoken
 
 SHAPE = {"num_key_value_layers": 2, "key_value_group_size": 2}
 """l and g for 5 layers: the last group is short."""
-OWN = {"decode_key_value": "own"}
+OWN = SHAPE | {"decode_key_value": "own"}
+"""The same, with deep tokens that keep their own K and V."""
 
 
 def make_student(
@@ -73,7 +74,7 @@ def complete(llm: LLM, batch: Sequence[Sequence[int]], params: SamplingParams = 
 def expected(
     directory: Path, batch: Sequence[Sequence[int]], *, swiftkv: bool = True, count: int = 12, **arguments: Any
 ) -> list[list[int]]:
-    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time; where deep tokens
+    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time. Where deep tokens
     keep their own K and V, those of the second implementation."""
     model = AutoModelForCausalLM.from_pretrained(directory, swiftkv=swiftkv, **arguments)
     if swiftkv and model.config.decodes_own:

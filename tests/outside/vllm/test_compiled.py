@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import LLM
 from vllm.config import CompilationMode
 
-from tests.outside.vllm.engines import complete, expected, make_student, prompts, recorded_sizes, runner, serving
+from tests.outside.vllm.engines import (
+    OWN,
+    SHAPE,
+    complete,
+    expected,
+    make_student,
+    prompts,
+    recorded_sizes,
+    runner,
+    serving,
+)
 
 COMPILED = {"enforce_eager": False, "max_num_batched_tokens": 64, "max_num_seqs": 8}
 
@@ -19,11 +30,21 @@ def halves_are_compiled(llm: LLM) -> bool:
     return mode != CompilationMode.NONE and not (decoder.lower.do_not_compile or decoder.upper.do_not_compile)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-mixed", "qwen3_moe"])
-def test_text_of_the_compiled_halves(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("llama", SHAPE),
+        ("qwen2-mixed", SHAPE),
+        ("qwen3_moe", SHAPE),
+        ("qwen2-mixed", OWN),
+        ("qwen3_moe", OWN | {"key_value_group_size": 1}),
+    ],
+    ids=["llama", "qwen2-mixed", "qwen3_moe", "qwen2-mixed-own", "qwen3_moe-own"],
+)
+def test_text_of_the_compiled_halves(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
     """One family of each kind: plain, biases with mixed windows, head norms with experts; chunks, mixed batches and
     whole prompts in one run."""
-    make_student(tmp_path, name)
+    make_student(tmp_path, name, shape=shape)
     batch = prompts((100, 3, 41, 17))
     with serving(tmp_path, **COMPILED) as llm, recorded_sizes(llm) as sizes:
         assert halves_are_compiled(llm)

@@ -12,15 +12,33 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from swiftkv_platform.model import export
 from swiftkv_platform.vllm.families import FAMILIES
-from tests.outside.vllm.engines import complete, expected, make_student, prompts, recorded_sizes, runner, serving
+from tests.outside.vllm.engines import (
+    OWN,
+    SHAPE,
+    complete,
+    expected,
+    make_student,
+    prompts,
+    recorded_sizes,
+    runner,
+    serving,
+)
 from tests.tiny_models import FAMILY_CONFIGS
 
 SERVED = [name for name in FAMILY_CONFIGS if name.split("-")[0] in FAMILIES]
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_every_family(name: str, tmp_path: Path) -> None:
-    make_student(tmp_path, name)
+OWN_SHAPES = (OWN | {"key_value_group_size": 1}, OWN)
+"""Which families take in turn."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [pytest.param(name, SHAPE, id=name) for name in SERVED]
+    + [pytest.param(name, OWN_SHAPES[at % 2], id=f"{name}-own") for at, name in enumerate(SERVED)],
+)
+def test_every_family(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    make_student(tmp_path, name, shape=shape)
     batch = prompts()
     with serving(tmp_path) as llm:
         assert type(runner(llm)) is CPUModelRunner  # a runner of the first generation (V1)
@@ -38,8 +56,9 @@ def test_every_family(name: str, tmp_path: Path) -> None:
         {"num_key_value_layers": 2, "key_value_group_size": 3},
         {"num_key_value_layers": 1, "key_value_group_size": 2, "own_output_projection": True},
         {"num_key_value_layers": 4, "key_value_group_size": 1, "early_exit": True},
+        OWN | {"num_key_value_layers": 1, "key_value_group_size": 3, "own_output_projection": True},
     ],
-    ids=["l1-g1", "l2-g3", "l1-g2-output", "l4-g1-exit-head"],
+    ids=["l1-g1", "l2-g3", "l1-g2-output", "l4-g1-exit-head", "l1-g3-output-own"],
 )
 def test_layers_and_groups(shape: dict[str, Any], tmp_path: Path) -> None:
     make_student(tmp_path, "qwen3", shape=shape)

@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
-from swiftkv_platform.vllm.checks import _keep_graphs_piecewise
+from swiftkv_platform.vllm.checks import _keep_graphs_piecewise, check_graphs_with_own
 from tests.outside.vllm.engines import DEFAULTS, complete, expected, make_student, prompts, serving
 
 
@@ -89,12 +89,33 @@ def test_shared_heads_of_another_count(sharing: str, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
-def test_students_that_keep_their_own_key_values(tmp_path: Path) -> None:
-    """Their teacher is served."""
-    make_student(tmp_path, shape={"num_key_value_layers": 2, "decode_key_value": "own"})
-    with pytest.raises(ModelError, match=r"swiftkv_decode_key_value is 'own'.* this project's own engine serves"):
-        configure(tmp_path)
-    configure(tmp_path, hf_overrides={"swiftkv": False})
+@pytest.mark.parametrize(
+    ("options", "runner", "message"),
+    [
+        ({"speculative_config": NGRAM}, None, "beside drafts vLLM does not tell where prompts end"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, None, "leave scheduler_cls out"),
+        ({"enable_prompt_embeds": True}, None, "leave enable_prompt_embeds off"),
+        ({}, "1", "leave VLLM_USE_V2_MODEL_RUNNER unset"),
+    ],
+)
+def test_beside_own_keys_and_values(
+    options: dict[str, Any], runner: str | None, message: str, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their teacher is served with all of it that vLLM has."""
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    with pytest.raises(ModelError, match=rf"swiftkv_decode_key_value is 'own'.*{message}"):
+        configure(own, **options)
+    monkeypatch.undo()
+    taught = configure(own, hf_overrides={"swiftkv": False}, **options)
+    assert taught.scheduler_config.scheduler_cls == options.get("scheduler_cls")
+
+
+def test_own_keys_and_values_have_full_graphs_of_decode_steps_alone() -> None:
+    for mode in ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+        check_graphs_with_own(CompilationConfig(cudagraph_mode=mode))
+    with pytest.raises(ModelError, match=r"cudagraph_mode is FULL, .*use FULL_AND_PIECEWISE"):
+        check_graphs_with_own(CompilationConfig(cudagraph_mode="FULL"))
 
 
 def test_teacher_mode_of_an_export_without_the_teacher(llama: Path, tmp_path: Path) -> None:
@@ -113,14 +134,24 @@ def test_prompt_logprobs_are_refused_and_the_engine_lives_on(prompt_logprobs: in
         assert complete(llm, batch) == expected(llama, batch)
 
 
-@pytest.mark.parametrize(("is_missing", "message"), [(True, "lacks 1 SwiftKV"), (False, "has no place for 1 SwiftKV")])
-def test_tensors_of_another_layer_map(is_missing: bool, message: str, llama: Path, tmp_path: Path) -> None:
-    tensors = load_file(llama / "model.safetensors")
-    if is_missing:
-        del tensors["model.layers.4.self_attn.v_proj_swiftkv.weight"]
-    else:
-        tensors["model.layers.3.self_attn.k_proj_swiftkv.weight"] = tensors["model.norm_swiftkv.weight"].clone()
+@pytest.mark.parametrize(
+    ("form", "name", "message"),
+    [
+        ("llama", "4.self_attn.v_proj_swiftkv", "lacks 1 SwiftKV"),
+        ("llama", "3.self_attn.k_proj_swiftkv", "has no place for 1 SwiftKV"),
+        ("llama", "4.self_attn.k_proj_decode_swiftkv", "has no place for 1 SwiftKV"),
+        ("own", "4.self_attn.k_proj_decode_swiftkv", "lacks 1 SwiftKV"),
+    ],
+)
+def test_tensors_of_another_layer_map(
+    form: str, name: str, message: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    student: Path = request.getfixturevalue(form)
+    tensors = load_file(student / "model.safetensors")
+    name = f"model.layers.{name}.weight"
+    if tensors.pop(name, None) is None:
+        tensors[name] = tensors["model.norm_swiftkv.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((student / "config.json").read_bytes())
     with pytest.raises(ModelError, match=message), serving(tmp_path):
         pass

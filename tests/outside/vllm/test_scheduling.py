@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
@@ -10,7 +11,17 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.fakes.tokenizers import byte_tokenizer
-from tests.outside.vllm.engines import GREEDY, complete, expected, make_student, prompts, recorded_sizes, serving
+from tests.outside.vllm.engines import (
+    GREEDY,
+    OWN,
+    SHAPE,
+    complete,
+    expected,
+    make_student,
+    prompts,
+    recorded_sizes,
+    serving,
+)
 
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -21,6 +32,15 @@ def test_chunked_prefill_and_mixed_batches(student: Path) -> None:
         assert complete(llm, batch) == expected(student, batch)
     assert any(1 < upper < lower for lower, upper in sizes), "chunks of one prompt beside tokens that another decodes"
     assert max(lower for lower, _ in sizes) <= 32
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_last_token_of_a_chunk_is_not_deep(size: int, own: Path) -> None:
+    """In chunks of one token, rows that read a prompt look like those that decode."""
+    batch = prompts((9, 3))
+    with serving(own, long_prefill_token_threshold=size) as llm, recorded_sizes(llm) as sizes:
+        assert complete(llm, batch) == expected(own, batch)
+    assert sizes[0] == (2 * size, 2)
 
 
 def test_prompts_that_arrive_while_others_decode(student: Path) -> None:
@@ -64,14 +84,23 @@ def test_preemption(caches: bool, waits: bool, student: Path) -> None:
 
 
 def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
-    """Nobody finds what another wrote. Prompts are found, but for the block of their last token, which is deep."""
+    """Nobody finds what another wrote or writes. Prompts are found, but for the block of their last token, which is
+    deep."""
     first, more = prompts((64, 20))
     (answer,) = expected(own, [first], count=40)
-    turns = [first, first, first + answer + more, first + answer + more, first + answer[:1]]
+    turn = first + answer[:34] + more
+    turns = [first, turn, turn, first, first + answer[:1]]
     with serving(own, block_size=32, enable_prefix_caching=True) as llm:
-        outputs = [llm.generate([{"prompt_token_ids": ids}], LONG, use_tqdm=False)[0] for ids in turns]
+        engine, outputs = llm.llm_engine, []
+        engine.add_request("0", {"prompt_token_ids": turns[0]}, LONG)
+        for _ in range(36):
+            engine.step()
+        engine.add_request("1", {"prompt_token_ids": turns[1]}, LONG)
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+        outputs += [llm.generate([{"prompt_token_ids": ids}], LONG, use_tqdm=False)[0] for ids in turns[2:]]
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected(own, turns, count=40)
-    assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 96, 64]
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, 96, 32, 64]
 
 
 def test_structured_outputs(llama: Path, tmp_path: Path) -> None:
@@ -106,10 +135,11 @@ def test_speculation_by_ngrams(cache: str, llama: Path) -> None:
     assert any(lower == upper > len(batch) for lower, upper in sizes), "drafts run through all layers"
 
 
+@pytest.mark.parametrize("shape", [SHAPE, OWN], ids=["shared", "own"])
 @pytest.mark.parametrize("num_key_value_heads", [2, 1], ids=["sharded", "replicated"])
-def test_two_ranks(num_key_value_heads: int, tmp_path: Path) -> None:
+def test_two_ranks(num_key_value_heads: int, shape: dict[str, Any], tmp_path: Path) -> None:
     """Sharded key-value heads, and one head that both ranks hold."""
-    make_student(tmp_path, "qwen3", num_key_value_heads=num_key_value_heads)
+    make_student(tmp_path, "qwen3", shape=shape, num_key_value_heads=num_key_value_heads)
     batch = prompts()
     with serving(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         assert complete(llm, batch) == expected(tmp_path, batch)

@@ -221,7 +221,6 @@ GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has
         ({}, {"model_type": "gpt2"}, "native"),
         ({}, {"has_exit_head": True}, "native"),
         ({}, {"has_own_head_count": True}, "native"),
-        ({}, {"keeps_own_key_values": True}, "native"),
         ({}, {"is_judged": True}, "native"),
         ({"kv_cache_dtype": "int8"}, {}, "native"),
         ({"native_kernels": False}, {}, "native"),

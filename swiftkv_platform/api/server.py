@@ -94,8 +94,8 @@ class Patience(_Mixed):
         self._unasked_bytes += len(data)
         most = _MOST_LATE_BYTES if self._sends_announced_body else _MOST_HEAD_BYTES
         if self._unasked_bytes > most and not self.transport.is_closing():
-            cycle: Any = self.cycle
-            if cycle is None:
+            answered: Any = self.cycle  # uvicorn's types leave out that there is none at first
+            if answered is None:
                 self.send_400_response("The head of the request is too long.")
             else:
                 self.transport.abort()

@@ -8,6 +8,7 @@ of too many connections the one that has been silent for longest.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import resource
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ _MOST_LATE_BYTES = 2 << 20
 _MOST_FILES = 1 << 16
 _CONNECTIONS_PER_FILE = 0.5
 """Connections for each file that may be open: what a request opens, databases and stores need the others."""
+_TURNS = itertools.count()
 
 
 def server_options(settings: Settings) -> dict[str, Any]:
@@ -66,8 +68,8 @@ class Patience(_Mixed):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._silent_since: float | None = None
-        """Time on the loop's clock since when there is no request; None while there is one."""
+        self._silent_since: int | None = None
+        """Turn in which it fell silent, clocks being too coarse; None while there is a request."""
         self._unasked_bytes = 0
         """Bytes that came since then."""
         self._head_timer: asyncio.TimerHandle | None = None
@@ -131,13 +133,17 @@ class Patience(_Mixed):
     def _wait_for_head(self) -> None:
         """Close the connection unless a whole head comes in time; pieces of one do not make it longer."""
         if self._silent_since is None:
-            self._silent_since = self.loop.time()
+            self._silent_since = next(_TURNS)
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _make_room(self) -> None:
         """Close the connection that has been silent for longest; the new one, if no other is."""
-        silent = [each for each in self.connections if isinstance(each, Patience) and each.is_silent]
-        oldest = min(silent, key=lambda each: each._silent_since or 0.0, default=self)
+        waiting = {
+            each: each._silent_since
+            for each in self.connections
+            if isinstance(each, Patience) and each._silent_since is not None and not each.transport.is_closing()
+        }
+        oldest = min(waiting, key=waiting.__getitem__, default=self)
         self.connections.discard(oldest)  # it counts no more, although its end is told later
         oldest.transport.abort()
 

@@ -134,7 +134,7 @@ Tokens = Annotated[int, Range(1, 1 << 30)]
 StepTokens = Annotated[int, Range(1, 1 << 24)]
 """Tokens of one step, for each of which the engine holds arrays."""
 BlockSize = Annotated[int, Range(1, 1 << 16)]
-Sequences = Annotated[int, Range(1, 1 << 16)]
+Sequences = Annotated[int, Range(1, 1 << 20)]
 """Sequences that run at a time, for each of which the engine holds arrays."""
 Waiting = Annotated[int, Range(0, 1 << 20)]
 CacheBytes = Annotated[int, Range(1, 1 << 50)]

@@ -175,7 +175,7 @@ def _to_hub(
 
 
 def _check_ours(api: HfApi, repository: str) -> None:
-    """Raises `ConflictError` for a repository that somebody has put something else into."""
+    """Raises `ConflictError` for a repository with files that are no model of this platform."""
     present = set(api.list_repo_files(repository))
     if present - {CARD, ".gitattributes"} and MANIFEST not in present:
         raise ConflictError(

@@ -90,7 +90,7 @@ def _why_metric(metric: Mapping[str, Any]) -> str | None:
 
 
 def _functions(value: Any) -> Iterator[str]:
-    """What `!function` names, anywhere in a configuration."""
+    """Names that stand behind `!function`, anywhere in a configuration."""
     if isinstance(value, str):
         if _is_function(value):
             yield value

@@ -54,7 +54,7 @@ def test_options_that_no_engine_knows_are_refused_before_anything_starts(server:
     for options, field, message in (
         ({"colour": "red"}, "engine.colour", "unknown option; accepted here: backend, block_size"),
         ({"max_num_seq": 8}, "engine.max_num_seq", "unknown option (did you mean max_num_seqs?); accepted here: "),
-        ({"max_num_seqs": 0}, "engine.max_num_seqs", "1 to 65,536"),
+        ({"max_num_seqs": 0}, "engine.max_num_seqs", "1 to 1,048,576"),
         ({"dtype": 8}, "engine.dtype", "'auto'"),
         ({"backend": "sglang"}, "engine.backend", "'vllm'"),
         ({"backend": "vllm", "kv_cache_dtype": "int8"}, "engine.kv_cache_dtype", "backend native alone"),

@@ -85,7 +85,7 @@ def test_no_number_of_a_request_is_unbounded() -> None:
         (DeploymentSpec, "upscale_delay_s", 1e308, "0 to 1e+09"),
         (DeploymentSpec, "max_replicas", 1 << 40, "1 to 10,000"),
         (EngineConfig, "num_threads", 1 << 62, "1 to 1,024"),
-        (EngineConfig, "max_num_seqs", 1 << 40, "1 to 65,536"),
+        (EngineConfig, "max_num_seqs", 1 << 40, "1 to 1,048,576"),
         (EngineConfig, "grammar_timeout_s", 1e300, "1e-06 to 600"),
         (ResourcesSpec, "cpus_per_worker", 1e-4, "0.1 to 10000"),
         (ResourcesSpec, "gpus_per_worker", 1e-9, "0, a share of one GPU from 0.01 to 1, or a whole number"),

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,8 @@ def main() -> None:
     """Answer each line of the standard input, a grammar, with null or what is wrong with it."""
     from llguidance import LLTokenizer
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    with suppress(ValueError, OSError):  # macOS knows no limit of address space; the time is limited there as well
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     bytes_alone = LLTokenizer("byte")
     sys.stdout.write("ready\n")

@@ -178,7 +178,7 @@ def _asleep(settings: Settings) -> Settings:
 def _first_turns(app: FastAPI) -> None:
     """Wait until each loop has turned once: one that turned later would meet the test's jobs, or not, by chance."""
     until = time.monotonic() + 60.0
-    while waiting := [loop._name for loop in app.state.readiness.loops if loop.last_success is None]:
+    while waiting := [loop.name for loop in app.state.readiness.loops if loop.last_success is None]:
         assert time.monotonic() < until, f"loops that have not turned: {waiting}"
         time.sleep(0.001)
 

@@ -25,7 +25,7 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
 
 
 class _KeepsOwn(Scheduler):
-    """What both schedulers do otherwise than vLLM's."""
+    """The differences of both schedulers from vLLM's."""
 
     def add_request(self, request: Request) -> None:
         """Queue a request, its blocks named so that no other finds those with deep tokens."""
@@ -50,7 +50,7 @@ class _KeepsOwn(Scheduler):
         request.update_block_hashes()
 
     def _free_request_blocks(self, request: Request) -> None:
-        """Once a request has ended, its own blocks go first: nobody finds them again."""
+        """Once a request has ended, its own blocks go first: no other finds them."""
         if request.is_finished() and self.kv_cache_manager.enable_caching:
             by_group = self.kv_cache_manager.get_block_ids(request.request_id)
             for group, blocks in zip(self.kv_cache_config.kv_cache_groups, by_group, strict=True):

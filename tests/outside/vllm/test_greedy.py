@@ -29,7 +29,7 @@ SERVED = [name for name in FAMILY_CONFIGS if name.split("-")[0] in FAMILIES]
 
 
 OWN_SHAPES = (OWN | {"key_value_group_size": 1}, OWN)
-"""Which families take in turn."""
+"""Shapes that families take in turn."""
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_preemption(caches: bool, waits: bool, student: Path) -> None:
 
 
 def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
-    """Nobody finds what another wrote or writes. Prompts are found, but for the block of their last token, which is
+    """No request finds what another wrote or writes. Prompts are found, but for the block of their last token, which is
     deep."""
     first, more = prompts((64, 20))
     (answer,) = expected(own, [first], count=40)

@@ -25,7 +25,8 @@ def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
             _render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # Looked up for each line: what stood there may have been replaced, and closed.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**bound)
 

@@ -1,4 +1,4 @@
-"""Paths of a spec: from the directory of whoever names them, or refused where nobody has one. Reads nothing but
+"""Paths of a spec: seen from the caller's directory, or refused where there is none. Reads nothing but
 whether a relative path exists.
 
 A relative path means something to the process that is given it. Workers have working directories of their own, where

@@ -187,7 +187,7 @@ def measured(directory: Path) -> Any:
 
 
 def saved(directory: Path) -> Any:
-    """What a job leaves, loaded by the engine."""
+    """Model of a job, loaded by the engine."""
     lazy, target = open_lazy(spec_of(directory), str(directory)), directory.with_name("saved")
     target.mkdir()
     save_lazy(lazy, target, teacher=True)

@@ -169,7 +169,7 @@ def test_evaluated_rows_are_spread_over_all_and_keep_the_limit(student: Any) -> 
     empty = pack(make_rows([4]).samples, np.empty(0, dtype=np.int64), max_length=8, pad_token_id=0)
     with pytest.raises(DataError, match="no held-out text") as caught:
         evaluate(student, empty, max_tokens=64, batch_size=1)
-    assert caught.value.field == "data.validation_fraction"
+    assert caught.value.field == "data.sources"
 
 
 @torch.no_grad()

@@ -306,11 +306,11 @@ def test_dtype_and_context_are_configured(dense_dir: Path) -> None:
 
 
 def test_an_unreadable_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+    with pytest.raises(ModelError, match="cannot read a model configuration") as caught:
         LLMEngine.from_pretrained(tmp_path)
     assert caught.value.value == str(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"')
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="cannot read a model configuration"):
         LLMEngine.from_pretrained(tmp_path)
 
 

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from swiftkv_platform import configs
 from swiftkv_platform.errors import ModelError, SwiftKVError
-from swiftkv_platform.planning import FAMILIES, check_generation_values, read_architecture
+from swiftkv_platform.planning import FAMILIES, check_generation_values, has_fp8_weights, read_architecture
 
 FIELD = "model.name_or_path"
 _LONGEST = 300
@@ -36,7 +36,7 @@ def read_config(
 
     Args:
         field: what messages call `source`.
-        any_family: whether a family that only vLLM serves is accepted.
+        any_family: whether what only vLLM serves is accepted, families and quantisations.
         config_class: class that reads it.
         hub: arguments of `from_pretrained` that say where on the hub.
 
@@ -59,6 +59,8 @@ def read_config(
         if not any_family or str(values.get("model_type")).removesuffix("_swiftkv") in FAMILIES:
             read_architecture(values)  # as the control plane does
             _check_activation(values)
+        if not any_family:
+            has_fp8_weights(values)
     except ModelError as error:
         raise ModelError.of(field, str(source), f": its {error.message}") from error
     with refusing(source, "its config.json is refused", field):

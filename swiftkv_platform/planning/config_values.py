@@ -20,10 +20,12 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8
 _FP8_METHODS = ("fbgemm_fp8", "fp8")
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
-_OPTIONAL_COUNTS: tuple[str, ...] = ("num_key_value_heads", "head_dim", "sliding_window")
-_OPTIONAL_COUNTS += ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
-_OPTIONAL_COUNTS += ("moe_intermediate_size", "decoder_sparse_step", "n_group", "topk_group")
-_OPTIONAL_COUNTS += ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OPTIONAL_COUNTS = (
+    *("num_key_value_heads", "head_dim", "sliding_window"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "decoder_sparse_step", "n_group", "topk_group"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
 _FRACTIONS = ("initializer_range", "attention_dropout")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -92,7 +94,6 @@ def check_values(config: Mapping[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), Mapping):
             _check_rope(_Values("config.json", rope, f"{key}."))
-    has_fp8_weights(config)
 
 
 def check_generation_values(config: Mapping[str, Any]) -> None:

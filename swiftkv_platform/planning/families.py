@@ -230,8 +230,7 @@ FAMILIES = {
 def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int | None = None) -> Architecture:
     """The decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
     `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), in place of the configuration's.
-    Raises `ModelError`: no such file, a family without a row here, a quantisation that is not read, or a key that is
-    missing or makes no sense."""
+    Raises `ModelError`: no such file, a family without a row here, or a key that is missing or makes no sense."""
     config = read_config(source)
     check_family(config, FAMILIES)
     check_values(config)

@@ -78,7 +78,8 @@ def _lineage(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    config = read_config(path, field="path")
+    config: Any = read_config(path, field="path")
+    vocab_size = config.vocab_size
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "
@@ -86,7 +87,7 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
             field="path",
             value=str(path),
         )
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, vars(config)["vocab_size"], field="path")
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(path, vocab_size, field="path")
     model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype="auto", trust_remote_code=False)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
@@ -144,7 +145,6 @@ def _rows(
         seed=seed,
         remote=StoreFiles(workspace / "objects"),
         splits=student.config.decodes_own,
-        steers=not data and job is not None and job.training.validation is not None,
     )
     # A source may bring held-out text of its own; of any other all is measured.
     return prepared.train if data and not len(prepared.held_out) else prepared.held_out

@@ -30,12 +30,12 @@ def found_in(content: bytes, secrets: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def log() -> Iterator[io.StringIO]:
     import structlog
 
     stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
     configure_logging(level=0)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(stream))  # stderr is replaced by commands
     yield stream
     structlog.reset_defaults()
 

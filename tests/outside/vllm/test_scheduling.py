@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.outside.vllm.engines import (
+    DEFAULTS,
     GREEDY,
     OWN,
     SHAPE,
@@ -101,6 +107,34 @@ def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
         outputs += [llm.generate([{"prompt_token_ids": ids}], LONG, use_tqdm=False)[0] for ids in turns[2:]]
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected(own, turns, count=40)
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 96, 32, 64]
+
+
+def test_a_streamed_prompt_is_read_from_its_beginning(own: Path) -> None:
+    """What was written between its parts, but for the last token, is a prompt's then."""
+    first, more = prompts((40, 9))
+
+    async def written() -> list[int]:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(own), block_size=32, **DEFAULTS))
+        answered, tokens = asyncio.Event(), []
+
+        async def parts() -> AsyncGenerator[StreamingInput, None]:
+            yield StreamingInput(prompt={"prompt_token_ids": list(first)})
+            await answered.wait()
+            yield StreamingInput(prompt={"prompt_token_ids": list(more)})
+
+        params = GREEDY.clone()
+        params.output_kind = RequestOutputKind.DELTA
+        try:
+            async for output in llm.generate(parts(), params, "streamed"):
+                tokens += output.outputs[0].token_ids
+                if len(tokens) == GREEDY.max_tokens:
+                    answered.set()
+        finally:
+            llm.shutdown()
+        return tokens
+
+    (answer,) = expected(own, [first])
+    assert asyncio.run(written()) == answer + expected(own, [first + answer[:-1] + more])[0]
 
 
 def test_structured_outputs(llama: Path, tmp_path: Path) -> None:

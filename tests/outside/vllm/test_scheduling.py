@@ -110,7 +110,7 @@ def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
 
 
 def test_a_streamed_prompt_is_read_from_its_beginning(own: Path) -> None:
-    """What was written between its parts, but for the last token, is a prompt's then."""
+    """Tokens that were written between its parts, but for the last one, are a prompt's then."""
     first, more = prompts((40, 9))
 
     async def written() -> list[int]:

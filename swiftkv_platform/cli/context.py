@@ -72,12 +72,7 @@ def read_spec(path: Path) -> JobSpec:
     try:
         return absolute_paths(load_spec(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInputError(
-            f"{path} is refused:\n{_describe(error, JobSpec)}",
-            field=".".join(str(part) for part in first["loc"]),
-            value=first["input"],
-        ) from error
+        raise _refusal(f"{path} is", error, JobSpec) from error
     except DuplicateKeyError as error:
         raise InvalidInputError(f"{path}: {error}", field="file", value=str(path)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -89,12 +84,16 @@ def checked(model: type[Model], values: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInputError(
-            f"The options are refused:\n{_describe(error, model)}",
-            field=".".join(str(part) for part in first["loc"]),
-            value=first["input"],
-        ) from error
+        raise _refusal("The options are", error, model) from error
+
+
+def _refusal(what: str, error: ValidationError, model: type[BaseModel]) -> InvalidInputError:
+    first = error.errors()[0]
+    return InvalidInputError(
+        f"{what} refused:\n{_describe(error, model)}",
+        field=".".join(str(part) for part in first["loc"]),
+        value=first["input"],
+    )
 
 
 def _describe(error: ValidationError, model: type[BaseModel]) -> str:

@@ -12,6 +12,7 @@ from swiftkv_platform.cli.sources import model_config
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.planning.config import Fields
 from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.sources.relative import absolute
 
 _CPU_ROW, _GPU_ROW = 512, 4096
 """Most tokens of a row."""
@@ -31,7 +32,7 @@ def job_document(
     """A job spec that distils `model` on `data` with what this machine has.
 
     Rows are as long as the model's context, at most 512 tokens on a CPU and 4,096 on a GPU. Quality is measured and
-    reported; no gate refuses the result.
+    reported; no gate refuses the result. Paths become absolute, so that the spec means the same from elsewhere.
 
     Args:
         data: files, directories or hub data sets.
@@ -39,6 +40,7 @@ def job_document(
         steps: None: 200 on a CPU, else two epochs.
 
     Raises:
+        InvalidInputError: a name of no model or no data.
         ModelError: no configuration of the model is to be had.
     """
     context = Fields(model_config(model)).optional_count("max_position_embeddings", "n_positions")
@@ -46,10 +48,13 @@ def job_document(
     layers = {} if num_key_value_layers is None else {"num_key_value_layers": num_key_value_layers}
     document: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "student",
-        "model": {"name_or_path": model, "dtype": "bfloat16" if gpus or multiplies_bfloat16() else "float32"},
+        "model": {
+            "name_or_path": absolute(model, "model", "model"),
+            "dtype": "bfloat16" if gpus or multiplies_bfloat16() else "float32",
+        },
         "swiftkv": {**layers, "key_value_group_size": key_value_group_size, "decode_key_value": "own"},
         "data": {
-            "sources": [{"name_or_path": each} for each in data],
+            "sources": [{"name_or_path": absolute(each, "data", "data")} for each in data],
             "max_length": longest if context is None else min(longest, context),
             "train_on": "assistant",
             "validation_fraction": 0.05,

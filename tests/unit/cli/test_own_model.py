@@ -76,7 +76,7 @@ def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch
     context = json.loads((tiny_teacher / "config.json").read_text())["max_position_embeddings"]
     assert (saved.name, saved.swiftkv.num_key_value_layers, saved.training.seed) == ("my-student", 2, 3)
     assert saved.data.max_length == min(context, 512)
-    assert saved.data.sources[0].name_or_path == "chats.jsonl"
+    assert saved.data.sources[0].name_or_path == str(tmp_path / "chats.jsonl")
 
     assert run(*base, "-l", "2", "--set", "training.seed=3").exit_code == 0  # the same again
     refused = run(*base, "-l", "1")

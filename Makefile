@@ -80,7 +80,7 @@ soak: real-model vllm-env
 	$(OUTSIDE) -m integration
 
 coverage: install  # of the rooms that decide what is kept and who may do what, S3 included; fails below the floor
-	$(PYTEST) --cov swiftkv_platform.orchestration --cov swiftkv_platform.storage \
+	$(PYTEST) --cov swiftkv_platform.control_plane --cov swiftkv_platform.storage \
 	  --cov swiftkv_platform.contract --cov swiftkv_platform.security --cov-report term --cov-fail-under 90 \
 	  tests/unit tests/contract tests/security
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate
 from swiftkv_platform.planning.phase_plans import PhasePlan
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config

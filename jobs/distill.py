@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import ray
 from ulid import ULID
 
-from swiftkv_platform.cluster.gpus import HIDE_UNRESERVED
+from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest, refusal
 from swiftkv_platform.contract.events import AttemptEvent, ReasonCode

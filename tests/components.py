@@ -5,15 +5,15 @@ from typing import Any
 
 from fastapi.routing import _IncludedRouter
 
-from swiftkv_platform.api.dependencies import Components
-from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
-from swiftkv_platform.database.files import SqlFiles
-from swiftkv_platform.database.leases import SqlLeases
-from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.repository import SqlJobRepository
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.ports import Clock
-from swiftkv_platform.orchestration.reconciler import Entrypoint
+from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.control_plane.deployments.rows import SqlCatalog, SqlRegistry
+from swiftkv_platform.control_plane.files.rows import SqlFiles
+from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
+from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.jobs.ports import Clock
+from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.cluster import FakeCluster
@@ -25,7 +25,7 @@ def _build_once(build: Any) -> Any:
     built: dict[int, Any] = {}
 
     def build_or_take(included: Any, route: Any) -> Any:
-        if not getattr(route, "endpoint", build).__module__.startswith("swiftkv_platform.api."):
+        if not getattr(route, "endpoint", build).__module__.startswith("swiftkv_platform.control_plane."):
             return build(included, route)
         if id(route) not in built:
             built[id(route)] = build(included, route)

@@ -21,7 +21,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.control_plane.database.session import Database
 from tests.postgres import emptied, postgres_server
 from tests.rays import become_a_driver
 

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from sqlalchemy import text
 
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import Base
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import Base
 from swiftkv_platform.errors import InvalidInputError
 from tests.requirements import required_module
 

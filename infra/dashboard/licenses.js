@@ -3,7 +3,7 @@
 import { readFileSync, readdirSync, writeFileSync } from "node:fs";
 
 const PACKAGES = JSON.parse(readFileSync("package-lock.json", "utf8")).packages;
-const OUT = "../../swiftkv_platform/api/dashboard/vendor/LICENSES-bundles.txt";
+const OUT = "../../swiftkv_platform/control_plane/dashboard/vendor/LICENSES-bundles.txt";
 
 const texts = new Map();
 for (const [path, { dev, version }] of Object.entries(PACKAGES)) {

@@ -159,8 +159,8 @@ def _last_used() -> Mapping[str, int]:
     chosen = settings()
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
         return {}  # opening an SQLite file would make it
-    from swiftkv_platform.database.access import SqlKeyUses  # other commands do without SQL
-    from swiftkv_platform.database.session import open_database
+    from swiftkv_platform.control_plane.access.rows import SqlKeyUses  # other commands do without SQL
+    from swiftkv_platform.control_plane.database.session import open_database
 
     try:
         with closing(open_database(chosen)) as database:

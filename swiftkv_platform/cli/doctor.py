@@ -57,7 +57,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.local.stack import StackOptions
 from swiftkv_platform.local.state import PARTS, port_of
-from swiftkv_platform.orchestration.tenants import Tenants
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.security.issuers import parse_issuers
 from swiftkv_platform.security.keys import KeyRing
@@ -348,7 +348,7 @@ def _memory() -> Finding:
     return _warning(f"{available / GIB:.1f} GiB of memory are available; {wanted}", advice)
 
 
-_UPGRADE = "python -m swiftkv_platform.database"
+_UPGRADE = "python -m swiftkv_platform.control_plane.database"
 _SHORTEST_WAIT_S = 2
 """libpq waits no shorter."""
 _REMEDIES = {
@@ -366,7 +366,7 @@ def _database(surroundings: Surroundings) -> Finding:
     from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
-    from swiftkv_platform.database.session import current_revision
+    from swiftkv_platform.control_plane.database.session import current_revision
 
     try:
         url = make_url(surroundings.settings.resolved_database_url)
@@ -390,7 +390,7 @@ def _database(surroundings: Surroundings) -> Finding:
 @contextmanager
 def _session(url: URL, timeout_s: float) -> Iterator[Session]:
     """A transaction on a database server, which has half the time to let this process in."""
-    from swiftkv_platform.database.session import Database
+    from swiftkv_platform.control_plane.database.session import Database
 
     wait_s = max(_SHORTEST_WAIT_S, int(timeout_s / 2))
     address = url.update_query_dict({"connect_timeout": str(wait_s)}).render_as_string(hide_password=False)
@@ -411,7 +411,7 @@ def _database_file(path: Path) -> Finding:
 
 
 def _revision(subject: str, place: str, present: str | None, *, upgraded_by_start: bool) -> Finding:
-    from swiftkv_platform.database.session import known_revisions, newest_revision
+    from swiftkv_platform.control_plane.database.session import known_revisions, newest_revision
 
     wanted = newest_revision()
     if present == wanted:
@@ -555,7 +555,7 @@ def _ray(surroundings: Surroundings) -> Finding:
     if state is not None and not state.alive("ray"):
         message = f"Ray, which `swiftkv up` had started at {state.ray_dashboard_url}, has ended."
         return _failed(message, f"swiftkv up; its log is {stack.logs / 'ray.log'}")
-    from swiftkv_platform.cluster.dashboard import RayDashboard
+    from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 
     url = settings.ray_dashboard_url if state is None else state.ray_dashboard_url
     token_file = None if state is None else stack.token_file

@@ -20,14 +20,14 @@ from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import size
-from swiftkv_platform.orchestration.retention import Swept
-from swiftkv_platform.orchestration.sweeper import Sweeper
+from swiftkv_platform.control_plane.upkeep.retention import Swept
+from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.sweeping import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
 
 if TYPE_CHECKING:
-    from swiftkv_platform.database.session import Database
+    from swiftkv_platform.control_plane.database.session import Database
 
 
 def up(
@@ -121,7 +121,7 @@ def _database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
     """The database that the settings name, at this program's schema, which `new` makes in an SQLite file. Raises
     `InvalidInputError` for another schema.
     """
-    from swiftkv_platform.database.session import open_database  # other commands do without SQL
+    from swiftkv_platform.control_plane.database.session import open_database  # other commands do without SQL
 
     with closing(open_database(chosen)) as database:
         if new and database.is_sqlite:
@@ -135,8 +135,8 @@ def prune(
     json: Json = False,
 ) -> None:
     """Remove what is kept no longer (SWIFTKV_RETENTION_*), as the control plane does every hour."""
-    from swiftkv_platform.api.dependencies import retention
-    from swiftkv_platform.database.retention import SqlRetention
+    from swiftkv_platform.control_plane.parts import retention
+    from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 
     chosen = settings()
     removed: dict[str, Swept] = {}

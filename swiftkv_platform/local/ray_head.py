@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from swiftkv_platform.cluster.gpus import HIDE_UNRESERVED
+from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
 
 _LONGEST_TEMP_ROOT = 40
 """Characters. Ray's sockets lie some 60 deeper, and a unix socket's path ends at 107 (104 on macOS)."""

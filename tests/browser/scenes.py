@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.deployment import DeploymentStatus
-from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore

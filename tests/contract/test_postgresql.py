@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, event, make_url, text
 
-from swiftkv_platform.database import postgresql
-from swiftkv_platform.database.postgresql import Timeouts, engine_options
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.control_plane.database import postgresql
+from swiftkv_platform.control_plane.database.postgresql import Timeouts, engine_options
+from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore

@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import select
 
 from swiftkv_platform.contract.pace import Pace
-from swiftkv_platform.database import paging
-from swiftkv_platform.database.repository import SqlJobRepository
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import EventRow
+from swiftkv_platform.control_plane.database import paging
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import EventRow
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     InvalidInputError,
@@ -19,7 +19,7 @@ from swiftkv_platform.errors import (
     QuotaExceededError,
     StaleVersionError,
 )
-from swiftkv_platform.orchestration.job import (
+from swiftkv_platform.control_plane.jobs.job import (
     Attempt,
     Event,
     Failure,
@@ -32,7 +32,7 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.orchestration.ports import JobFilter, Page, StoredJobs
+from swiftkv_platform.control_plane.jobs.ports import JobFilter, Page, StoredJobs
 from tests.records import TENANT, make_job, make_model, message, store
 from tests.threads import at_once
 

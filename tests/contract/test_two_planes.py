@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.api.app import create_app
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.client import Client
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components

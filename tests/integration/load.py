@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from swiftkv_platform.cluster.dashboard import RayDashboard
+from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 from tests.integration.conftest import wait_for
 
 PROMPTS = [[1, number, 2 * number, 7] for number in range(1, 33)]

@@ -33,10 +33,10 @@ ZYGOTE = """
 import os, signal, sys
 from dataclasses import replace
 import uvicorn
-from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.dependencies import build_components
+from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.parts import build_components
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.orchestration.reconciler import Entrypoint
+from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.settings import Settings
 
 def serve():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.api.app import create_app
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.local.ray_head import auth_environment
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings

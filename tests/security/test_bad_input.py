@@ -11,7 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from swiftkv_platform.api.schemas import JobAnswer
+from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app

@@ -22,9 +22,9 @@ from starlette.types import Scope as ASGIScope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from swiftkv_platform.api import server
-from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.server import server_options
+from swiftkv_platform.control_plane.http import server
+from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.http.server import server_options
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.servers import serving

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from tests.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.security.conftest import DeploymentPlane, deployment_plane
 from tests.threads import at_once

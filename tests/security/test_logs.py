@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv_platform.api.app import create_app
-from swiftkv_platform.cluster.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.ray_logs import FakeRayLogs, RayLog
@@ -104,7 +104,7 @@ class RayWithRealLogs:
 
 @pytest.fixture
 def house(ray: FakeRayLogs, start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
-    monkeypatch.setattr("swiftkv_platform.api.job_logs._POLL_S", 0.05)
+    monkeypatch.setattr("swiftkv_platform.control_plane.jobs.logs._POLL_S", 0.05)
     commanded = start(reconcile_interval_s=1e6, max_followed_logs_of_key=3)
     real = RayWithRealLogs(commanded.cluster, RayJobs(ray.url))
     seen_by_api = replace(commanded.parts, cluster=real)  # type: ignore[arg-type]
@@ -173,8 +173,8 @@ def test_followers_are_bounded(house: House) -> None:
 IN_A_PROCESS = """
 import json, resource, sys
 from pathlib import Path
-from swiftkv_platform.api.app import create_app
-from swiftkv_platform.cluster.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.api import webhook_sender
-from swiftkv_platform.api.webhook_sender import send_webhook
-from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.repository import SqlJobRepository
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.job import Job, new_id, status_event
-from swiftkv_platform.orchestration.loop import ControlLoop
-from swiftkv_platform.orchestration.webhooks import Deliverer, SecretFiles, WebhookRules
+from swiftkv_platform.control_plane.hooks import sender
+from swiftkv_platform.control_plane.hooks.sender import send_webhook
+from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.jobs.job import Job, new_id, status_event
+from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, SecretFiles, WebhookRules
 from swiftkv_platform.specs import JobSpec
 
 PATIENCE_S = 30.0
@@ -173,7 +173,7 @@ def test_a_receiver_that_hangs_delays_no_other_and_takes_a_few_connections(
 @pytest.mark.parametrize("body", [b"{}", b"x" * (64 << 20)])
 def test_a_delivery_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     """However its answer drips, and where the sender waits to write: the body is larger than the buffers between."""
-    monkeypatch.setattr(webhook_sender, "_DEADLINE_S", 0.5)
+    monkeypatch.setattr(sender, "_DEADLINE_S", 0.5)
     with receiving(dripping if len(body) == 2 else silent) as slow:
         with pytest.raises(ConnectionError):
             send_webhook(slow.url, {}, body)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.specs import JobSpec
 
 DOCS = Path("docs")

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
-from swiftkv_platform.api.routes import health
+from swiftkv_platform.control_plane import health
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.app import DRAIN_TIMEOUT_S
 from swiftkv_platform.settings import Settings

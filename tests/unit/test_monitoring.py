@@ -13,7 +13,7 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.api.app import create_app
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.settings import Settings

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.api.app import create_app
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.swagger import add_docs
 

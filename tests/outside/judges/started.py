@@ -19,8 +19,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import tests.integration.conftest
-from swiftkv_platform.cluster.ray_serve import RayServe
-from swiftkv_platform.orchestration.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -77,7 +77,7 @@ def platform(directory: Path) -> Iterator[dict[str, str]]:
 
 
 def write_documents(directory: Path) -> None:
-    from swiftkv_platform.api.app import create_app
+    from swiftkv_platform.control_plane.app import create_app
     from swiftkv_platform.settings import Settings
 
     applications = {"control-plane": create_app(Settings(_env_file=None)), "serve": create_http_app(Current())}

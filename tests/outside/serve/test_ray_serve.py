@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import tests.integration.conftest
-from swiftkv_platform.cluster.ray_serve import RayServe
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import dashboard_url, head, serve_port, wait_for
 from tests.integration.load import PROMPTS, Expected, ask

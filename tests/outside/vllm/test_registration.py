@@ -20,7 +20,7 @@ from tests.outside.vllm.engines import DEFAULTS
 HEAVY = ("ray", "obstore", "sqlalchemy", "alembic", "wandb", "datasets")
 OURS = tuple(
     f"swiftkv_platform.{room}"
-    for room in ("model", "engine", "distillation", "database", "orchestration", "storage", "cluster", "api", "cli")
+    for room in ("model", "engine", "distillation", "control_plane", "storage", "cli")
 )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.orchestration.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.api.conftest import Server, Start, refusal
 

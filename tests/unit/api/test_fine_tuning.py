@@ -9,7 +9,7 @@ from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
-from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from tests.unit.api.conftest import SPEC, URL, Server
 
 ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'

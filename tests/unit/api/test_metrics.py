@@ -11,9 +11,9 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.dependencies import Components
-from swiftkv_platform.orchestration.loop import ControlLoop
+from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
 from swiftkv_platform.settings import Settings
 from tests.fakes.attempt_store import FakeWorker
 from tests.unit.api.conftest import SPEC, URL, Start, StillClock, make_parts, refusal

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.api.app import create_app
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recipes import BEGIN, END, FOUND, PAGE, read_found, recipes, run_dry, with_tables
-from swiftkv_platform.orchestration.estimates import estimate
+from swiftkv_platform.control_plane.jobs.estimates import estimate
 from tests.recipes import teacher_config
 
 SMALLEST = "builtin-python-5m"

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.doctor import CHECKS, OF_TESTS, OTHERS
 from swiftkv_platform.cli.findings import Check, Finding, Surroundings, run_checks, worst
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from tests.fakes.scripted_server import Script, json_answer, serve
@@ -322,7 +322,7 @@ def test_schemas_that_are_not_this_versions(
         session.execute(text("DROP TABLE alembic_version"))
     finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=postgres_url), "database")
     assert "has schema none" in finding.message
-    assert finding.advice == "run python -m swiftkv_platform.database"
+    assert finding.advice == "run python -m swiftkv_platform.control_plane.database"
     emptied(postgres_url)
     findings = doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url)
     assert "newest schema" in findings["database"].message

@@ -10,9 +10,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.database.repository import SqlJobRepository
-from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.job import JobStatus, transition
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.jobs.job import JobStatus, transition
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.attempt_store import FakeWorker
 from tests.records import make_job, message, store
@@ -78,4 +78,4 @@ def test_a_backup_comes_back_in_another_home(home: Path, tmp_path: Path) -> None
 def test_a_home_without_a_database_is_not_swept(tmp_path: Path) -> None:
     result = run(tmp_path / "nothing", "prune")
     assert result.exit_code == 1
-    assert "python -m swiftkv_platform.database" in " ".join(result.output.split())
+    assert "python -m swiftkv_platform.control_plane.database" in " ".join(result.output.split())

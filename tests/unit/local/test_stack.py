@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swiftkv_platform.cluster.gpus import HIDE_UNRESERVED
+from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
 from swiftkv_platform.local import processes, stack
 from swiftkv_platform.local.processes import ProcessRef
 from swiftkv_platform.local.ray_head import RayHead, ensure_token, free_ports, make_temp_dir

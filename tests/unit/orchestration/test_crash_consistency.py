@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.orchestration.job import Job, JobStatus
-from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
-from swiftkv_platform.orchestration.reconciler import Reconciler
-from swiftkv_platform.orchestration.service import Caller, JobService
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
+from swiftkv_platform.control_plane.jobs.ports import Page, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.jobs.service import Caller, JobService
 from tests.parameters import WIDE
 from tests.unit.orchestration.conftest import TENANT, Plane
 

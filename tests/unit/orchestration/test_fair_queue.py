@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
-from swiftkv_platform.orchestration.demand import Demand
-from swiftkv_platform.orchestration.fair_queue import FairQueue, held_by
-from swiftkv_platform.orchestration.job import (
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue, held_by
+from swiftkv_platform.control_plane.jobs.job import (
     TRANSITIONS,
     Job,
     JobStatus,
@@ -24,8 +24,8 @@ from swiftkv_platform.orchestration.job import (
     start,
     transition,
 )
-from swiftkv_platform.orchestration.ports import SubmissionStatus
-from swiftkv_platform.orchestration.tenants import TenantPolicy, Tenants
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.specs import JobSpec
 from tests.records import standing_of
 from tests.unit.orchestration.conftest import Plane

@@ -8,7 +8,7 @@ import pytest
 
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.phase_plans import PhasePlan
 from swiftkv_platform.planning.phases import refuse_writers_without_room, teacher_bytes

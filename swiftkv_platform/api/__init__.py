@@ -1,1 +1,0 @@
-"""The control plane's HTTP interface. Wires orchestration to database, cluster and storage; decides nothing itself."""

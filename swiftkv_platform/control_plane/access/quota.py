@@ -1,0 +1,72 @@
+"""`/quota`: what the caller's tenant is granted, and what of it is in use."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter
+
+from swiftkv_platform.control_plane.parts import Parts, Reader
+from swiftkv_platform.control_plane.jobs.answers import Answer
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.jobs.fair_queue import held_by
+
+router = APIRouter(tags=["operations"])
+
+
+class HeldAnswer(Answer):
+    """GPUs and CPUs of the cluster that jobs or deployments hold."""
+
+    gpus: float
+    cpus: float
+
+
+class QuotaAnswer(Answer):
+    """Limits of a tenant, null where there is none, and what its jobs and deployments hold.
+
+    Both count with the most they may grow to, and a deployment until its replicas are gone.
+    """
+
+    object: Literal["quota"] = "quota"
+    tenant: str
+    weight: float
+    """Share of the cluster relative to other tenants that wait."""
+    max_queued_jobs: int | None
+    max_running_jobs: int | None
+    max_gpus: float | None
+    max_cpus: float | None
+    max_replicas: int | None
+    """Most replicas of its deployments together."""
+    queued_jobs: int
+    """Jobs that wait or are paused."""
+    running_jobs: int
+    replicas: int
+    gpus: float
+    """GPUs of jobs and deployments together."""
+    cpus: float
+    stored_bytes: int
+    """Bytes of its uploaded files together."""
+    max_stored_bytes: int | None
+    held_by_jobs: HeldAnswer
+    held_by_deployments: HeldAnswer
+
+
+@router.get("/quota")
+def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
+    """Quota of the caller's tenant, and its use."""
+    usage = parts.jobs.usage(caller.tenant)
+    deployed = [item for item in parts.catalog.all_deployments().items if item.tenant == caller.tenant]
+    jobs, deployments = usage.held, held_by((), deployed).get(caller.tenant, Demand())
+    held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
+    return QuotaAnswer.model_validate(
+        {
+            **dict(policy),
+            **vars(held),
+            "tenant": caller.tenant,
+            "queued_jobs": usage.waiting,
+            "running_jobs": held.jobs,
+            "stored_bytes": parts.files.used_bytes(caller.tenant),
+            "held_by_jobs": jobs,
+            "held_by_deployments": deployments,
+        }
+    )

@@ -1,0 +1,108 @@
+"""Sessions of browsers, last uses of API keys, and the audit trail as rows. Knows nothing that opens anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from sqlalchemy import delete, insert, select, update
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.control_plane.database.paging import Store, fetch, unknown_cursor, value_of
+from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentRow, FileRow, JobRow, KeyUseRow, SessionRow
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter
+from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+
+
+@dataclass(frozen=True)
+class StoredSession:
+    """A session as the database holds it."""
+
+    id_sha256: str
+    key_name: str
+    sealed_key: str
+    created_at: float
+    expires_at: float
+
+
+class SqlSessions(Store):
+    """Sessions in a database that several control planes share."""
+
+    def add(self, session: StoredSession, *, now: float) -> None:
+        """Store a session; those that have ended make room."""
+        with self._database.writing() as transaction:
+            transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
+            transaction.execute(insert(SessionRow).values(**vars(session)))
+
+    def get(self, id_sha256: str) -> StoredSession | None:
+        with self._database.reading() as transaction:
+            row = transaction.get(SessionRow, id_sha256)
+            return None if row is None else value_of(StoredSession, row)
+
+    def remove(self, id_sha256: str) -> None:
+        with self._database.writing() as transaction:
+            transaction.execute(delete(SessionRow).where(SessionRow.id_sha256 == id_sha256))
+
+
+class SqlKeyUses(Store):
+    """Last uses in a database that several control planes share."""
+
+    def note(self, key_id: str, now: float, *, at_least_s: float) -> None:
+        """Store a use, unless one is stored that is less than `at_least_s` seconds older."""
+        with self._database.writing() as session:
+            self._database.take_turns(session, f"uses of {key_id}")
+            seen = session.scalar(select(KeyUseRow.last_used_at).where(KeyUseRow.key_id == key_id))
+            if seen is None:
+                session.execute(insert(KeyUseRow).values(key_id=key_id, last_used_at=int(now)))
+            elif seen <= now - at_least_s:
+                session.execute(update(KeyUseRow).where(KeyUseRow.key_id == key_id).values(last_used_at=int(now)))
+
+    def all(self) -> Mapping[str, int]:
+        """Unix seconds by key id."""
+        with self._database.reading() as session:
+            return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}
+
+
+_EQUAL = ("tenant", "actor", "credential", "address", "route", "object", "request_id", "status")
+
+
+class SqlAudit(Store):
+    """Entries that stay as they are once their request is answered."""
+
+    def list(self, page: Page, wanted: AuditFilter) -> Slice[AuditEntry]:
+        """Entries, by their time. Raises `InvalidInputError` for an unknown cursor."""
+        query = select(AuditRow)
+        for name in _EQUAL:
+            value = getattr(wanted, name)
+            if value is not None:
+                query = query.where(getattr(AuditRow, name) == value)
+        if wanted.since is not None:
+            query = query.where(AuditRow.created_at >= wanted.since)
+        if wanted.until is not None:
+            query = query.where(AuditRow.created_at < wanted.until)
+        with self._database.reading() as session:
+            if page.after is not None:
+                seen = session.get(AuditRow, page.after)
+                if seen is None or wanted.tenant not in (None, seen.tenant):
+                    raise unknown_cursor(page.after)
+            rows = fetch(session, query, AuditRow.id, page, after=page.after)
+            return Slice([value_of(AuditEntry, row) for row in rows.items], rows.has_more)
+
+    def store(self, entry: AuditEntry) -> None:
+        """Write an entry, or what has become of it since it was added to a transaction."""
+        with self._database.writing() as session:
+            changed = update(AuditRow).where(AuditRow.id == entry.id)
+            done = session.connection().execute(changed.values(status=entry.status, object=entry.object))
+            if not done.rowcount:
+                add(session, entry)
+
+
+def add(session: Session, entry: AuditEntry) -> None:
+    """Write an entry as a part of the session's transaction."""
+    session.execute(insert(AuditRow).values(**asdict(entry)))
+
+
+def made_in(session: Session) -> str | None:
+    """Id of the job, deployment or file that the session is about to insert."""
+    made = (row.id for row in session.new if isinstance(row, JobRow | DeploymentRow | FileRow))
+    return next(made, None)

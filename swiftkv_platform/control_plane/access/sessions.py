@@ -1,0 +1,131 @@
+"""The dashboard's sessions: how a browser brings a key or token that no script can read. Knows no route.
+
+The cookie holds a random id and says nothing. The database holds the id's hash and the key, sealed with the id: every
+control plane can serve every session, and neither the database nor a copy of it opens anything. The key itself is
+needed, not just its name: replicas of a deployment ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from dataclasses import dataclass
+
+from swiftkv_platform.control_plane.access.rows import SqlKeyUses, SqlSessions, StoredSession
+from swiftkv_platform.errors import DatabaseUnavailableError, UnauthenticatedError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.jobs.ports import Clock
+from swiftkv_platform.security.keys import ApiKey
+from swiftkv_platform.security.principals import Authenticator, Principal
+
+_ID_BYTES = 32
+_LONGEST_NAME = 64
+"""Characters of a name that are stored; the names of token holders are longer."""
+_SEAL = b"swiftkv session seal\0"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A browser that has signed in."""
+
+    id: str
+    """Value of the cookie."""
+    key: Principal
+    authorization: str
+    """The header that the browser would send if it could."""
+    began_at: float
+    """Unix seconds."""
+    expires_at: float
+    """Unix seconds."""
+
+
+class Sessions:
+    """Sessions of every control plane on one database. `lifetime_s`: from signing in to the end, however much the
+    session is used."""
+
+    def __init__(self, store: SqlSessions, authenticator: Authenticator, clock: Clock, *, lifetime_s: int) -> None:
+        self._store = store
+        self._authenticator = authenticator
+        self._clock = clock
+        self._lifetime_s = lifetime_s
+
+    def identify(self, api_key: str) -> Principal:
+        """The caller whose key or token it is. Raises `UnauthenticatedError`."""
+        return self._authenticator.authenticate(f"Bearer {api_key}")
+
+    def open(self, api_key: str, key: Principal) -> Session:
+        """Begin a session of `key`, whom `identify` found for `api_key`."""
+        authorization = f"Bearer {api_key}"
+        session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
+        expires_at = now + self._lifetime_s
+        if key.expires_at is not None:
+            expires_at = min(expires_at, float(key.expires_at))
+        sealed = _seal(session_id, api_key.strip().encode()).hex()
+        self._store.add(StoredSession(_digest(session_id), key.name[:_LONGEST_NAME], sealed, now, expires_at), now=now)
+        get_logger().info("signed in", tenant=key.tenant, key=key.name)
+        return Session(session_id, key, authorization, now, expires_at)
+
+    def find(self, session_id: str) -> Session:
+        """The session of a cookie. Raises `UnauthenticatedError`; one whose key opens nothing any more is ended."""
+        stored = self._store.get(_digest(session_id))
+        if stored is None or stored.expires_at <= self._clock():
+            raise UnauthenticatedError("the session has ended; sign in again", field="Cookie")
+        authorization = f"Bearer {_seal(session_id, bytes.fromhex(stored.sealed_key)).decode(errors='replace')}"
+        try:
+            api_key = self._authenticator.authenticate(authorization)
+        except UnauthenticatedError:
+            self.close(session_id)
+            raise
+        return Session(session_id, api_key, authorization, stored.created_at, stored.expires_at)
+
+    def close(self, session_id: str) -> None:
+        """End a session; one that has ended is no error."""
+        self._store.remove(_digest(session_id))
+
+
+def _digest(session_id: str) -> str:
+    """256 random bits need no salt."""
+    return hashlib.sha256(session_id.encode()).hexdigest()
+
+
+def _seal(session_id: str, text: bytes) -> bytes:
+    """`text` sealed with a session's id, and a sealed text opened: a one-time pad, since an id seals one key.
+
+    A pad that was tampered with opens to a key that the key file does not have.
+    """
+    pad = hashlib.shake_256(_SEAL + session_id.encode()).digest(len(text))
+    return bytes(left ^ right for left, right in zip(text, pad, strict=True))
+
+
+_INTERVAL_S = 60.0
+
+
+class KeyUses:
+    """Uses that this control plane has seen; all control planes of a database together write one a minute and key."""
+
+    def __init__(self, store: SqlKeyUses, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._noted: dict[str, float] = {}
+        """Unix seconds by key id; as many as there are keys in the file."""
+        self._lock = threading.Lock()
+
+    def note(self, principal: Principal) -> None:
+        """Store that a key was used now, unless that was done within the last minute.
+
+        No request fails for it: a use that cannot be stored is logged, and stored a minute later.
+        """
+        if not isinstance(principal, ApiKey):
+            return
+        now = self._clock()
+        with self._lock:
+            if now - self._noted.get(principal.id, -_INTERVAL_S) < _INTERVAL_S:
+                return
+            self._noted[principal.id] = now
+        try:
+            self._store.note(principal.id, now, at_least_s=_INTERVAL_S)
+        except DatabaseUnavailableError as error:
+            get_logger().warning(
+                "use of a key not stored", key=principal.name, key_id=principal.id, reason=error.message
+            )

@@ -1,0 +1,65 @@
+"""Columns by which the queue is decided in SQL, watched jobs, and tokens of leases."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+from pydantic import ValidationError
+
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.jobs.fair_queue import PRIORITIES
+from swiftkv_platform.specs import JobSpec
+
+revision = "0008"
+down_revision = "0007"
+branch_labels = None
+depends_on = None
+
+_FINAL = ("succeeded", "failed", "cancelled")
+_JOBS = sa.table(
+    "jobs",
+    sa.column("id", sa.String()),
+    sa.column("status", sa.String()),
+    sa.column("spec", sa.JSON()),
+    sa.column("state", sa.JSON()),
+    sa.column("priority", sa.Integer()),
+    sa.column("not_before", sa.Float()),
+    sa.column("gpus", sa.Float()),
+    sa.column("cpus", sa.Float()),
+)
+
+
+def upgrade() -> None:
+    op.add_column("jobs", sa.Column("priority", sa.Integer(), nullable=False, server_default="1"))
+    for name in ("not_before", "gpus", "cpus", "watched_until"):
+        op.add_column("jobs", sa.Column(name, sa.Float(53), nullable=False, server_default="0"))
+    op.add_column("leases", sa.Column("token", sa.BigInteger(), nullable=False, server_default="1"))
+    _fill(op.get_bind())
+    columns = ["status", "tenant", "priority", "id", "not_before", "gpus", "cpus"]
+    op.create_index("ix_jobs_queue", "jobs", columns)
+
+
+def _fill(connection: sa.Connection) -> None:
+    """Fill the columns of jobs that have not ended. A row that cannot be read keeps the defaults."""
+    live = sa.select(_JOBS.c.id, _JOBS.c.spec, _JOBS.c.state).where(_JOBS.c.status.not_in(_FINAL))
+    for row in connection.execute(live).all():
+        try:
+            spec = JobSpec.model_validate(row.spec)
+            not_before = float(row.state.get("not_before", 0.0))
+        except (ValidationError, TypeError, AttributeError, ValueError):
+            continue
+        demand = Demand.of(spec)
+        values = {
+            "priority": PRIORITIES[spec.limits.priority],
+            "not_before": not_before,
+            "gpus": demand.gpus,
+            "cpus": demand.cpus,
+        }
+        connection.execute(sa.update(_JOBS).where(_JOBS.c.id == row.id).values(**values))
+
+
+def downgrade() -> None:
+    op.drop_index("ix_jobs_queue", table_name="jobs")
+    op.drop_column("leases", "token")
+    for name in ("watched_until", "cpus", "gpus", "not_before", "priority"):
+        op.drop_column("jobs", name)

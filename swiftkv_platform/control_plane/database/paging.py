@@ -1,0 +1,139 @@
+"""Rows of a tenant: one of them, a page of them, and as values of the domain."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from sqlalchemy import ColumnElement, Select, String, cast, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, JobRow, ModelRow
+from swiftkv_platform.errors import InvalidInputError, NotFoundError, UnreadableRowError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+
+PAGE_BYTES = 4 << 20
+"""Characters of documents in a page of a list; as objects they take some ten times as much memory."""
+Row = TypeVar("Row")
+Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
+Item = TypeVar("Item")
+_LISTS: dict[type[Base], tuple[str, str, str]] = {
+    JobRow: ("job", "/jobs", "job_id"),
+    ModelRow: ("model", "/models", "model"),
+    DeploymentRow: ("deployment", "/deployments", "deployment_id"),
+    FileRow: ("file", "/v1/files", "file_id"),
+}
+"""Word for a row, the route that lists it, and the field that names it."""
+
+
+class Store:
+    """Rows of a `Database`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+
+def owned(session: Session, table: type[Owned], row_id: str, tenant: str | None, *, lock: bool = False) -> Owned:
+    """The row of a tenant; of any for None. Raises `NotFoundError`, also for another tenant's."""
+    row = session.get(table, row_id, with_for_update=lock)
+    if row is None or tenant not in (None, row.tenant):
+        kind, route, field = _LISTS[table]
+        raise NotFoundError(f"there is no {kind} {row_id}; GET {route} lists them", field=field, value=row_id)
+    return row
+
+
+def page_of(
+    session: Session,
+    table: type[Owned],
+    page: Page,
+    tenant: str,
+    *where: ColumnElement[bool],
+    sized: Sequence[InstrumentedAttribute[Any]] = (),
+) -> Slice[Owned]:
+    """A page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant.
+
+    Args:
+        sized: documents that count: the page ends where they come to `PAGE_BYTES`, after one row at least.
+    """
+    if page.after is not None:
+        seen = session.get(table, page.after)
+        if seen is None or seen.tenant != tenant:
+            raise unknown_cursor(page.after)
+    of_tenant = (table.tenant == tenant, *where)
+    limit = page.limit
+    if sized:
+        lengths = [func.coalesce(func.length(cast(each, String)), 0) for each in sized]
+        sizes: Select[Any] = _after(select(*lengths).where(*of_tenant), table.id, page, page.after)
+        limit = _fitting([sum(row) for row in session.execute(sizes.limit(limit))])
+    query: Select[Any] = select(table).where(*of_tenant)
+    return fetch(session, query, table.id, replace(page, limit=limit), after=page.after)
+
+
+def _fitting(sizes: Sequence[int]) -> int:
+    """Number of rows that come to no more than `PAGE_BYTES`, the first one in any case."""
+    totals = itertools.accumulate(sizes)
+    return max(sum(total <= PAGE_BYTES for total in totals), 1)
+
+
+def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
+    """The dataclass whose fields are the row's columns of the same names."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    return kind(**{**{name: getattr(row, name) for name in names}, **changes})
+
+
+def fetch(
+    session: Session, query: Select[Row], key: InstrumentedAttribute[Any], page: Page, *, after: Any
+) -> Slice[Row]:
+    """Fetch at most `page.limit` rows, ordered by the unique column `key`, from beyond its value `after` on."""
+    rows = session.scalars(_after(query, key, page, after).limit(page.limit)).all()
+    # Asked for apart, since the next row may be the largest.
+    beyond = _after(query, key, page, after).with_only_columns(key).offset(page.limit).limit(1)
+    return Slice(rows, has_more=len(rows) == page.limit and session.execute(beyond).first() is not None)
+
+
+def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
+    """The query in the page's order, from beyond the value `after` of `key` on."""
+    ascending = page.order == "asc"
+    if after is not None:
+        query = query.where(key > after if ascending else key < after)
+    return query.order_by(key.asc() if ascending else key.desc())
+
+
+def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
+    """Return what the rows hold, and the ids of the rows that cannot be read."""
+    items: list[Item] = []
+    left_out: list[str] = []
+    for row in rows:
+        try:
+            items.append(read(row))
+        except UnreadableRowError as error:
+            get_logger().error("row left out", row=error.value, reason=error.message)
+            left_out.append(str(error.value))
+    return items, left_out
+
+
+def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
+    """The refusal of a row that does not hold what this version of the program stores."""
+    why = "its state is no object"
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return UnreadableRowError(
+        f"{kind} {row_id} cannot be read, perhaps since another version of this program has stored it: {why}; run that "
+        "version, or remove it there",
+        field=f"{kind}_id",
+        value=row_id,
+    )
+
+
+def unknown_cursor(value: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"after is {value!r}, which is not in this list; pass the `last_id` of an earlier page",
+        field="after",
+        value=value,
+    )

@@ -1,0 +1,239 @@
+"""Engine, migrations and transactions. Knows what each database needs to be safe, nothing of what tables mean."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.control_plane.database.postgresql import (
+    Timeouts,
+    check_writable,
+    engine_options,
+    is_read_only,
+    prepare,
+    read_only,
+    take_as_long_as_it_takes,
+)
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.settings import Settings
+
+DEFAULT_TIMEOUTS = Timeouts()
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_BUSY_TIMEOUT_S = 10.0
+_WRITES = "swiftkv_writes"
+
+ALONGSIDE: ContextVar[Callable[[Session], Callable[[], None]] | None] = ContextVar("alongside", default=None)
+"""Joins each transaction that writes, for the request under way; what it returns is called before the commit."""
+
+
+class Database:
+    """Transactions on one database.
+
+    SQLite gets a write-ahead log, foreign keys, a busy timeout, and its directory if that is missing.
+
+    Args:
+        url: any SQLAlchemy URL. Raises `InvalidInputError` for one that no installed driver understands.
+        timeouts: of PostgreSQL.
+    """
+
+    def __init__(self, url: str, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
+        self._engine = _open_engine(url, timeouts)
+        self._writing_engine = self._engine.execution_options(**{_WRITES: True})
+        self.is_sqlite = self._engine.dialect.name == "sqlite"
+
+    def reading(self) -> AbstractContextManager[Session]:
+        """A consistent view. Raises `DatabaseUnavailableError` when the database does not answer."""
+        return _transaction(self._engine)
+
+    @contextmanager
+    def writing(self) -> Iterator[Session]:
+        """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer, or
+        takes no writes."""
+        with _transaction(self._writing_engine) as session:
+            join = ALONGSIDE.get()
+            write = None if join is None else join(session)
+            yield session
+            if write is not None:
+                write()
+
+    def take_turns(self, session: Session, what: str) -> None:
+        """Wait until no other transaction that has asked for the same is open; SQLite's writers take turns anyway."""
+        if not self.is_sqlite:
+            session.execute(select(func.pg_advisory_xact_lock(func.hashtext(what))))
+
+    def check(self) -> None:
+        """Returns if the database answers and takes writes, else raises `DatabaseUnavailableError`."""
+        with self.reading() as session:
+            session.execute(text("SELECT 1"))
+            if self._engine.dialect.name == "postgresql":
+                check_writable(session)
+        file = self._engine.url.database if self.is_sqlite else None
+        if file and not os.access(file, os.W_OK):
+            raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
+
+    def upgrade(self) -> None:
+        """Bring the schema to the newest revision, all of it or nothing."""
+        with self._migrating() as session:
+            command.upgrade(alembic_config(session.connection()), "head")
+
+    @contextmanager
+    def _migrating(self) -> Iterator[Session]:
+        """A transaction whose statements may take long, as an index on a large table does."""
+        restore = None
+        try:
+            with self.writing() as session:
+                if self._engine.dialect.name == "postgresql":
+                    restore = take_as_long_as_it_takes(session)
+                yield session
+        finally:
+            if restore is not None:
+                restore()
+
+    def downgrade(self, revision: str) -> None:
+        """Take the schema back to an earlier revision, all of the way or none. What later ones brought is lost.
+
+        Raises `InvalidInputError` for a revision that there is not.
+        """
+        try:
+            with self._migrating() as session:
+                command.downgrade(alembic_config(session.connection()), revision)
+        except CommandError as error:
+            raise InvalidInputError(
+                f"revision is {revision!r}: {error}; expected the number of an earlier migration, such as 0005",
+                field="revision",
+                value=revision,
+            ) from error
+
+    def check_schema(self) -> None:
+        """Raises `InvalidInputError` unless the schema is at the newest revision."""
+        with self.reading() as session:
+            present = current_revision(session.connection())
+        wanted = newest_revision()
+        if present != wanted:
+            raise InvalidInputError(
+                f"the database is at schema revision {present or 'none'}, this program needs {wanted}; "
+                "run `python -m swiftkv_platform.control_plane.database`",
+                field="database_url",
+                value=present,
+            )
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def current_revision(connection: Connection) -> str | None:
+    """The schema's Alembic revision; None for an empty database."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def newest_revision() -> str:
+    """The Alembic revision that this program needs."""
+    head = ScriptDirectory.from_config(alembic_config()).get_current_head()
+    assert head is not None, "the package holds its migrations"
+    return head
+
+
+def known_revisions() -> set[str]:
+    """All Alembic revisions that this program knows, up to the newest."""
+    return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
+
+
+def alembic_config(connection: Connection | None = None) -> Config:
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+@contextmanager
+def _transaction(engine: Engine) -> Iterator[Session]:
+    try:
+        with Session(engine, expire_on_commit=False) as session, session.begin():
+            yield session
+    except (OperationalError, InterfaceError, PoolTimeoutError) as error:
+        # The driver's own text, not SQLAlchemy's: the latter repeats the statement with its parameters.
+        cause = getattr(error, "orig", None) or error
+        raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
+    except DBAPIError as error:
+        if error.orig is None or not is_read_only(error.orig):
+            raise
+        engine.dispose()  # another server may be the primary now
+        raise read_only() from error
+
+
+def open_database(settings: Settings) -> Database:
+    """The database of the settings. Raises `InvalidInputError` for an address that cannot be used."""
+    timeouts = Timeouts(
+        connect_s=settings.database_connect_timeout_s,
+        statement_s=settings.database_statement_timeout_s,
+        tcp_s=settings.database_tcp_timeout_s,
+        recycle_s=settings.database_pool_recycle_s,
+    )
+    return Database(settings.resolved_database_url, timeouts)
+
+
+def _open_engine(url: str, timeouts: Timeouts) -> Engine:
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "sqlite":
+            options = engine_options(parsed, timeouts)
+            engine = create_engine(parsed, json_serializer=_to_json, json_deserializer=_from_json, **options)
+            if parsed.get_backend_name() == "postgresql":
+                prepare(engine, timeouts)
+            return engine
+        engine = create_engine(
+            parsed, connect_args={"timeout": _BUSY_TIMEOUT_S}, json_serializer=_to_json, json_deserializer=_from_json
+        )
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise InvalidInputError(
+            f"the database address cannot be used: {error}; sqlite:///FILE and postgresql+psycopg://USER@HOST/NAME can",
+            field="database_url",
+        ) from error
+    if parsed.database:
+        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _to_json(value: Any) -> str:
+    """Write JSON without escapes: SQLite compares keys as they are written, and text that cannot be encoded stays
+    outside."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _from_json(text: str) -> Any:
+    """Read JSON, a damaged document as None: its row then fails where it is understood, and no other row does."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _configure_sqlite(connection: Any, _: object) -> None:
+    # Python's driver would open transactions by itself, too late for reads and for DDL; `_begin_sqlite` does it.
+    connection.isolation_level = None
+    for pragma in ("journal_mode=WAL", "foreign_keys=ON", "synchronous=FULL"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and then wants to write fails at once, without the busy timeout, if another one has
+    # written in between; so those that will write take the write lock at their start.
+    writes = connection.get_execution_options().get(_WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

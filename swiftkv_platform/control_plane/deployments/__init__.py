@@ -1,0 +1,1 @@
+"""Served models: their rules, rows and routes, and the reconciler that has Ray Serve run them."""

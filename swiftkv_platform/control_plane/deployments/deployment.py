@@ -1,0 +1,134 @@
+"""A served model, as the control plane keeps it. Knows no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swiftkv_platform.errors import ForbiddenError, InvalidInputError
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+
+class DeploymentStatus(StrEnum):
+    PENDING = "pending"
+    """Stored, not yet handed to the cluster."""
+    DEPLOYING = "deploying"
+    RUNNING = "running"
+    SWAPPING = "swapping"
+    """The version before answers; the one that is wanted is being loaded beside it."""
+    REFUSED = "refused"
+    """The version before answers; the one that is wanted was refused."""
+    UNHEALTHY = "unhealthy"
+    """The deployment ran, and some replica does not any more."""
+    FAILED = "failed"
+    """The deployment could not be started."""
+    DELETING = "deleting"
+
+
+@dataclass(frozen=True)
+class DeploymentState:
+    """The serving cluster's view of a deployment."""
+
+    status: DeploymentStatus
+    message: str = ""
+    replicas: int = 0
+    """Running now."""
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase (`fetch`, `load`, `check`) of the replica that took longest to serve the model."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A served model."""
+
+    spec: ResolvedDeployment
+    tenant: str
+    created_at: int
+    state: DeploymentState = DeploymentState(DeploymentStatus.PENDING)
+    version: int = 1
+    """Rises with every change of `spec`, and with nothing else."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Jobs and deployments that a tenant has on the clusters, or may come to have, beside one deployment."""
+
+    jobs: Sequence[JobSpec]
+    """Specs of the jobs whose attempts may be on the cluster."""
+    deployments: Sequence[ResolvedDeployment]
+
+
+Admit = Callable[[Holdings], None]
+DeploymentChange = Callable[[Deployment, Holdings], tuple[ResolvedDeployment, DeploymentState]]
+"""Function of a deployment, and of what else its tenant holds, that gives its new spec and state."""
+
+
+LONGEST_PREFIX = 200
+"""Characters of a prefix, its tenant's part included."""
+REPLICA_PATHS = frozenset({"generate", "v1", "tokenize", "detokenize", "health", "metrics", "openapi.json", "docs"})
+"""First segments of what a replica answers below its prefix."""
+_TENANTS = "t"
+_SERVES_OWN = "-"
+"""First segment of what Serve's proxies answer themselves, such as `/-/healthz`."""
+
+
+@dataclass(frozen=True)
+class RouteRules:
+    """Places the route prefixes that callers ask for."""
+
+    below_tenant: bool = False
+    """Whether a tenant has only what lies below `/t/{tenant}`, and what `policies` grant it beside."""
+    policies: Policies = NO_LIMITS
+
+    def placed(self, route_prefix: str, tenant: str) -> str:
+        """The prefix that `tenant` gets for `route_prefix`: that one, or the same below its own.
+
+        Raises `ForbiddenError` for a prefix below another tenant's and `InvalidInputError` for one that is no plain
+        path.
+        """
+        _check_segments(route_prefix)
+        if not self.below_tenant or route_prefix in self.policies.policy(tenant).route_prefixes:
+            return route_prefix
+        home = f"/{_TENANTS}/{tenant}"
+        if route_prefix == home or route_prefix.startswith(f"{home}/"):
+            return route_prefix
+        if route_prefix.startswith(f"/{_TENANTS}/"):
+            raise ForbiddenError(
+                f"route_prefix is {route_prefix!r}; tenant {tenant!r} has what lies below {home}, such as {home}/chat; "
+                "'/chat' is put there by itself",
+                field="route_prefix",
+                value=route_prefix,
+            )
+        placed = home + route_prefix.rstrip("/")
+        if len(placed) > LONGEST_PREFIX:
+            raise InvalidInputError(
+                f"route_prefix would be {placed!r}, {len(placed)} characters; at most {LONGEST_PREFIX} are accepted",
+                field="route_prefix",
+                value=route_prefix,
+            )
+        return placed
+
+
+def interferes(one: str, other: str) -> bool:
+    """Whether a deployment at either prefix would get requests that the deployment at the other one answers."""
+    return one == other or _shadows(one, other) or _shadows(other, one)
+
+
+def _shadows(inner: str, outer: str) -> bool:
+    """Whether `inner` goes on below `outer` with a path that replicas answer."""
+    start = outer.rstrip("/") + "/"
+    return inner.startswith(start) and inner.removeprefix(start).partition("/")[0] in REPLICA_PATHS
+
+
+def _check_segments(route_prefix: str) -> None:
+    segments = route_prefix.split("/")[1:]
+    if "." in segments or ".." in segments or segments[0] == _SERVES_OWN:
+        raise InvalidInputError(
+            f"route_prefix is {route_prefix!r}; the segments '.' and '..', and '-' at the beginning, have a meaning of "
+            "their own; use another name",
+            field="route_prefix",
+            value=route_prefix,
+        )

@@ -1,0 +1,221 @@
+"""Deployments as Ray Serve applications, over the declarative REST interface of Ray's dashboard. Knows Ray's
+words, neither models nor torch: what an application is, `swiftkv_platform.serve.app:build_app` knows on the cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
+from swiftkv_platform.control_plane.deployments.served_revisions import ServedRevisions
+from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
+from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
+from swiftkv_platform.web.origins import is_local_name
+
+APPLICATION = "swiftkv_platform.serve.app:build_app"
+"""Import path of the application of every deployment."""
+
+TenantAccess = Callable[[str | None], Access]
+"""Sources that a tenant may read; None for a deployment of before there were tenants."""
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_PATH = "/api/serve/applications/"
+
+# The first `apply` starts Serve's controller and proxies, and waits for them.
+_TIMEOUT_S = 120.0
+
+_STATUS = {
+    "NOT_STARTED": DeploymentStatus.DEPLOYING,
+    "DEPLOYING": DeploymentStatus.DEPLOYING,
+    "RUNNING": DeploymentStatus.RUNNING,
+    "UNHEALTHY": DeploymentStatus.UNHEALTHY,
+    "DEPLOY_FAILED": DeploymentStatus.FAILED,
+    "DELETING": DeploymentStatus.DELETING,
+}
+
+
+def http_address(serve_url: str) -> tuple[str, int]:
+    """Host and port for Serve's proxies to listen on, from the address clients use. Raises `InvalidInputError`.
+
+    A name that clients reach from elsewhere is rarely one that every node could bind: there they listen on all.
+    """
+    parts = urlsplit(serve_url)
+    if parts.scheme != "http" or not parts.hostname or not parts.port:
+        raise InvalidInputError(
+            f"serve_url is {serve_url!r}; give http://host:port", field="serve_url", value=serve_url
+        )
+    if parts.hostname in _LOOPBACK:
+        return parts.hostname, parts.port
+    return "0.0.0.0", parts.port  # noqa: S104  # the operator has named an address that others reach
+
+
+class RayServe:
+    """`ServeCluster` on Ray Serve.
+
+    Args:
+        dashboard_url: where Ray's dashboard answers. No connection is made before the first call.
+        serve_url: `http://host:port` where clients reach Serve's proxies. Ray reads where they are to listen when the
+            first `apply` starts Serve, not later.
+        api_keys_file: of hashed keys, as the cluster's machines see it; None: replicas know no key.
+        oidc_file: of trusted issuers, seen likewise; with neither, replicas let in all callers.
+        allowed_hosts: hosts that clients may ask deployments by, beside that of `serve_url`, where there are no keys.
+        access: sources that a tenant's deployments may read the base models of adapters from.
+
+    Raises:
+        InvalidInputError: a `serve_url` that is no such address.
+    """
+
+    def __init__(
+        self,
+        dashboard_url: str,
+        serve_url: str = "http://127.0.0.1:8001",
+        *,
+        api_keys_file: Path | None = None,
+        oidc_file: Path | None = None,
+        allowed_hosts: Sequence[str] = (),
+        access: TenantAccess = lambda _: OPEN,
+    ) -> None:
+        host, port = http_address(serve_url)
+        self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
+        self._http_options = {"host": host, "port": port}
+        files = {"api_keys_file": api_keys_file, "oidc_file": oidc_file}
+        self._files = {name: str(path) for name, path in files.items() if path is not None}
+        hosts = {urlsplit(serve_url).hostname or "", *allowed_hosts}
+        self._hosts = () if self._files else tuple(sorted(each for each in hosts if not is_local_name(each)))
+        self._access = access
+        self._revisions = ServedRevisions(serve_url)
+
+    def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
+        applications = [
+            _application(deployment, self._files, self._access(deployment.tenant), self._hosts)
+            for deployment in deployments
+        ]
+        if keep:
+            applications += _as_deployed(self._details().get("applications", {}), keep)
+        config = {"http_options": self._http_options, "applications": applications}
+        self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
+        self._revisions.want({deployment.id: _revision(deployment) for deployment in deployments})
+
+    def status(self) -> Mapping[str, DeploymentState]:
+        details = self._details()
+        listening = any(proxy["status"] == "HEALTHY" for proxy in details.get("proxies", {}).values())
+        applications: dict[str, Any] = details.get("applications", {})
+        return {name: self._state(name, application, listening) for name, application in applications.items()}
+
+    def _details(self) -> Mapping[str, Any]:
+        return self._dashboard.document(self._dashboard.request("GET", _PATH), "tell the state of Serve")
+
+    def close(self) -> None:
+        self._dashboard.close()
+        self._revisions.close()
+
+    def _state(self, name: str, application: Mapping[str, Any], listening: bool) -> DeploymentState:
+        """Ray's word on an application; it is not running while no proxy takes requests for it, or while replicas serve
+        something else than is wanted."""
+        state = _told_by_ray(application, listening)
+        replicas = _answering(application)
+        if state.status is not DeploymentStatus.RUNNING or not replicas:
+            return state
+        progress = self._revisions.ask(name, application["route_prefix"], replicas)
+        if progress is None:
+            return state
+        refusal, serving = progress.refusal(replicas), progress.num_serving(replicas)
+        if refusal is not None:
+            return DeploymentState(DeploymentStatus.REFUSED, f"the version before serves on: {refusal}", len(replicas))
+        loaded = progress.longest_load(replicas)
+        if serving < len(replicas):
+            message = f"{serving} of {len(replicas)} replicas serve what is wanted"
+            return DeploymentState(DeploymentStatus.SWAPPING, message, len(replicas), loaded)
+        return replace(state, load_seconds=loaded)
+
+
+def _application(
+    deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = OPEN, hosts: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A deployment in Serve's config; the application's name is the deployment's id.
+
+    A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
+    below.
+    """
+    keys: dict[str, Any] = {**files, "tenant": deployment.tenant} if files else {}
+    if hosts:
+        keys["allowed_hosts"] = list(hosts)
+    return {
+        "name": deployment.id,
+        "route_prefix": deployment.route_prefix,
+        "import_path": APPLICATION,
+        "args": {"id": deployment.id, **keys, **replica_resources(deployment.engine)},
+        "deployments": [
+            {
+                "name": "Replica",
+                "user_config": {**_served(deployment), **_base_access(access), "revision": _revision(deployment)},
+                "autoscaling_config": autoscaling_config(deployment),
+            }
+        ],
+    }
+
+
+def _as_deployed(applications: Mapping[str, Any], keep: Collection[str]) -> list[dict[str, Any]]:
+    """Configurations with which applications were deployed, of those to keep that are served."""
+    kept = []
+    for name in sorted(keep):
+        application = applications.get(name)
+        if application is None or _STATUS.get(application["status"]) is DeploymentStatus.DELETING:
+            continue
+        config = application.get("deployed_app_config")
+        if config is None:
+            raise UnreadableRowError(
+                f"deployment {name} cannot be read, and Serve does not tell how it was deployed: applying the others "
+                "ends it, so nothing is changed; remove its row, or run the version of this program that stored it",
+                field="deployment_id",
+                value=name,
+            )
+        kept.append(config)
+    return kept
+
+
+def _served(deployment: ResolvedDeployment) -> dict[str, Any]:
+    included = {*ServedSpec.model_fields, "artifact_uri"}
+    served = deployment.model_dump(mode="json", include=included)
+    return {name: value for name, value in served.items() if value is not None}
+
+
+def _base_access(access: Access) -> dict[str, Any]:
+    """Rules for the base models of adapters, where there are any."""
+    rules = {"roots": access.roots, "hub_organizations": access.hub_organizations}
+    closed = {name: list(opened) for name, opened in rules.items() if opened is not None}
+    return {"base_access": closed} if closed else {}
+
+
+def _revision(deployment: ResolvedDeployment) -> str:
+    """The same for all that is loaded alike."""
+    canonical = json.dumps(_served(deployment), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _answering(application: Mapping[str, Any]) -> list[str]:
+    """Ids of the replicas that take requests."""
+    deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
+    replicas = [replica for deployment in deployments for replica in deployment["replicas"]]
+    return [replica["replica_id"] for replica in replicas if replica["state"] in ("RUNNING", "UPDATING")]
+
+
+def _told_by_ray(application: Mapping[str, Any], listening: bool) -> DeploymentState:
+    status = _STATUS[application["status"]]
+    replicas = len(_answering(application))
+    # The application's own message only says which deployment failed, where one did.
+    deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
+    messages = [*(deployment["message"] for deployment in deployments), application["message"]]
+    message = next((last_error(text) for text in messages if text), "")
+    if status is DeploymentStatus.RUNNING and not listening:
+        return DeploymentState(DeploymentStatus.DEPLOYING, "no HTTP proxy of Serve is healthy yet", replicas)
+    return DeploymentState(status, message, replicas)

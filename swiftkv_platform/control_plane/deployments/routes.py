@@ -1,0 +1,197 @@
+"""`/deployments`: models in service."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+import httpx
+from fastapi import APIRouter, Depends, Request, Response, status
+from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+
+from swiftkv_platform.control_plane.models.answers import (
+    DeploymentAnswer,
+    DeploymentChange,
+    DeploymentMetricsAnswer,
+    ReplicaMetricsAnswer,
+)
+from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.parts import (
+    Asker,
+    Deployer,
+    NewestFirst,
+    Parts,
+    Reader,
+    Streamed,
+    TheSettings,
+    authorization,
+    source_rules,
+    tenant_access,
+)
+from swiftkv_platform.control_plane.jobs.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.deployments.replica_metrics import read_replica_metrics
+from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.control_plane.deployments.service import DeploymentService
+from swiftkv_platform.control_plane.deployments.deployment import RouteRules
+from swiftkv_platform.control_plane.jobs.limits import DeploymentLimits
+from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.jobs.service import Caller
+from swiftkv_platform.specs.deployment import DeploymentSpec
+from swiftkv_platform.web.bodies import BodyRoute
+
+_ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
+"""Seconds; a replica that is busy keeps silent until the first token."""
+
+router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=BodyRoute)
+
+
+def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
+    registry = RegistryService(parts.registry, clock=parts.clock)
+    has_keys = settings.knows_callers
+    routes = RouteRules(below_tenant=has_keys, policies=parts.policies)
+    limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies, grants_templates=has_keys)
+    access = partial(tenant_access, source_rules(settings), parts.policies)
+    return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes, limits=limits, access=access)
+
+
+Service = Annotated[DeploymentService, Depends(deployment_service)]
+
+
+@router.post("", status_code=status.HTTP_201_CREATED)
+def create_deployment(
+    body: DeploymentSpec, service: Service, caller: Deployer, settings: TheSettings, response: Response
+) -> DeploymentAnswer:
+    """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
+    deployment = service.create(caller, body)
+    response.headers["Location"] = f"/deployments/{deployment.spec.id}"
+    tag(response, deployment.version)
+    return DeploymentAnswer.of(deployment, settings.serve_url)
+
+
+@router.get("")
+def list_deployments(
+    parts: Parts, caller: Reader, settings: TheSettings, page: NewestFirst
+) -> ListAnswer[DeploymentAnswer]:
+    """Deployments, newest first."""
+    found = parts.catalog.list_deployments(page, tenant=caller.tenant)
+    return list_answer(
+        found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id, page.order
+    )
+
+
+@router.get("/{deployment_id}")
+def get_deployment(
+    deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings, response: Response
+) -> DeploymentAnswer:
+    """One deployment. `ETag` names its version, which `status` and `replicas` do not change."""
+    found = parts.catalog.get_deployment(deployment_id, tenant=caller.tenant)
+    tag(response, found.version)
+    return DeploymentAnswer.of(found, settings.serve_url)
+
+
+@router.get("/{deployment_id}/metrics")
+async def get_deployment_metrics(
+    deployment_id: str, request: Request, parts: Parts, caller: Reader, settings: TheSettings
+) -> DeploymentMetricsAnswer:
+    """Metrics of the deployment's replicas now, for pages that have no Prometheus to ask. None where none runs."""
+    found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
+    replicas = []
+    if found.state.replicas:
+        url = DeploymentAnswer.of(found, settings.serve_url).url
+        key = await run_in_threadpool(authorization, request)
+        read = await read_replica_metrics(url, found.state.replicas, authorization=key)
+        replicas = [ReplicaMetricsAnswer(replica=item.replica, values=dict(item.values)) for item in read]
+    return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
+
+
+@router.patch("/{deployment_id}")
+def change_deployment(
+    deployment_id: str,
+    body: DeploymentChange,
+    service: Service,
+    caller: Deployer,
+    settings: TheSettings,
+    expected: IfMatch,
+    response: Response,
+) -> DeploymentAnswer:
+    """Serve another model, or with other options, without a failed request. Answers at once: the deployment is
+    `swapping` until all replicas serve it, and `refused` if they would not; they then serve on what they did.
+
+    Changes of different fields that are made at the same time both take effect; of two that contradict each other the
+    later one is answered with 409. With `If-Match` a change is made of that version, and of no other (412).
+    """
+    changed = service.update(deployment_id, caller, body.changes(), expected=expected)
+    tag(response, changed.version)
+    return DeploymentAnswer.of(changed, settings.serve_url)
+
+
+@router.post("/{deployment_id}/generate", response_class=StreamingResponse)
+async def generate(
+    deployment_id: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Asker,
+    settings: TheSettings,
+    _stream: Streamed,
+) -> StreamingResponse:
+    """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
+    return await _ask(deployment_id, "/generate", body, request, parts, caller, settings)
+
+
+@router.post("/{deployment_id}/chat/completions", response_class=StreamingResponse)
+async def complete_chat(
+    deployment_id: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Asker,
+    settings: TheSettings,
+    _stream: Streamed,
+) -> StreamingResponse:
+    """Ask a deployment, as its own `POST /v1/chat/completions` does, with tools for instance: for pages, too."""
+    return await _ask(deployment_id, "/v1/chat/completions", body, request, parts, caller, settings)
+
+
+async def _ask(
+    deployment_id: str,
+    path: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Caller,
+    settings: TheSettings,
+) -> StreamingResponse:
+    """Pass a request on to a route of the deployment's own, and its answer back as it comes."""
+    found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
+    url = DeploymentAnswer.of(found, settings.serve_url).url
+    client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
+    try:
+        key = await run_in_threadpool(authorization, request)  # replicas ask for it where they have the key file
+        headers = {} if key is None else {"Authorization": key}
+        asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
+        answer = await client.send(asked, stream=True)
+    except httpx.TransportError as error:
+        await client.aclose()
+        raise ClusterUnavailableError(
+            f"deployment {deployment_id} does not answer: {error or type(error).__name__}",
+            field="deployment_id",
+            value=deployment_id,
+        ) from error
+
+    async def close() -> None:
+        await answer.aclose()
+        await client.aclose()
+
+    kept = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+    return StreamingResponse(answer.aiter_raw(), answer.status_code, kept, background=BackgroundTask(close))
+
+
+@router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)
+def delete_deployment(
+    deployment_id: str, service: Service, caller: Deployer, settings: TheSettings
+) -> DeploymentAnswer:
+    """Stop serving. It is `deleting` until its replicas are gone, and then unknown."""
+    return DeploymentAnswer.of(service.delete(deployment_id, caller), settings.serve_url)

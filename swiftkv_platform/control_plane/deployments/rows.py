@@ -1,0 +1,265 @@
+"""Distilled models, their deployments and promotions in SQL. Knows rows and the holder of a route, no serving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.control_plane.database.paging import Store, fetch, owned, page_of, readable, unreadable, value_of
+from swiftkv_platform.control_plane.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
+from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.deployments.deployment import (
+    Admit,
+    Deployment,
+    DeploymentChange,
+    DeploymentState,
+    DeploymentStatus,
+    Holdings,
+    interferes,
+)
+from swiftkv_platform.control_plane.jobs.job import JobStatus, Model
+from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+from swiftkv_platform.control_plane.models.registry import Change, Promotion
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.specs.limits import STORED
+
+_STATE = TypeAdapter(DeploymentState)
+_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
+
+
+class SqlCatalog(Store):
+    """`Catalog` on a `Database`."""
+
+    def get_model(self, model_id: str, *, tenant: str) -> Model:
+        with self._database.reading() as session:
+            return value_of(Model, owned(session, ModelRow, model_id, tenant))
+
+    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
+        with self._database.reading() as session:
+            rows = page_of(session, ModelRow, page, tenant)
+            return Slice([value_of(Model, row) for row in rows.items], rows.has_more)
+
+    def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
+        with self._database.writing() as session:
+            self._await_turn(session, deployment.tenant)
+            self._database.take_turns(session, "routes of deployments")
+            _check_route(session, deployment)
+            if admit is not None:
+                admit(_held_beside(session, deployment.spec.id, deployment.tenant))
+            deployment = replace(deployment, spec=_as_promoted(session, deployment.spec, deployment.tenant))
+            session.add(
+                DeploymentRow(
+                    id=deployment.spec.id,
+                    tenant=deployment.tenant,
+                    created_at=deployment.created_at,
+                    model=deployment.spec.model,
+                    held_route=deployment.spec.route_prefix,
+                    spec=deployment.spec.model_dump(mode="json"),
+                    state=_STATE.dump_python(deployment.state, mode="json"),
+                    version=deployment.version,
+                )
+            )
+        return deployment
+
+    def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
+        with self._database.reading() as session:
+            return read_deployment(owned(session, DeploymentRow, deployment_id, tenant))
+
+    def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
+        with self._database.reading() as session:
+            rows = page_of(session, DeploymentRow, page, tenant)
+            deployments, left_out = readable(rows.items, read_deployment)
+            return Slice(deployments, rows.has_more, left_out)
+
+    def all_deployments(self) -> Slice[Deployment]:
+        with self._database.reading() as session:
+            rows = session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))
+            deployments, left_out = readable(rows, read_deployment)
+            return Slice(deployments, has_more=False, left_out=left_out)
+
+    def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
+        with self._database.writing() as session:
+            self._await_turn(session, tenant)
+            row = owned(session, DeploymentRow, deployment_id, tenant, lock=True)
+            deployment = read_deployment(row)
+            if deployment.state.status is DeploymentStatus.DELETING:
+                raise ConflictError(
+                    f"deployment {deployment_id} is being deleted; create another one",
+                    field="deployment_id",
+                    value=deployment_id,
+                )
+            spec, state = change(deployment, _held_beside(session, deployment_id, tenant))
+            write_deployment(row, _as_promoted(session, spec, tenant), state)
+            return read_deployment(row)
+
+    def set_deployment_state(
+        self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
+    ) -> None:
+        with self._database.writing() as session:
+            row = session.get(DeploymentRow, deployment_id, with_for_update=True)
+            if row is None or _state(row.state).status is DeploymentStatus.DELETING:
+                return
+            if of is not None and ResolvedDeployment.model_validate(row.spec, context=STORED) != of:
+                return
+            row.state = _STATE.dump_python(state, mode="json")
+            if state.status is DeploymentStatus.DELETING:
+                row.held_route = None
+
+    def _await_turn(self, session: Session, tenant: str) -> None:
+        """Wait until no other transaction changes what the tenant's deployments are to be, or its aliases."""
+        self._database.take_turns(session, deployments_turn(tenant))
+
+    def remove_deployment(self, deployment_id: str) -> None:
+        with self._database.writing() as session:
+            row = session.get(DeploymentRow, deployment_id)
+            if row is not None:
+                session.delete(row)
+
+
+def deployments_turn(tenant: str) -> str:
+    """Name of the turn in which it is decided what a tenant's deployments are to be."""
+    return f"deployments of {tenant}"
+
+
+def deployments_demand(session: Session, tenant: str) -> Demand:
+    """Sum of what a tenant's deployments hold, as they are in this transaction."""
+    rows = session.scalars(select(DeploymentRow).where(DeploymentRow.tenant == tenant))
+    return sum((Demand.of_deployment(item.spec) for item in readable(rows, read_deployment)[0]), Demand())
+
+
+def _check_route(session: Session, wanted: Deployment) -> None:
+    """Raises `ConflictError` if a deployment's route interferes; another tenant's is not named."""
+    route_prefix = wanted.spec.route_prefix
+    held = select(DeploymentRow.id, DeploymentRow.tenant, DeploymentRow.held_route)
+    for holder, tenant, held_route in session.execute(held):
+        if held_route is None or not interferes(route_prefix, held_route):
+            continue
+        if tenant != wanted.tenant:
+            why = "it is taken, or part of what it would answer; choose another prefix"
+        elif held_route == route_prefix:
+            why = f"it is held by deployment {holder}; delete that one or choose another prefix"
+        else:
+            why = (
+                f"one of it and deployment {holder} at {held_route!r} would get requests of the other, since the "
+                "longest prefix wins; choose another prefix"
+            )
+        raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
+
+
+def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
+    """Deployments that are being deleted count: their replicas have yet to go. Rows that cannot be read do not."""
+    jobs = select(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(_ON_CLUSTER))
+    deployments = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.id != deployment_id)
+    return Holdings(
+        readable(session.scalars(jobs), _job_spec)[0],
+        [deployment.spec for deployment in readable(session.scalars(deployments), read_deployment)[0]],
+    )
+
+
+def _job_spec(row: JobRow) -> JobSpec:
+    """Raises `UnreadableRowError`."""
+    try:
+        return JobSpec.model_validate(row.spec, context=STORED)
+    except (ValidationError, TypeError) as error:
+        raise unreadable("job", row.id, error) from error
+
+
+def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:
+    """The spec with the model that its alias stands for in this transaction."""
+    if spec.alias is None:
+        return spec
+    promotions = select(PromotionRow.model).where(PromotionRow.tenant == tenant, PromotionRow.alias == spec.alias)
+    model_id = session.scalar(promotions.order_by(PromotionRow.sequence.desc()).limit(1))
+    if model_id is None or model_id == spec.model:
+        return spec
+    artifact_uri = session.get_one(ModelRow, model_id).artifact_uri
+    return spec.model_copy(update={"model": model_id, "artifact_uri": artifact_uri})
+
+
+def _state(document: dict[str, Any]) -> DeploymentState:
+    return _STATE.validate_python(document)
+
+
+def read_deployment(row: DeploymentRow) -> Deployment:
+    """Raises `UnreadableRowError`."""
+    try:
+        spec = ResolvedDeployment.model_validate(row.spec, context=STORED)
+        return Deployment(spec, row.tenant, row.created_at, _state(row.state), row.version)
+    except (ValidationError, TypeError) as error:
+        raise unreadable("deployment", row.id, error) from error
+
+
+def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
+    """Something else is wanted of it; its route prefix stays."""
+    document = spec.model_dump(mode="json")
+    if document != row.spec:
+        row.version += 1
+    row.model = spec.model
+    row.spec = document
+    row.state = _STATE.dump_python(state, mode="json")
+
+
+class SqlRegistry(SqlCatalog):
+    """`Registry` on a `Database`."""
+
+    def model_of_job(self, job_id: str, *, tenant: str) -> Model | None:
+        query = select(ModelRow).where(ModelRow.job_id == job_id, ModelRow.tenant == tenant)
+        with self._database.reading() as session:
+            row = session.scalar(query)
+            return None if row is None else value_of(Model, row)
+
+    def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
+        with self._database.reading() as session:
+            return promotions_of(session, tenant, alias)
+
+    def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
+        query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
+        rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
+        with self._database.reading() as session:
+            names = fetch(session, query, PromotionRow.alias, page, after=page.after)
+            ranked = select(PromotionRow.sequence, rank.label("rank")).where(
+                PromotionRow.tenant == tenant, PromotionRow.alias.in_(names.items)
+            )
+            kept = ranked.subquery()
+            rows = session.scalars(
+                select(PromotionRow)
+                .join(kept, kept.c.sequence == PromotionRow.sequence)
+                .where(kept.c.rank <= newest)
+                .order_by(PromotionRow.sequence)
+            )
+            found: dict[str, list[Promotion]] = {name: [] for name in names.items}
+            for row in rows:
+                found[row.alias].append(value_of(Promotion, row))
+        return Slice(list(found.values()), has_more=names.has_more)
+
+    def promote(
+        self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
+    ) -> None:
+        with self._database.writing() as session:
+            self._await_turn(session, tenant)
+            history = promotions_of(session, tenant, alias)
+            promotion = decide(history)
+            if promotion in history:
+                return
+            session.add(PromotionRow(**vars(promotion)))
+            model = value_of(Model, session.get_one(ModelRow, promotion.model))
+            following = select(DeploymentRow).where(DeploymentRow.tenant == tenant).with_for_update()
+            rows = {row.id: row for row in session.scalars(following)}
+            for deployment in readable(rows.values(), read_deployment)[0]:
+                row = rows[deployment.spec.id]
+                if deployment.spec.alias == alias and deployment.state.status is not DeploymentStatus.DELETING:
+                    write_deployment(row, *change(deployment, model))
+
+
+def promotions_of(session: Session, tenant: str, alias: str | None) -> list[Promotion]:
+    query = select(PromotionRow).where(PromotionRow.tenant == tenant).order_by(PromotionRow.sequence)
+    if alias is not None:
+        query = query.where(PromotionRow.alias == alias)
+    return [value_of(Promotion, row) for row in session.scalars(query)]

@@ -1,0 +1,251 @@
+"""Callers' operations on deployments. Knows rules and ports; the reconciler does what takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
+from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.deployments.deployment import (
+    Deployment,
+    DeploymentState,
+    DeploymentStatus,
+    Holdings,
+    RouteRules,
+)
+from swiftkv_platform.control_plane.jobs.job import Model, new_id
+from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.jobs.limits import DeploymentLimits
+from swiftkv_platform.control_plane.jobs.ports import Catalog, Clock, ServeCluster
+from swiftkv_platform.control_plane.models.registry import RegistryService, changed
+from swiftkv_platform.control_plane.jobs.service import Caller
+from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
+from swiftkv_platform.specs.engine import EngineConfig
+
+ONE_TENANT = RouteRules()
+UNLIMITED = DeploymentLimits()
+
+
+@dataclass
+class DeploymentService:
+    """Putting models into service and taking them out."""
+
+    catalog: Catalog
+    registry: RegistryService
+    _: KW_ONLY
+    clock: Clock
+    routes: RouteRules = ONE_TENANT
+    """Where deployments may answer."""
+    limits: DeploymentLimits = UNLIMITED
+    access: Callable[[str], Access] = lambda _: OPEN
+    """Sources that a tenant may read, the base models of adapters among them."""
+
+    def create(self, caller: Caller, wanted: DeploymentSpec) -> Deployment:
+        """Store a deployment; the reconciler brings it up.
+
+        Args:
+            wanted: its `model` is a `mdl_` id, the `job_` id of a job that succeeded, or an alias, which the deployment
+                then follows.
+
+        Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or in the way
+        of another deployment's, and as `RouteRules.placed` and `DeploymentLimits.check`.
+        """
+        spec = _valid(
+            {
+                **self._resolved(wanted.model_dump(), caller),
+                "id": new_id("dep"),
+                "route_prefix": self.routes.placed(wanted.route_prefix, caller.tenant),
+                "tenant": caller.tenant,
+            }
+        )
+
+        def admit(held: Holdings) -> None:
+            self.limits.check(spec, caller.tenant, _demand(held))
+
+        return self.catalog.create_deployment(Deployment(spec, caller.tenant, int(self.clock())), admit=admit)
+
+    def update(
+        self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
+    ) -> Deployment:
+        """Want something else of a deployment: another `model`, `engine` or number of replicas.
+
+        The reconciler hands it to the cluster, where another model or engine is loaded beside the one that serves, and
+        swapped in. Changes that are made at the same time both take effect where they are of different fields.
+
+        Args:
+            changes: a JSON merge patch: of `engine`, `candidate` and `shadow` too only what is given changes.
+            expected: versions of the deployment that may be changed; None: the one it is at when this is called, and
+                any that differs from that in other fields.
+
+        Raises `NotFoundError`, `InvalidInputError` for an unknown model or options that would be refused,
+        `PreconditionFailedError` for a deployment at another version than `expected`, `StaleVersionError` where a field
+        is changed to something else at the same time, `ConflictError` for a deployment that is being deleted, and as
+        `DeploymentLimits.check`.
+        """
+        seen = self.catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        patch = self._resolved(changes, caller)
+
+        def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
+            if expected is None:
+                _check_uncontradicted(patch, seen, present)
+            else:
+                expected.check(f"deployment {deployment_id}", present.version)
+            spec = _valid(merged(present.spec.model_dump(), patch))
+            self.limits.check(spec, caller.tenant, _demand(held), before=present.spec)
+            return changed(present, spec)
+
+        return self.catalog.change_deployment(deployment_id, change, tenant=caller.tenant)
+
+    def _resolved(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+        """The changes with the artifacts of the models that they name."""
+        patch = dict(changes)
+        if "model" in changes:
+            found, alias = self.registry.resolve(changes["model"], caller.tenant)
+            self._check_base(found, caller, "model")
+            patch |= {"model": found.id, "artifact_uri": found.artifact_uri, "alias": alias}
+        candidate = changes.get("candidate")
+        if candidate is not None and "model" in candidate:
+            patch["candidate"] = self._with_artifact(candidate, caller)
+        return patch
+
+    def _with_artifact(self, candidate: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+        try:
+            found, _ = self.registry.resolve(candidate["model"], caller.tenant)
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                f"candidate: {error.message}", field="candidate.model", value=candidate["model"]
+            ) from error
+        self._check_base(found, caller, "candidate.model")
+        return {**candidate, "model": found.id, "artifact_uri": found.artifact_uri}
+
+    def _check_base(self, model: Model, caller: Caller, field: str) -> None:
+        """Raises `InvalidInputError` for an adapter whose base the tenant may not read, or no longer."""
+        if ADAPTER_LINEAGE in model.lineage:
+            self.access(caller.tenant).model(str(model.lineage["teacher"]), f"{field}.base")
+
+    def delete(self, deployment_id: str, caller: Caller) -> Deployment:
+        """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""
+        deployment = self.catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        deleting = DeploymentState(DeploymentStatus.DELETING)
+        self.catalog.set_deployment_state(deployment_id, deleting)
+        return replace(deployment, state=deleting)
+
+
+def _demand(held: Holdings) -> Demand:
+    jobs = (Demand.of(spec) for spec in held.jobs)
+    return sum((Demand.of_deployment(spec) for spec in held.deployments), sum(jobs, Demand()))
+
+
+def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
+    if present.version == seen.version:
+        return
+    path = contradicted(patch, seen.spec.model_dump(), present.spec.model_dump())
+    if path is not None:
+        field = ".".join(path)
+        raise StaleVersionError(
+            f"{field} was changed at the same time, and deployment {present.spec.id} is at version {present.version} "
+            "now; look at it, and send the change again if it still holds",
+            field=field,
+            value=present.version,
+        )
+
+
+def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
+    """Raises `InvalidInputError` for what does not fit together."""
+    check_engine_options(document.get("engine", {}))
+    candidate, shadow = document.get("candidate"), document.get("shadow")
+    if candidate is not None and "model" not in candidate:
+        raise InvalidInputError(
+            "candidate.model is missing, and there is no candidate to change; name its model", field="candidate.model"
+        )
+    if shadow is not None and "against" not in shadow:
+        raise InvalidInputError(
+            "shadow.against is missing, and there is no shadow to change; give 'teacher' or 'candidate'",
+            field="shadow.against",
+        )
+    try:
+        return ResolvedDeployment.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        context = first.get("ctx", {})
+        field = context.get("field", ".".join(map(str, first["loc"])))
+        raise InvalidInputError(first["msg"], field=field, value=context.get("value", first["input"])) from error
+
+
+def check_engine_options(options: Mapping[str, Any]) -> None:
+    """Raises `InvalidInputError` for the first option that no engine knows, or with a value that none takes."""
+    try:
+        EngineConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        options_known = sorted(EngineConfig.model_fields)
+        nearest = did_you_mean(str(first["loc"][-1]), options_known)
+        known = f"unknown option{nearest}; accepted here: {', '.join(options_known)}"
+        place = ".".join(["engine", *map(str, first["loc"])])
+        why = known if first["type"] == "extra_forbidden" else first["msg"]
+        raise InvalidInputError(f"{place}: {why}", field=place, value=first["input"]) from error
+
+
+_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")
+
+
+@dataclass
+class DeploymentReconciler:
+    """Applies the set of wanted deployments whenever it, or what is served, has changed."""
+
+    catalog: Catalog
+    cluster: ServeCluster
+    lease: Lease = UNDISPUTED
+    """The right to change anything; without one there is no other control plane."""
+    unreadable: Sequence[str] = field(default=(), init=False)
+    """Ids of the deployments whose rows cannot be read; they are served on as they are."""
+    _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
+    """Deployments that this process last applied; None before it has applied any."""
+
+    def tick(self) -> None:
+        """Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next tick makes up for
+        it."""
+        found = self.catalog.all_deployments()
+        deployments, kept = found.items, found.left_out
+        if kept and list(kept) != list(self.unreadable):
+            get_logger(loop="deployments").error("deployments that cannot be read are served on as they are", ids=kept)
+        self.unreadable = kept
+        if not deployments and not self._applied:
+            return
+        wanted = [item.spec for item in deployments if item.state.status is not DeploymentStatus.DELETING]
+        states = self.cluster.status()
+        stale: Sequence[ResolvedDeployment] = ()
+        if wanted != self._applied or _differ(wanted, states, kept):
+            # What the cluster has said is no word on what it is only now told to serve.
+            stale = [spec for spec in wanted if spec not in (self._applied or ())]
+            self._applied = None
+            self.lease.check()  # another control plane may have applied something newer
+            self.cluster.apply(wanted, keep=kept)
+            self._applied = wanted
+        for deployment in deployments:
+            if deployment.spec not in stale or deployment.state.status is DeploymentStatus.DELETING:
+                self._store_state(deployment, states.get(deployment.spec.id))
+
+    def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
+        self.lease.check()
+        deleting = deployment.state.status is DeploymentStatus.DELETING
+        if state is None and deleting:
+            self.catalog.remove_deployment(deployment.spec.id)
+        elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
+            self.catalog.set_deployment_state(deployment.spec.id, _FORGOTTEN)
+        elif state is not None and state != deployment.state and not deleting:
+            self.catalog.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
+
+
+def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:
+    """Whether something wanted is not served, or something else is, is not to be kept and not on its way out."""
+    served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
+    return {spec.id for spec in wanted} != served - set(kept)

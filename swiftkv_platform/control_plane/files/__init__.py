@@ -1,0 +1,1 @@
+"""Uploaded files that jobs train on."""

@@ -1,0 +1,234 @@
+"""`/v1/files`: upload, list, get, read and delete files of rows, in OpenAI's forms."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+
+from swiftkv_platform.control_plane.parts import Parts, Reader, Streamed, TheSettings, Writer, paged
+from swiftkv_platform.control_plane.jobs.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.control_plane.files.file import File, Purpose
+from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+from swiftkv_platform.control_plane.jobs.service import Caller
+from swiftkv_platform.control_plane.files.service import FileLimits, FileService
+from swiftkv_platform.web.places import Places, Share
+from swiftkv_platform.web.problems import ERROR_RESPONSES
+
+
+class FileAnswer(Answer):
+    """An uploaded file. Times are Unix seconds."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    """Name as it was uploaded."""
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+    """Every row has been looked at before the file was kept."""
+    expires_at: int | None
+    """From then on no new job may use the file; it is deleted once no job does."""
+    sha256: str
+    rows: int
+    format: str
+    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+
+    @classmethod
+    def of(cls, file: File) -> Self:
+        return cls.model_validate({**vars(file), "bytes": file.size})
+
+
+class FileDeletedAnswer(Answer):
+    """Confirmation that a file is deleted."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+_UPLOADS = Share(of_key=2, of_tenant=2, of_all=8)
+"""Uploads that a control plane reads at a time."""
+_RETRY_AFTER_S = 5.0
+
+
+def upload_places() -> Places:
+    """Places of uploads under way."""
+    return Places("uploads", _UPLOADS, retry_after_s=_RETRY_AFTER_S)
+
+
+PATH = "/v1/files"
+FORM_BYTES = 1 << 16
+"""Bytes of a form beside its file."""
+_FIELD_BYTES = 1024
+_LONGEST_NAME = 255
+_LONGEST_UPLOAD_S = 1800.0
+_SHORTEST_LIFE_S, _LONGEST_LIFE_S = 3600, 30 * 86400
+
+router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
+
+
+def _service(parts: Parts, settings: TheSettings) -> FileService:
+    limits = FileLimits(settings.max_file_bytes, settings.max_file_rows)
+    return FileService(parts.files, parts.objects, clock=parts.clock, limits=limits, policies=parts.policies)
+
+
+Service = Annotated[FileService, Depends(_service)]
+
+
+_UPLOAD_DOCUMENT: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "title": "UploadForm",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "Rows as JSON Lines, in any row format of a data source.",
+                        },
+                        "purpose": {"type": "string", "enum": ["fine-tune"]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": _SHORTEST_LIFE_S,
+                            "maximum": _LONGEST_LIFE_S,
+                            "description": "Seconds that the file lives; without them it lives until it is deleted.",
+                        },
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("", openapi_extra=_UPLOAD_DOCUMENT)
+async def upload_file(request: Request, service: Service, caller: Writer) -> FileAnswer:
+    """Upload rows as JSON Lines. Every row is looked at, and a file is kept whole or not at all.
+
+    The id that is answered stands for the rows: as `data.sources[].name_or_path` of a job, and as `training_file`.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        raise HTTPException(415, f"Content-Type is {kind or 'missing'!r}; only multipart/form-data is accepted")
+    announced = request.headers.get("content-length", "")
+    at_least = int(announced) - FORM_BYTES if announced.isdecimal() else 0
+    places: Places = request.app.state.upload_places
+    # The caller is known before the body is read: a parameter for the form would have it read first.
+    with places.place(caller.tenant, caller.name):
+        await run_in_threadpool(service.check_room, caller, max(at_least, 0))
+        try:
+            async with (
+                asyncio.timeout(_LONGEST_UPLOAD_S),
+                request.form(max_files=1, max_fields=4, max_part_size=_FIELD_BYTES) as form,
+            ):
+                return await run_in_threadpool(_keep, form, service, caller)
+        except TimeoutError as error:
+            raise HTTPException(408, f"the upload took more than {_LONGEST_UPLOAD_S:g} s") from error
+
+
+def _keep(form: FormData, service: FileService, caller: Caller) -> FileAnswer:
+    upload = form.get("file")
+    if not isinstance(upload, UploadFile):
+        raise InvalidInputError("file is missing; send a file of JSON Lines in the form's field `file`", field="file")
+    file = service.upload(
+        upload.file,
+        filename=_filename(upload.filename or ""),
+        purpose=_purpose(form),
+        expires_after_s=_life(form),
+        caller=caller,
+    )
+    return FileAnswer.of(file)
+
+
+def _filename(name: str) -> str:
+    plain = name.replace("\\", "/").rpartition("/")[2] or "upload.jsonl"
+    if not plain.isprintable() or len(plain) > _LONGEST_NAME:
+        raise InvalidInputError(
+            f"file has the name {plain[:64]!a}; use one of at most {_LONGEST_NAME} printable characters",
+            field="file",
+            value=ascii(plain[:64]),
+        )
+    return plain
+
+
+def _purpose(form: FormData) -> Purpose:
+    purpose = form.get("purpose")
+    if purpose == "fine-tune":
+        return "fine-tune"
+    raise InvalidInputError(
+        f"purpose is {str(purpose)[:64]!a}; only 'fine-tune' is accepted", field="purpose", value=str(purpose)[:64]
+    )
+
+
+def _life(form: FormData) -> int | None:
+    """Seconds that the file lives; None: until it is deleted."""
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        message = f"expires_after.anchor is {str(anchor)[:64]!a}; only 'created_at' is accepted"
+        raise InvalidInputError(message, field="expires_after.anchor", value=str(anchor)[:64])
+    text = str(seconds)
+    if not text.isdecimal() or len(text) > 9 or not _SHORTEST_LIFE_S <= int(text) <= _LONGEST_LIFE_S:
+        raise InvalidInputError(
+            f"expires_after.seconds is {text[:64]!a}; {_SHORTEST_LIFE_S} to {_LONGEST_LIFE_S} is accepted",
+            field="expires_after.seconds",
+            value=text[:64],
+        )
+    return int(text)
+
+
+@router.get("")
+def list_files(
+    parts: Parts,
+    caller: Reader,
+    page: Annotated[Page, Depends(paged(1000, "desc", most=10_000))],
+    purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
+) -> ListAnswer[FileAnswer]:
+    """Files, newest first."""
+    found = parts.files.list(page, tenant=caller.tenant)
+    if purpose not in (None, "fine-tune"):
+        found = Slice([], has_more=False)
+    return list_answer(found, FileAnswer.of, lambda file: file.id, page.order)
+
+
+@router.get("/{file_id}")
+def get_file(file_id: str, parts: Parts, caller: Reader) -> FileAnswer:
+    """One file."""
+    return FileAnswer.of(parts.files.get(file_id, tenant=caller.tenant))
+
+
+@router.get("/{file_id}/content", response_class=StreamingResponse)
+def get_file_content(file_id: str, service: Service, caller: Reader, _stream: Streamed) -> StreamingResponse:
+    """The rows, as they were uploaded."""
+    file, content = service.content(file_id, caller)
+    return StreamingResponse(
+        content,
+        media_type="application/octet-stream",
+        headers={
+            "Content-Length": str(file.size),
+            "ETag": f'"{file.sha256}"',
+            "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file.filename)}",
+        },
+    )
+
+
+@router.delete("/{file_id}")
+def delete_file(file_id: str, service: Service, caller: Writer) -> FileDeletedAnswer:
+    """Delete a file. Refused with 409 while a job that has not ended uses it."""
+    service.delete(file_id, caller)
+    return FileDeletedAnswer(id=file_id)

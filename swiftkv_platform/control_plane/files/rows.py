@@ -1,0 +1,98 @@
+"""Uploaded files in SQL. Knows rows, and which jobs use them; nothing about their objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import FileRow
+from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.errors import ConflictError, InvalidInputError
+from swiftkv_platform.control_plane.files.file import File, check_quota
+from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+
+_NAMED_JOBS = 3
+"""Jobs that a refusal names."""
+
+
+class SqlFiles(Store):
+    """`FileRepository` on a `Database`."""
+
+    def add(self, file: File, *, max_bytes: int | None = None) -> File:
+        with self._database.writing() as session:
+            if max_bytes is not None:
+                take_turn(self._database, session, file.tenant)
+                check_quota(file.tenant, _used_bytes(session, file.tenant), file.size, max_bytes)
+            session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
+        return file
+
+    def get(self, file_id: str, *, tenant: str) -> File:
+        with self._database.reading() as session:
+            return _file(owned(session, FileRow, file_id, tenant))
+
+    def list(self, page: Page, *, tenant: str) -> Slice[File]:
+        with self._database.reading() as session:
+            rows = page_of(session, FileRow, page, tenant)
+            return Slice([_file(row) for row in rows.items], rows.has_more)
+
+    def find(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
+        query = select(FileRow).where(FileRow.id.in_(ids), FileRow.tenant == tenant)
+        with self._database.reading() as session:
+            return {row.id: _file(row) for row in session.scalars(query)}
+
+    def used_bytes(self, tenant: str) -> int:
+        with self._database.reading() as session:
+            return _used_bytes(session, tenant)
+
+    def remove(self, file_id: str, *, tenant: str) -> File:
+        with self._database.writing() as session:
+            take_turn(self._database, session, tenant)
+            row = owned(session, FileRow, file_id, tenant)
+            users = live_users(session, [file_id], limit=_NAMED_JOBS + 1)
+            if users:
+                shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
+                raise ConflictError(
+                    f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end",
+                    field="file_id",
+                    value=file_id,
+                )
+            session.delete(row)
+            return _file(row)
+
+    def expired(self, now: float, *, limit: int) -> Sequence[File]:
+        query = select(FileRow).where(FileRow.expires_at <= int(now)).order_by(FileRow.expires_at).limit(limit)
+        with self._database.reading() as session:
+            return [_file(row) for row in session.scalars(query)]
+
+    def known(self, ids: Sequence[str]) -> set[str]:
+        with self._database.reading() as session:
+            return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
+
+
+def take_turn(database: Database, session: Session, tenant: str) -> None:
+    """Wait until no other transaction decides on the tenant's files."""
+    database.take_turns(session, f"files of {tenant}")
+
+
+def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
+    """Raises `InvalidInputError` for a file that has gone since the job was checked."""
+    present = set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids), FileRow.tenant == tenant)))
+    for file_id in ids:
+        if file_id not in present:
+            raise InvalidInputError(
+                f"data.sources names {file_id}, which has been deleted; upload the file again",
+                field="data.sources",
+                value=file_id,
+            )
+
+
+def _used_bytes(session: Session, tenant: str) -> int:
+    return int(session.scalar(select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)) or 0)
+
+
+def _file(row: FileRow) -> File:
+    return value_of(File, row, columns=tuple(row.columns))

@@ -1,0 +1,189 @@
+"""Uploading and deleting files: a row and its object, or neither. Knows ports; `data.uploads` knows what a row of data
+may be.
+
+The object is written before its row, so that a row always has its object. What a crash leaves between the two is an
+object without a row, which the sweeper removes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
+
+from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
+from swiftkv_platform.data.uploads import check_upload
+from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.files.file import File, FileRepository, Purpose, check_quota
+from swiftkv_platform.control_plane.jobs.ports import Clock
+from swiftkv_platform.control_plane.jobs.service import Caller
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+
+_SWEEP_INTERVAL_S = 600.0
+_MOST_SWEPT = 500
+"""Files that one query looks for."""
+_UPLOAD_TIME_S = 3600.0
+"""An object without a row that is older than this belongs to no upload under way."""
+
+
+class ObjectEntry(Protocol):
+    @property
+    def key(self) -> str: ...
+
+
+class FileObjects(Protocol):
+    """The object store. Every method raises `StorageError` when it fails."""
+
+    @property
+    def uri(self) -> str: ...
+
+    def upload_file(self, path: Path, key: str) -> None: ...
+
+    def stream(self, key: str) -> Iterator[bytes]: ...
+
+    def list(self, prefix: str) -> Iterable[ObjectEntry]: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class FileLimits:
+    """Most that the operator lets any tenant upload in one file."""
+
+    max_bytes: int = 512 << 20
+    max_rows: int = 1_000_000
+
+
+@dataclass
+class FileService:
+    """Callers' operations on files."""
+
+    files: FileRepository
+    objects: FileObjects
+    _: KW_ONLY
+    clock: Clock
+    limits: FileLimits
+    policies: Policies = NO_LIMITS
+
+    def check_room(self, caller: Caller, announced: int) -> None:
+        """Refuse an upload of `announced` bytes before it is read, where it cannot be kept.
+
+        Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` for one too many.
+        """
+        most = self._limits_of(caller).max_bytes
+        if announced > most:
+            raise InvalidInputError(
+                f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; use "
+                "several files",
+                field="file",
+                value=announced,
+            )
+        quota = self.policies.policy(caller.tenant).max_stored_bytes
+        if quota is not None:
+            check_quota(caller.tenant, self.files.used_bytes(caller.tenant), announced, quota)
+
+    def upload(
+        self, content: IO[bytes], *, filename: str, purpose: Purpose, expires_after_s: int | None, caller: Caller
+    ) -> File:
+        """Look at every row, and keep the file: its object and its row, or nothing.
+
+        Raises:
+            DataError: a row that no format reads, with its line.
+            InvalidInputError, QuotaExceededError: as `check_room`.
+            StorageError, DatabaseUnavailableError: not kept.
+        """
+        limits, now = self._limits_of(caller), int(self.clock())
+        with tempfile.TemporaryDirectory(prefix="upload-") as directory:
+            path = Path(directory) / f"rows{SUFFIX}"
+            with path.open("wb") as copy:
+                shutil.copyfileobj(content, copy)
+            self.check_room(caller, path.stat().st_size)
+            found = check_upload(path, filename, field="file", max_rows=limits.max_rows)
+            file = File(
+                id=new_file_id(),
+                tenant=caller.tenant,
+                created_by=caller.name,
+                created_at=now,
+                filename=filename,
+                purpose=purpose,
+                size=found.size,
+                rows=found.rows,
+                sha256=found.sha256,
+                format=found.format,
+                columns=found.columns,
+                expires_at=None if expires_after_s is None else now + expires_after_s,
+            )
+            self.objects.upload_file(path, file.key)
+        try:
+            return self.files.add(file, max_bytes=self.policies.policy(caller.tenant).max_stored_bytes)
+        except DatabaseUnavailableError:
+            raise  # The row may be there although its answer is not; without one, the sweeper takes the object.
+        except Exception:
+            self.objects.delete(file.key)
+            raise
+
+    def content(self, file_id: str, caller: Caller) -> tuple[File, Iterator[bytes]]:
+        """The file and its bytes. Raises `NotFoundError`."""
+        file = self.files.get(file_id, tenant=caller.tenant)
+        return file, self.objects.stream(file.key)
+
+    def delete(self, file_id: str, caller: Caller) -> None:
+        """Delete a file. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
+        file = self.files.remove(file_id, tenant=caller.tenant)
+        self.objects.delete(file.key)
+
+    def _limits_of(self, caller: Caller) -> FileLimits:
+        policy = self.policies.policy(caller.tenant)
+        return FileLimits(
+            min(self.limits.max_bytes, policy.max_file_bytes or self.limits.max_bytes),
+            min(self.limits.max_rows, policy.max_file_rows or self.limits.max_rows),
+        )
+
+
+@dataclass
+class FileSweeper:
+    """Deletes files whose time is over and that no job uses, and objects that interrupted uploads have left."""
+
+    files: FileRepository
+    objects: FileObjects
+    clock: Clock
+    _next: float = field(default=0.0, init=False)
+
+    def tick(self) -> None:
+        """Look every ten minutes. Raises as the repository and the store do."""
+        now = self.clock()
+        if now < self._next:
+            return
+        self._next = now + _SWEEP_INTERVAL_S
+        for file in self.files.expired(now, limit=_MOST_SWEPT):
+            self._expire(file)
+        self._remove_orphans(now)
+
+    def _expire(self, file: File) -> None:
+        try:
+            self.files.remove(file.id, tenant=file.tenant)
+        except (ConflictError, NotFoundError) as error:  # in use, or deleted meanwhile
+            get_logger().info("file kept past its time", file=file.id, reason=error.message)
+            return
+        self.objects.delete(file.key)
+        get_logger().info("file expired", file=file.id, tenant=file.tenant)
+
+    def _remove_orphans(self, now: float) -> None:
+        old: dict[str, str] = {}
+        for entry in self.objects.list(PREFIX):
+            name = entry.key.rpartition("/")[2].removesuffix(SUFFIX)
+            if is_file_id(name) and made_at(name) < now - _UPLOAD_TIME_S:
+                old[name] = entry.key
+            if len(old) == _MOST_SWEPT:
+                self._remove_unknown(old)
+                old = {}
+        self._remove_unknown(old)
+
+    def _remove_unknown(self, keys: Mapping[str, str]) -> None:
+        for file_id in keys.keys() - self.files.known(list(keys)):
+            self.objects.delete(keys[file_id])
+            get_logger().info("object without a file removed", key=keys[file_id])

@@ -1,0 +1,153 @@
+"""Webhook deliveries as rows: stored with the event they tell of, claimed by one process at a time. Beside them the
+rows of metric events, whose points are stored once, in the job's time series, and put back when they are read: a step
+that was repeated has its newest values in every event that tells of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, or_, select, update
+from sqlalchemy.orm import Session, aliased
+
+from swiftkv_platform.control_plane.database.paging import Store, value_of
+from swiftkv_platform.control_plane.database.tables import DeliveryRow, EventRow, JobRow, PointRow
+from swiftkv_platform.control_plane.jobs.job import Event, Job
+from swiftkv_platform.control_plane.hooks.webhooks import Delivery, Recipients
+from swiftkv_platform.specs.publish import WebhookSpec
+
+PENDING = "pending"
+DELIVERED = "delivered"
+FAILED = "failed"
+
+
+def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> list[DeliveryRow]:
+    """Deliveries that these events of a job ask for."""
+    told = [event for event in events if event.type == "status"]
+    return [
+        DeliveryRow(
+            event_id=event.id,
+            job_id=job.id,
+            webhook=hook.model_dump(mode="json"),
+            url=hook.url,
+            status=PENDING,
+            created_at=float(event.created_at),
+            not_before=0.0,
+            attempts=0,
+        )
+        for event in told
+        for hook in recipients(job)
+        if hook.wants(event.data["status"])
+    ]
+
+
+class SqlOutbox(Store):
+    """`Outbox` on a `Database`."""
+
+    def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
+        earlier = aliased(DeliveryRow)
+        waits_for_another = (
+            select(earlier.sequence)
+            .where(
+                earlier.status == PENDING,
+                earlier.job_id == DeliveryRow.job_id,
+                earlier.url == DeliveryRow.url,
+                earlier.sequence < DeliveryRow.sequence,
+            )
+            .exists()
+        )
+        query = (
+            select(DeliveryRow, EventRow, JobRow)
+            .join(EventRow, EventRow.id == DeliveryRow.event_id)
+            .join(JobRow, JobRow.id == DeliveryRow.job_id)
+            .where(DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
+            .where(*(~_is_at(origin) for origin in without))
+            .order_by(DeliveryRow.sequence)
+            .limit(limit)
+            .with_for_update(skip_locked=True, of=DeliveryRow)
+        )
+        with self._database.writing() as session:
+            found = []
+            for row, event, job in session.execute(query):
+                row.not_before = until
+                found.append(_delivery(row, event, job))
+            return found
+
+    def delivered(self, sequence: int, now: float) -> None:
+        self._set(sequence, status=DELIVERED, delivered_at=now, error=None)
+
+    def put_off(self, sequence: int, error: str, not_before: float) -> None:
+        self._set(sequence, attempts=DeliveryRow.attempts + 1, error=error, not_before=not_before)
+
+    def give_up(self, sequence: int, error: str) -> None:
+        self._set(sequence, attempts=DeliveryRow.attempts + 1, error=error, status=FAILED)
+
+    def count_by_status(self) -> Mapping[str, int]:
+        query = select(DeliveryRow.status, func.count().label("number")).group_by(DeliveryRow.status)
+        with self._database.reading() as session:
+            found = {row.status: row.number for row in session.execute(query)}
+            return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
+
+    def _set(self, sequence: int, **values: object) -> None:
+        pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)
+        with self._database.writing() as session:
+            session.execute(pending.values(**values))
+
+
+def _is_at(origin: str) -> ColumnElement[bool]:
+    url = func.lower(DeliveryRow.url)
+    return or_(url == origin, url.startswith(f"{origin}/", autoescape=True))
+
+
+def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:
+    return Delivery(
+        sequence=row.sequence,
+        webhook=WebhookSpec.model_validate(row.webhook),
+        event=value_of(Event, event),
+        tenant=job.tenant,
+        job_name=job.spec["name"],
+        metadata=job.labels,
+        created_at=row.created_at,
+        attempts=row.attempts,
+    )
+
+
+_POINTS = "points"
+_STEPS = "steps"
+"""First and last step of the points that were left out."""
+
+
+def without_points(event: Event, stored: Collection[int]) -> Event:
+    """The event as its row holds it: without points whose steps are all `stored` with it."""
+    points = event.data.get(_POINTS)
+    if event.type != "metrics" or not points:
+        return event
+    steps = [point.get("step") for point in points]
+    if not all(step in stored for step in steps):
+        return event
+    data = {name: value for name, value in event.data.items() if name != _POINTS}
+    return replace(event, data={**data, _STEPS: [min(steps), max(steps)]})
+
+
+def with_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
+    """The events of a job as they were told."""
+    ranges = [event.data[_STEPS] for event in events if _lacks_points(event)]
+    if not ranges:
+        return list(events)
+    first, last = min(steps[0] for steps in ranges), max(steps[1] for steps in ranges)
+    query = select(PointRow).where(PointRow.job_id == job_id, PointRow.step.between(first, last))
+    rows = session.scalars(query.order_by(PointRow.step)).all()
+    points = [{"step": row.step, **row.values} for row in rows]
+    return [_filled(event, points) if _lacks_points(event) else event for event in events]
+
+
+def _lacks_points(event: Event) -> bool:
+    return event.type == "metrics" and _POINTS not in event.data and _STEPS in event.data
+
+
+def _filled(event: Event, points: Sequence[Mapping[str, Any]]) -> Event:
+    first, last = event.data[_STEPS]
+    data = {name: value for name, value in event.data.items() if name != _STEPS}
+    return replace(event, data={**data, _POINTS: [point for point in points if first <= point["step"] <= last]})

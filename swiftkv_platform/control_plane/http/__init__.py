@@ -1,0 +1,1 @@
+"""HTTP parts that every room's routes share."""

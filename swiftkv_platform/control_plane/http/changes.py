@@ -1,0 +1,105 @@
+"""Bodies of `PATCH`, derived from a spec: JSON merge patches (RFC 7396). Knows no route.
+
+Each field that may be changed has the bounds that it has in the spec; what a body leaves out stays.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union
+
+from fastapi import Depends, Header, Response
+from pydantic import BaseModel, Field, create_model
+from pydantic.fields import FieldInfo
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.control_plane.merge_patches import Expected
+from swiftkv_platform.specs.deployment import Change
+
+
+class MergePatch(FiniteModel, use_attribute_docstrings=False):
+    """Changes of an object: those fields that a body sets."""
+
+    def changes(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
+
+
+Patch = TypeVar("Patch", bound=MergePatch)
+
+
+def merge_patch_of(spec: type[BaseModel]) -> Callable[[type[Patch]], type[Patch]]:
+    """Class decorator that adds the fields of `spec` which may be changed."""
+
+    def derive(patch: type[Patch]) -> type[Patch]:
+        fields: dict[str, Any] = {
+            name: _changed(field) for name, field in spec.model_fields.items() if _rule(field).allowed
+        }
+        return create_model(
+            patch.__name__, __base__=patch, __module__=patch.__module__, __doc__=patch.__doc__, **fields
+        )
+
+    return derive
+
+
+def _rule(field: FieldInfo) -> Change:
+    return next((item for item in field.metadata if isinstance(item, Change)), Change())
+
+
+def _changed(field: FieldInfo) -> Any:
+    """The field as a change has it. Its default is never read, and no schema shows one."""
+    description = " ".join(text for text in (field.description, _rule(field).effect) if text)
+    bounds = [item for item in field.metadata if not isinstance(item, Change)]
+    annotation: Any = _partial(field.annotation)
+    for bound in bounds:
+        annotation = Annotated[annotation, bound]
+    return annotation, Field(default_factory=NoneType, description=description or None)
+
+
+def _partial(annotation: Any) -> Any:
+    """An annotation in which objects may be given in part; a dictionary may also be null, as if it were empty."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is dict:
+        return annotation | None
+    if origin in (Union, UnionType):
+        return Union[tuple(_partial(argument) for argument in arguments)]  # noqa: UP007  # of a tuple
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        name = annotation.__name__.removesuffix("Spec") + "Change"
+        fields: dict[str, Any] = {key: _changed(field) for key, field in annotation.model_fields.items()}
+        doc = f"Changes of a {name.removesuffix('Change').lower()}, or the fields of a new one."
+        return create_model(name, __base__=MergePatch, __module__=__name__, __doc__=doc, **fields)
+    return annotation
+
+
+_TAG = re.compile(r'(?:W/)?"(\d{1,18})"')
+"""A proxy that compresses answers marks their tags as weak; a version is the same for all that."""
+
+
+def tag(response: Response, version: int) -> None:
+    """Name the version in the answer."""
+    response.headers["ETag"] = f'"{version}"'
+
+
+def if_match(
+    value: Annotated[str | None, Header(alias="If-Match", description="`ETag` of what is to be changed")] = None,
+) -> Expected | None:
+    """Versions of which the caller makes its change; None where it names none. Raises `InvalidInputError`."""
+    if value is None:
+        return None
+    if value.strip() == "*":
+        return Expected(None)
+    found = [_TAG.fullmatch(item.strip()) for item in value.split(",")]
+    versions = frozenset(int(match[1]) for match in found if match is not None)
+    if None in found:
+        raise InvalidInputError(
+            f'If-Match is {value!r}; expected `ETag` of an earlier answer, such as "3" with its quotation marks, or *',
+            field="If-Match",
+            value=value,
+        )
+    return Expected(versions)
+
+
+IfMatch = Annotated[Expected | None, Depends(if_match)]

@@ -1,0 +1,91 @@
+"""Every error of the control plane as a problem document: ours, the framework's own refusals, and bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.web.hostile_json import Place, dotted
+from swiftkv_platform.web.problems import (
+    FieldProblem,
+    error_response,
+    make_problem,
+    problem_headers,
+    problem_of,
+    short_value,
+)
+
+_CLIENT_CLOSED_REQUEST = 499
+_MOST_FIELDS = 20
+"""Refused fields that an answer names."""
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem."""
+    app.add_exception_handler(SwiftKVError, _on_our_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def _on_our_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, SwiftKVError)
+    problem = problem_of(error, request.url.path)
+    return error_response(problem, problem_headers(problem.status, error))
+
+
+def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    body = _body_annotation(request)
+    found = most_telling([(place_of(item, body), item) for item in error.errors()])
+    errors = [_field_problem(place, item, body) for place, item in found[:_MOST_FIELDS]]
+    detail = "; ".join(f"{item.field}: {item.message}" if item.field else item.message for item in errors)
+    return error_response(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
+
+
+def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = HTTPStatus(error.status_code).name.lower()
+    return error_response(make_problem(request.url.path, error.status_code, code, str(error.detail)), error.headers)
+
+
+def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    get_logger().error("unhandled error", path=request.url.path, exc_info=error)
+    detail = "the control plane made a mistake; its log says more"
+    return error_response(make_problem(request.url.path, 500, SwiftKVError.code, detail))
+
+
+def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldProblem:
+    field, message = dotted(place), item["msg"].removeprefix("Value error, ")
+    match item["type"]:
+        case "json_invalid":
+            return FieldProblem(field=None, message=f"the body is no JSON: {item['ctx']['error']}")
+        case "extra_forbidden":
+            message = unknown_key(item, body)
+        case "missing":
+            return FieldProblem(field=field or str(item["loc"][0]), message="required, and missing")
+    # A rule over several fields says itself which one it would change.
+    context = item.get("ctx", {})
+    field, value = context.get("field", field), context.get("value", item.get("input"))
+    return FieldProblem(field=field, value=short_value(value), message=message)
+
+
+def _body_annotation(request: Request) -> Any:
+    """Type that the request's endpoint takes as its body; None for none."""
+    parameters = request.scope["route"].dependant.body_params
+    return parameters[0].field_info.annotation if parameters else None

@@ -1,0 +1,222 @@
+"""The JSON that callers see of jobs, made from domain values. Knows no route and no database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from swiftkv_platform.contract.events import Level
+from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.control_plane.jobs.costs import Prices
+from swiftkv_platform.control_plane.jobs.estimates import Estimate
+from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint
+from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.limits import Positive
+from swiftkv_platform.storage.attempt_store import StoredCheckpoint
+
+T = TypeVar("T")
+Item = TypeVar("Item", bound=BaseModel)
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, from_attributes=True)
+
+
+class ListAnswer(Answer, Generic[Item]):
+    """Part of a list; `after={last_id}` gives the next."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    left_out: list[str] = []
+    """Ids of rows of this part that cannot be read, as another version of the program stored them."""
+
+
+def list_answer(
+    found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str], order: Literal["asc", "desc"] = "asc"
+) -> ListAnswer[Item]:
+    """The answer of a list; its first and last id may be those of rows that are left out, by `order`."""
+    data = [make(item) for item in found.items]
+    ids = [cursor(item) for item in data]
+    if found.left_out:
+        ids = sorted([*ids, *found.left_out], reverse=order == "desc")
+    return ListAnswer(
+        data=data,
+        has_more=found.has_more,
+        first_id=ids[0] if ids else None,
+        last_id=ids[-1] if ids else None,
+        left_out=list(found.left_out),
+    )
+
+
+class StatusReason(Answer):
+    code: str
+    message: str
+    field: str | None = None
+
+
+class JobError(Answer):
+    code: str
+    message: str
+    param: str | None = None
+    """Dotted path of the field to blame, where one is."""
+
+
+class JobProgress(Answer):
+    step: int
+    total_steps: int | None
+    tokens: int
+    percent: float
+    seconds_remaining: int | None
+
+
+class JobAnswer(Answer):
+    """A distillation job. Times are Unix seconds."""
+
+    id: str
+    object: Literal["distillation.job"] = "distillation.job"
+    name: str
+    status: JobStatus
+    status_reason: StatusReason | None
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    estimated_finish: int | None
+    progress: JobProgress
+    attempt: int
+    spec: JobSpec
+    distilled_model: str | None
+    """`mdl_` id, once the job has succeeded."""
+    result: dict[str, Any] | None
+    """The evaluation report."""
+    tracking: dict[str, Any] | None
+    artifact_uri: str | None
+    cost: float | None
+    """Cost so far, over all attempts, at the operator's prices; null without prices."""
+    estimated_cost: float | None
+    """Cost when its training has ended, at its present speed."""
+    submission_id: str | None
+    """Ray's id of the present attempt."""
+    error: JobError | None
+    metadata: dict[str, str]
+    tenant: str
+    created_by: str
+
+    @classmethod
+    def of(cls, job: Job, prices: Prices, now: float) -> Self:
+        error = None if job.error is None else {**vars(job.error), "param": job.error.field}
+        return cls.model_validate(
+            {
+                **vars(job),
+                "name": job.spec.name,
+                "attempt": job.attempt.number,
+                "submission_id": job.attempt.submission_id,
+                "cost": prices.cost_of(job, now),
+                "estimated_cost": prices.final_cost_of(job, now),
+                "error": error,
+                "metadata": job.spec.metadata,
+            }
+        )
+
+
+class ResumeRequest(FiniteModel):
+    """Terms on which a paused job goes on."""
+
+    cost_cap: Positive | None = None
+    """Replaces `limits.cost_cap`."""
+
+
+class EstimateAnswer(Estimate):
+    """Estimate of the job's cost and of its student, of a sweep its first trial's; null but for sources and gates where
+    the teacher's configuration is on the hub.
+    """
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+    object: Literal["distillation.estimate"] = "distillation.estimate"
+
+
+class EventAnswer(Answer):
+    """Something that happened to a job."""
+
+    id: str
+    object: Literal["distillation.job.event"] = "distillation.job.event"
+    created_at: int
+    level: Level
+    type: EventType
+    message: str
+    data: dict[str, Any]
+
+
+class MetricPointAnswer(Answer):
+    """The measurements of one step: `logits_loss`, `lr`, `tokens_per_second`, ... as the attempt reported them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step: int
+    attempt: int
+    time: float
+    """Unix seconds."""
+
+    @classmethod
+    def of(cls, point: MetricPoint) -> Self:
+        return cls.model_validate({**point.values, "step": point.step, "attempt": point.attempt, "time": point.time})
+
+
+class CheckpointAnswer(Answer):
+    """A complete checkpoint."""
+
+    id: str
+    object: Literal["checkpoint"] = "checkpoint"
+    attempt: int
+    step: int
+    key: str
+    """Directory in the object store."""
+    size: int
+    """Bytes."""
+    sha256: str
+    """SHA-256 of its manifest, which names each file's."""
+
+    @classmethod
+    def of(cls, checkpoint: StoredCheckpoint) -> Self:
+        return cls.model_validate({**vars(checkpoint), "id": f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"})
+
+
+class ArtifactFileAnswer(Answer):
+    """One file of a distilled model."""
+
+    object: Literal["artifact.file"] = "artifact.file"
+    path: str
+    """Relative to the model's directory."""
+    size: int
+    """Bytes."""
+    sha256: str
+    url: str
+    """Download address: for a limited time at S3, else at this server."""
+
+
+class TrackingFileAnswer(Answer):
+    """One file of a W&B run that W&B has not taken yet."""
+
+    object: Literal["tracking.file"] = "tracking.file"
+    path: str
+    """Below `jobs/{id}/`."""
+    size: int
+    """Bytes."""
+    url: str
+    """Download address: for a limited time at S3, else at this server."""
+
+
+def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:
+    """Part of a list that is at hand as a whole."""
+    descending = page.order == "desc"
+    ordered = sorted(items, key=cursor, reverse=descending)
+    after = page.after
+    if after is not None:
+        ordered = [item for item in ordered if (cursor(item) < after if descending else cursor(item) > after)]
+    return Slice(ordered[: page.limit], has_more=len(ordered) > page.limit)

@@ -1,0 +1,97 @@
+"""Cost and duration of jobs: money from time on the cluster, time from jobs that were measured. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.jobs.job import Job, Speed
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.specs import JobSpec
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of an hour, in the operator's currency. None: nothing is priced, and nothing has a cost."""
+
+    gpu_hour: float | None = None
+    cpu_hour: float | None = None
+
+    @property
+    def are_known(self) -> bool:
+        return self.gpu_hour is not None or self.cpu_hour is not None
+
+    def cost(self, spec: JobSpec, seconds: float) -> float | None:
+        """Cost of `seconds` with all workers that the spec may have."""
+        if not self.are_known:
+            return None
+        demand = Demand.of(spec)
+        hourly = demand.gpus * (self.gpu_hour or 0.0) + demand.cpus * (self.cpu_hour or 0.0)
+        return hourly * seconds / _HOUR
+
+    def cost_of(self, job: Job, now: float) -> float | None:
+        """Cost of a job so far, over all its attempts."""
+        return self.cost(job.spec, job.seconds_on_cluster(now))
+
+    def final_cost_of(self, job: Job, now: float) -> float | None:
+        """Cost of a job when its training has ended, at its present speed; None where that is not known."""
+        if job.status.is_terminal:
+            return self.cost_of(job, now)
+        if job.progress.seconds_remaining is None:
+            return None
+        return self.cost(job.spec, job.seconds_on_cluster(now) + job.progress.seconds_remaining)
+
+
+FREE = Prices()
+
+
+def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
+    """The lower of the job's own cap and its tenant's."""
+    return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
+
+
+def measured_speed(job: Job, now: float) -> Speed | None:
+    """Speed of a job whose present attempt has just succeeded; None where it told too little."""
+    attempt, pace = job.attempt, job.attempt.pace
+    if attempt.submitted_at is None or attempt.resume_from is not None or pace is None or job.flops_per_step is None:
+        return None
+    steps, seconds = job.progress.step - pace.step, pace.last_time - pace.time
+    if steps <= 0 or seconds <= 0:
+        return None
+    return Speed(
+        flops_per_second=job.flops_per_step * steps / seconds / job.spec.resources.max_workers,
+        startup_s=max(pace.time - attempt.submitted_at - pace.step * seconds / steps, 0.0),
+        finish_s=max(now - pace.last_time, 0.0),
+        process_memory=_process_memory(job),
+    )
+
+
+def _process_memory(job: Job) -> int | None:
+    if job.spec.resources.gpus_per_worker or not job.attempt.peak_memory or job.planned_memory is None:
+        return None
+    return max(job.attempt.peak_memory - job.planned_memory, 0)
+
+
+def speed_for(spec: JobSpec, jobs: Iterable[Job]) -> tuple[Speed, str] | None:
+    """The speed of the newest job on the same kind of workers, of the same teacher if there is one, and its id."""
+    alike = [job for job in jobs if job.speed is not None and _workers(job.spec) == _workers(spec)]
+    same = [job for job in alike if job.spec.model.name_or_path == spec.model.name_or_path]
+    newest = max(same or alike, key=lambda job: job.id, default=None)
+    return None if newest is None or newest.speed is None else (newest.speed, newest.id)
+
+
+def _workers(spec: JobSpec) -> tuple[object, ...]:
+    resources, sharding = spec.resources, spec.sharding
+    return (
+        resources.max_workers,
+        resources.gpus_per_worker,
+        resources.cpus_per_worker,
+        resources.accelerator_type,
+        spec.model.dtype,
+        sharding.strategy,
+        sharding.cpu_offload,
+        spec.training.compile,
+    )

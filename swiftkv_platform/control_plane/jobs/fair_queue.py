@@ -1,0 +1,79 @@
+"""Choice of the job that starts next: fair between tenants, by priority and age within one. A function of what is held
+and what waits; starts nothing.
+
+Between tenants it is dominant resource fairness (Ghodsi et al., NSDI 2011): the tenant with the smallest share of what
+it holds most of goes first, relative to its weight. Where shares are equal, as in a cluster that runs one job at a
+time, the tenant that has been given the least since this process began goes first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from swiftkv_platform.control_plane.jobs.demand import Demand, Standing, Waiting
+from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.access.tenants import Policies
+
+PRIORITIES = {"high": 0, "normal": 1, "low": 2}
+"""Ranks of `limits.priority`; the lowest goes first."""
+
+
+def held_by(jobs: Iterable[Job], deployments: Iterable[Deployment] = ()) -> dict[str, Demand]:
+    """Return what each tenant's jobs and deployments hold of the cluster; a deployment, until its replicas are gone."""
+    held: dict[str, Demand] = {}
+    for job in jobs:
+        if job.status.holds_cluster:
+            held[job.tenant] = held.get(job.tenant, Demand()) + Demand.of(job.spec)
+    for item in deployments:
+        held[item.tenant] = held.get(item.tenant, Demand()) + Demand.of_deployment(item.spec)
+    return held
+
+
+class FairQueue:
+    """Remembers what it has given to whom; another control plane that takes over begins anew."""
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+        self._given: dict[str, float] = {}
+        """Shares started so far over the tenant's weight."""
+
+    def next(self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = ()) -> list[Waiting]:
+        """Choose at most `room` of the jobs that wait, in the order in which they should start beside the deployments.
+
+        Of a tenant whose first job does not fit its quota none is taken: a smaller one that overtook it could keep it
+        waiting for ever.
+        """
+        held, queues = dict(standing.held), {tenant: deque(jobs) for tenant, jobs in standing.waiting.items()}
+        for tenant, demand in held_by((), deployments).items():
+            held[tenant] = held.get(tenant, Demand()) + demand
+        total = sum((Demand.of_deployment(item.spec) for item in deployments), standing.total)
+        self._catch_up(queues)
+        chosen: list[Waiting] = []
+        while len(chosen) < room:
+            fitting = [
+                tenant
+                for tenant, queue in queues.items()
+                if queue and self.fits(tenant, held.get(tenant, Demand()), queue[0].demand)
+            ]
+            if not fitting:
+                break
+            tenant = min(fitting, key=lambda name: self._rank(name, held.get(name, Demand()), total, queues[name][0]))
+            job = queues[tenant].popleft()
+            held[tenant] = held.get(tenant, Demand()) + job.demand
+            self._given[tenant] = self._given[tenant] + job.demand.share(total) / self._policies.policy(tenant).weight
+            chosen.append(job)
+        return chosen
+
+    def fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
+        """Whether a tenant that holds this much may have this much more."""
+        return (held + demand).exceeded_limit(self._policies.policy(tenant), adding=demand) is None
+
+    def _rank(self, tenant: str, held: Demand, total: Demand, first: Waiting) -> tuple[float, float, str]:
+        return held.share(total) / self._policies.policy(tenant).weight, self._given[tenant], first.id
+
+    def _catch_up(self, queues: dict[str, deque[Waiting]]) -> None:
+        """A tenant that did not wait until now has saved nothing up."""
+        least = min((self._given[tenant] for tenant in queues if tenant in self._given), default=0.0)
+        self._given = {tenant: max(self._given.get(tenant, least), least) for tenant in queues}

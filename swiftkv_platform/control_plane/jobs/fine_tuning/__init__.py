@@ -1,0 +1,1 @@
+"""Jobs in the form of OpenAI's fine-tuning API."""

@@ -1,0 +1,109 @@
+"""`/v1/fine_tuning/jobs`: the jobs of `/jobs` in the forms of OpenAI's fine-tuning API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+
+from swiftkv_platform.control_plane.parts import Components, NewestFirst, Parts, Reader, Writer, paged
+from swiftkv_platform.control_plane.jobs.fine_tuning.requests import CreateFineTuningJob, job_spec
+from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
+    FineTuningCheckpointAnswer,
+    FineTuningEventAnswer,
+    FineTuningJobAnswer,
+)
+from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, check_metadata_keys
+from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, ListAnswer, list_answer, page_of
+from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.jobs.ports import JobFilter, Page
+from swiftkv_platform.storage.attempt_store import StoredCheckpoint
+from swiftkv_platform.web.bodies import BodyRoute
+from swiftkv_platform.web.problems import ERROR_RESPONSES
+
+router = APIRouter(
+    prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], responses=ERROR_RESPONSES, route_class=BodyRoute
+)
+
+
+def _show(present: Present) -> Callable[[Job], FineTuningJobAnswer]:
+    return lambda job: FineTuningJobAnswer.of(present(job))
+
+
+Show = Annotated[Callable[[Job], FineTuningJobAnswer], Depends(_show)]
+
+
+@router.post("")
+def create_fine_tuning_job(asked: CreateFineTuningJob, submit: Submit, show: Show) -> FineTuningJobAnswer:
+    """Submit a job. `swiftkv` holds what OpenAI's fields do not say: any part of a job spec."""
+    return show(submit(job_spec(asked)))
+
+
+@router.get("")
+def list_fine_tuning_jobs(
+    request: Request, parts: Parts, caller: Reader, show: Show, page: NewestFirst
+) -> ListAnswer[FineTuningJobAnswer]:
+    """Jobs, newest first, however they were submitted. `metadata[{key}]={value}` filters by metadata."""
+    found = parts.jobs.list(page, tenant=caller.tenant, where=JobFilter(metadata=_metadata(request)))
+    return list_answer(found, show, lambda job: job.id, page.order)
+
+
+def _metadata(request: Request) -> dict[str, str]:
+    asked = {
+        name.removeprefix("metadata[").removesuffix("]"): value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[") and name.endswith("]")
+    }
+    check_metadata_keys(asked)
+    return asked
+
+
+@router.get("/{job_id}")
+def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, show: Show) -> FineTuningJobAnswer:
+    """One job."""
+    return show(parts.jobs.get(job_id, tenant=caller.tenant))
+
+
+@router.post("/{job_id}/cancel")
+def cancel_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+    """Ask for the end of a job; asking again is the same."""
+    return show(service.cancel(job_id, caller))
+
+
+@router.post("/{job_id}/pause")
+def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+    """Ask a job to checkpoint and free the cluster; asking again is the same."""
+    return show(service.pause(job_id, caller))
+
+
+@router.post("/{job_id}/resume")
+def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
+    """Queue a paused job again; it goes on from its last checkpoint."""
+    return show(service.resume(job_id, caller))
+
+
+@router.get("/{job_id}/events")
+def list_fine_tuning_events(
+    job_id: str, parts: Parts, caller: Reader, page: NewestFirst
+) -> ListAnswer[FineTuningEventAnswer]:
+    """A job's events, newest first."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of, lambda event: event.id)
+
+
+@router.get("/{job_id}/checkpoints")
+def list_fine_tuning_checkpoints(
+    job_id: str, parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(10, "desc"))]
+) -> ListAnswer[FineTuningCheckpointAnswer]:
+    """Complete checkpoints of all attempts, the last step first."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    found = page_of(parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, page)
+    return list_answer(found, lambda each: _checkpoint(parts, job_id, each), lambda each: each.id)
+
+
+def _checkpoint(parts: Components, job_id: str, checkpoint: StoredCheckpoint) -> FineTuningCheckpointAnswer:
+    before = str(checkpoint.step - 1) if checkpoint.step else None
+    points = parts.jobs.points(job_id, Page(after=before, limit=1, order="asc")).items
+    loss = points[0].values.get("loss") if points and points[0].step == checkpoint.step else None
+    return FineTuningCheckpointAnswer.of(checkpoint, job_id, loss)

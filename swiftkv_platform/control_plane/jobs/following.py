@@ -1,0 +1,160 @@
+"""A job's events as they happen, read once for all its followers in this process. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from starlette.concurrency import run_in_threadpool
+
+from swiftkv_platform.errors import DatabaseUnavailableError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
+from swiftkv_platform.control_plane.jobs.ports import Clock, JobRepository, Page, Slice
+
+ReadEvents = Callable[[str, Page], Slice[Event]]
+"""(job id, page) -> its events."""
+
+_POLL_S = 0.5
+_EVENTS_PER_READ = 100
+_KEPT = 1000
+"""Newest events of a job that wait for slow followers."""
+
+
+class EventTail:
+    """The newest events of one job, for as long as it has followers. `after`: id of the event before the first one that
+    it reads."""
+
+    def __init__(self, read: ReadEvents, job_id: str, after: str | None) -> None:
+        self._read = read
+        self._job_id = job_id
+        self._newest = after
+        self._next: dict[str | None, Event] = {}
+        """Events by the id of the one before, in their order."""
+        self._error: Exception | None = None
+        self._has_read = asyncio.Event()
+        self.followers = 0
+
+    async def after(self, last: str | None) -> Sequence[Event] | None:
+        """Return the events after the event `last`: none, where a while brings none; None where only the database can
+        tell. Raises what reading has raised.
+        """
+        if self._error is None and not self._since(last):
+            await self._has_read.wait()
+        if self._error is not None:
+            raise self._error
+        return self._since(last)
+
+    def _since(self, last: str | None) -> Sequence[Event] | None:
+        if last != self._newest and last not in self._next:
+            return None
+        found = []
+        while (event := self._next.get(last)) is not None:
+            found.append(event)
+            last = event.id
+        return found
+
+    async def run(self) -> None:
+        """Read until that fails; every follower is told why."""
+        while self._error is None:
+            await asyncio.sleep(_POLL_S)
+            page = Page(self._newest, _EVENTS_PER_READ, order="asc")
+            try:
+                found = await run_in_threadpool(self._read, self._job_id, page)
+            except Exception as error:
+                self._error = error
+            else:
+                self._take(found.items)
+            has_read, self._has_read = self._has_read, asyncio.Event()
+            has_read.set()
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._next[self._newest] = event
+            self._newest = event.id
+        while len(self._next) > _KEPT:
+            del self._next[next(iter(self._next))]
+
+
+class Followers:
+    """Followers of jobs through this process. Belongs to one event loop."""
+
+    def __init__(self, read: ReadEvents) -> None:
+        self._read = read
+        self._tails: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
+
+    async def follow(self, job_id: str, after: str | None, *, has_ended: bool) -> AsyncGenerator[Event, None]:
+        """Events after the event `after`, until the one that ends the job is out. Raises as the reading does.
+        `has_ended`: whether the job has ended already, and its last event is there."""
+        while True:
+            found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
+            for event in found.items:
+                yield event
+                after, has_ended = event.id, has_ended or _ends(event)
+            if found.has_more:
+                continue
+            if has_ended:
+                return
+            with self._tail(job_id, after) as tail:
+                while not has_ended and (events := await tail.after(after)) is not None:
+                    for event in events:
+                        yield event
+                        after, has_ended = event.id, has_ended or _ends(event)
+
+    @contextmanager
+    def _tail(self, job_id: str, after: str | None) -> Iterator[EventTail]:
+        """The job's tail, which begins with its first follower and ends with its last."""
+        if job_id not in self._tails:
+            tail = EventTail(self._read, job_id, after)
+            self._tails[job_id] = tail, asyncio.create_task(tail.run())
+        tail, task = self._tails[job_id]
+        tail.followers += 1
+        try:
+            yield tail
+        finally:
+            tail.followers -= 1
+            if tail.followers == 0:
+                task.cancel()
+                del self._tails[job_id]
+
+
+def _ends(event: Event) -> bool:
+    return event.type == "status" and JobStatus(event.data["status"]).is_terminal
+
+
+_WATCHED_S = 60.0
+"""Seconds for which a job counts as followed after a caller has asked for it."""
+_AGAIN_S = 20.0
+_MOST = 1000
+"""Jobs remembered; of more, some are told of more often than needed."""
+
+
+class Watches:
+    """Tells of each job at most once in a while, however often callers ask."""
+
+    def __init__(self, jobs: JobRepository, clock: Clock) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._told: dict[str, float] = {}
+        """When each job was told of, the latest one last."""
+
+    def note(self, job_id: str) -> None:
+        """Have the job's events read often for a while. A database that is away is told of by what is asked of it."""
+        now = self._clock()
+        if now - self._told.get(job_id, float("-inf")) < _AGAIN_S:
+            return
+        try:
+            self._jobs.watch(job_id, now + _WATCHED_S)
+        except DatabaseUnavailableError as error:
+            get_logger().info("job not marked as followed", job_id=job_id, reason=error.message)
+            return
+        self._told.pop(job_id, None)
+        self._told[job_id] = now
+        for oldest in list(self._told)[:-_MOST]:
+            self._told.pop(oldest, None)
+
+    def events(self, job_id: str, page: Page) -> Slice[Event]:
+        """A job's events, as `JobRepository.events` has them."""
+        self.note(job_id)
+        return self._jobs.events(job_id, page)

@@ -1,0 +1,130 @@
+"""`/jobs/{id}/events`, `/metrics` and `/logs`: what a job says, as a list or followed live."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from itertools import chain
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from sse_starlette import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
+
+from swiftkv_platform.control_plane.parts import (
+    Components,
+    OldestFirst,
+    Parts,
+    Reader,
+    Streamed,
+    TheWatches,
+    wants_events,
+)
+from swiftkv_platform.control_plane.jobs.following import Followers
+from swiftkv_platform.control_plane.jobs.logs import LogFollowers, read_logs, read_tail
+from swiftkv_platform.control_plane.jobs.answers import EventAnswer, ListAnswer, MetricPointAnswer, list_answer
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.jobs.ports import Page
+from swiftkv_platform.control_plane.jobs.service import Caller
+
+router = APIRouter(prefix="/jobs/{job_id}", tags=["jobs"])
+
+_TEXT = "text/plain; charset=utf-8"
+_LARGEST = (1 << 63) - 1
+
+
+@router.get("/events", response_model=ListAnswer[EventAnswer])
+def list_events(
+    request: Request,
+    job_id: str,
+    parts: Parts,
+    caller: Reader,
+    watches: TheWatches,
+    page: OldestFirst,
+    _stream: Streamed,
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> ListAnswer[EventAnswer] | Response:
+    """A job's events. With `Accept: text/event-stream` they are followed live, from after `Last-Event-ID` on."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    watches.note(job_id)
+    if not wants_events(request):
+        return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate, lambda event: event.id)
+    after = last_event_id or page.after
+    parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # an unknown `after` is told before the stream begins
+    stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
+    return stream
+
+
+async def _follow_events(
+    parts: Components, followers: Followers, caller: Caller, job_id: str, after: str | None
+) -> AsyncIterator[dict[str, str]]:
+    """Server-sent events until the job has ended and its last event is out; clients ask again for what is missing."""
+    try:
+        # The job is read before its events: when it has ended, its last event is there.
+        job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
+        following = followers.follow(job_id, after, has_ended=job.status.is_terminal)
+        async with aclosing(following) as events:
+            async for event in events:
+                yield {"id": event.id, "event": event.type, "data": EventAnswer.model_validate(event).model_dump_json()}
+    except DatabaseUnavailableError as error:
+        get_logger().warning("event stream ended early", job_id=job_id, reason=error.message)
+
+
+@router.get("/metrics")
+def list_metrics(
+    job_id: str, parts: Parts, caller: Reader, watches: TheWatches, page: OldestFirst
+) -> ListAnswer[MetricPointAnswer]:
+    """The time series, by ascending step; `after` is a step."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    watches.note(job_id)
+    return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
+
+
+@router.get("/logs", response_class=PlainTextResponse)
+async def get_logs(
+    request: Request,
+    job_id: str,
+    parts: Parts,
+    caller: Reader,
+    _stream: Streamed,
+    follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
+    tail_lines: Annotated[
+        int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
+    ] = None,
+    offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte that is sent")] = 0,
+    limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="most bytes that are sent")] = None,
+) -> Response:
+    """Output of the attempts, one after the other, sent as it is read; the middle of a long one is left out."""
+    job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
+    if tail_lines is not None and (follow or offset or limit is not None):
+        raise InvalidInputError(
+            "tail_lines goes with none of follow, offset and limit", field="tail_lines", value=tail_lines
+        )
+    if follow and limit is not None:
+        raise InvalidInputError("limit does not go with follow", field="limit", value=limit)
+    if follow:
+        followers: LogFollowers = request.app.state.log_followers
+        return _FollowedLogs(followers, job_id, caller, offset)
+    if tail_lines is not None:
+        read = read_tail(parts, job, tail_lines)
+    else:
+        read = read_logs(parts, job, offset=offset, limit=limit)
+    # What cannot be read at all is told with a status of its own, so the first piece is read before there is one.
+    first = await run_in_threadpool(next, read, b"")
+    return StreamingResponse(chain([first], read), media_type=_TEXT)
+
+
+class _FollowedLogs(StreamingResponse):
+    """Logs as they are written; the follower has a place for as long as the answer is sent, and 429 without one."""
+
+    def __init__(self, followers: LogFollowers, job_id: str, caller: Caller, offset: int) -> None:
+        super().__init__(followers.follow(job_id, caller.tenant, offset=offset), media_type=_TEXT)
+        self._places = followers.places
+        self._caller = caller
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._places.place(self._caller.tenant, self._caller.name):
+            await super().__call__(scope, receive, send)

@@ -1,0 +1,176 @@
+"""Limits of deployments: the operator's on each, and a tenant's quotas on all of them beside its jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic_core import to_json
+
+from swiftkv_platform.contract.events import ReasonCode
+from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """Most that the operator lets one job ask for; None is no limit."""
+
+    max_workers: int | None = None
+    """Workers at a time, over all trials of a sweep."""
+    max_batch_size: int | None = None
+    """Rows of a step, and of one worker's pass."""
+    max_runtime_s: int | None = None
+    """Seconds of an attempt."""
+
+    def check(self, spec: JobSpec) -> None:
+        """Raises `InvalidInputError`, with field, value and limit."""
+        trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
+        training = spec.training
+        asked = (
+            ("resources.num_workers", spec.resources.max_workers * trials, self.max_workers),
+            ("training.batch_size", training.batch_size, self.max_batch_size),
+            ("training.micro_batch_size", training.micro_batch_size, self.max_batch_size),
+            ("limits.max_runtime_s", spec.limits.max_runtime_s, self.max_runtime_s),
+        )
+        for field, value, most in asked:
+            if value is not None and most is not None and value > most:
+                raise InvalidInputError(
+                    f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less",
+                    field=field,
+                    value=value,
+                )
+
+
+def check_spec_bytes(spec: JobSpec) -> None:
+    """Raises `InvalidInputError` for a spec that is too long to be kept, read and listed with all others."""
+    parts = {name: len(to_json(value)) for name, value in spec.model_dump(mode="json").items()}
+    size = sum(parts.values())
+    if size > MAX_SPEC_BYTES:
+        longest = max(parts, key=lambda name: parts[name])
+        raise InvalidInputError(
+            f"the spec has {size:,} bytes as JSON, of which {longest} has {parts[longest]:,}; {MAX_SPEC_BYTES:,} are "
+            "accepted; name data by directories and prefixes instead of single files",
+            field=longest,
+        )
+
+
+UNLIMITED = JobLimits()
+
+
+@dataclass(frozen=True)
+class AttemptLimits:
+    """Time that the operator grants every attempt."""
+
+    placement_s: float = 1800.0
+    """Seconds that an attempt may hold a slot while none of its workers has found a place."""
+    max_runtime_s: int | None = None
+    """Seconds that it may run, whatever its spec says; None leaves it to the spec."""
+
+    def exceeded(self, job: Job, now: float) -> Reason | None:
+        """Why the job's attempt must end; None if it may go on."""
+        return self._not_placed(job, now) or self._overdue(job, now)
+
+    def _overdue(self, job: Job, now: float) -> Reason | None:
+        since, own = job.attempt.submitted_at, job.spec.limits.max_runtime_s
+        limits = [limit for limit in (own, self.max_runtime_s) if limit is not None]
+        if since is None or not limits or now - since <= min(limits):
+            return None
+        whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
+        message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
+        return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
+
+    def _not_placed(self, job: Job, now: float) -> Reason | None:
+        """Another try would ask for the same again, so this ends the job."""
+        attempt = job.attempt
+        if attempt.waiting:
+            since, needs = attempt.waiting_since, "; ".join(attempt.waiting.values())
+        elif job.status is JobStatus.STARTING and not attempt.placed:
+            since, needs = (
+                attempt.submitted_at,
+                "the attempt itself, of which nothing has been heard since it was submitted",
+            )
+        else:
+            return None
+        if since is None or now - since <= self.placement_s:
+            return None
+        message = (
+            f"attempt {attempt.number} has found no place on the cluster for {self.placement_s:g} s: {needs}; "
+            "use fewer or smaller resources.num_workers, or a larger cluster"
+        )
+        return Reason(ReasonCode.NOT_PLACED, message, field="resources")
+
+
+DEFAULT_LIMITS = AttemptLimits()
+
+
+_NOTHING = Demand()
+
+
+@dataclass(frozen=True)
+class DeploymentLimits:
+    """Most that a deployment may ask for."""
+
+    max_replicas: int | None = None
+    """Most replicas of one deployment; None: as many as it asks for."""
+    policies: Policies = NO_LIMITS
+    grants_templates: bool = False
+    """Whether a chat template needs the grant of its tenant."""
+
+    def check(
+        self, spec: ResolvedDeployment, tenant: str, held: Demand, *, before: ResolvedDeployment | None = None
+    ) -> None:
+        """Refuse what a deployment would have more than `before`, if that is above a limit.
+
+        Args:
+            held: what the tenant's jobs and its other deployments hold.
+
+        Raises `InvalidInputError` above the operator's limit, `ForbiddenError` for a chat template without the grant,
+        `OverQuotaError` where the deployment alone is above its tenant's quota, and `QuotaExceededError` where it is
+        together with what is held.
+        """
+        self._check_template(spec, tenant, before)
+        had = _NOTHING if before is None else Demand.of_deployment(before)
+        wanted = Demand.of_deployment(spec)
+        more = wanted.beyond(had)
+        if self.max_replicas is not None and more.replicas and spec.max_replicas > self.max_replicas:
+            raise InvalidInputError(
+                f"max_replicas is {spec.max_replicas}; the operator allows {self.max_replicas} a deployment "
+                "(SWIFTKV_MAX_DEPLOYMENT_REPLICAS)",
+                field="max_replicas",
+                value=spec.max_replicas,
+            )
+        policy = self.policies.policy(tenant)
+        alone = wanted.exceeded_limit(policy, adding=more)
+        if alone is not None:
+            name, asked, most = alone
+            raise OverQuotaError(
+                f"the deployment asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} "
+                f"is {most:g}: it could never run; use fewer max_replicas or smaller ones",
+                field=name,
+                value=asked,
+            )
+        together = (held + wanted).exceeded_limit(policy, adding=more)
+        if together is not None:
+            name, asked, most = together
+            raise QuotaExceededError(
+                f"with this the jobs and deployments of tenant {tenant!r} would hold {asked:g} of what {name} counts; "
+                f"its quota is {most:g}; ask again when others have ended, or for fewer max_replicas",
+                field=name,
+                value=asked,
+            )
+
+    def _check_template(self, spec: ResolvedDeployment, tenant: str, before: ResolvedDeployment | None) -> None:
+        had = None if before is None else before.chat_template
+        if not self.grants_templates or spec.chat_template in (None, had):
+            return
+        if not self.policies.policy(tenant).chat_templates:
+            raise ForbiddenError(
+                f"chat_template is given, and tenant {tenant!r} may bring none: the operator grants it with "
+                "chat_templates: true in the tenants file; leave it out for the model's own",
+                field="chat_template",
+            )

@@ -1,0 +1,74 @@
+"""Stops attempts on the cluster that no job has any more. Knows ports alone.
+
+There are such after the database was restored from a backup, and after a submission that was cancelled arrived late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from dataclasses import dataclass, field
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.jobs.ports import Clock, JobCluster, JobRepository, RunningSubmission
+
+_INTERVAL_S = 60.0
+
+
+@dataclass
+class Orphans:
+    """Compares what runs with what should, every minute."""
+
+    jobs: JobRepository
+    cluster: JobCluster
+    store_uri: str
+    """Address of this control plane's store. Attempts of another store are another control plane's."""
+    clock: Clock
+    stopped: int = field(default=0, init=False)
+    """Attempts that this process has stopped."""
+    _next: float = field(default=0.0, init=False)
+
+    def tick(self) -> None:
+        """Look, if it is time. A cluster that is away is asked again next time. Raises `DatabaseUnavailableError`."""
+        now = self.clock()
+        if now < self._next:
+            return
+        self._next = now + _INTERVAL_S
+        try:
+            self.stop()
+        except ClusterUnavailableError as error:
+            get_logger().info("orphans not looked for", reason=error.message)
+
+    def stop(self) -> None:
+        """Stop every attempt that runs for no job. Raises `ClusterUnavailableError` and `DatabaseUnavailableError`.
+
+        A job is stored as starting before it is submitted: what is seen to run first, and is in no job afterwards, is
+        in none.
+        """
+        running = self.cluster.running()
+        if not running:
+            return
+        wanted = self.jobs.attempts_on_cluster()
+        for submission in running:
+            attempt = attempt_of(submission, self.store_uri)
+            if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):
+                continue
+            get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
+            self.cluster.stop(submission.submission_id)
+            self.stopped += 1
+
+
+def attempt_of(submission: RunningSubmission, store_uri: str) -> AttemptId | None:
+    """The attempt that a submission is; None for one of another store, or of other people."""
+    try:
+        words = shlex.split(submission.entrypoint)
+    except ValueError:
+        return None
+    options = dict(itertools.pairwise(words))
+    job_id, number = options.get("--job-id"), options.get("--attempt", "")
+    if job_id is None or not number.isdecimal() or options.get("--store") != store_uri:
+        return None
+    attempt = AttemptId(job_id, int(number))
+    return attempt if attempt.submission_id == submission.submission_id else None

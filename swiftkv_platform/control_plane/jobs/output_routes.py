@@ -1,0 +1,110 @@
+"""`/jobs/{id}/checkpoints`, `/artifacts` and `/tracking`: what a job leaves in the object store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from swiftkv_platform.control_plane.parts import Components, OldestFirst, Parts, Reader, Streamed
+from swiftkv_platform.control_plane.jobs.answers import (
+    ArtifactFileAnswer,
+    CheckpointAnswer,
+    ListAnswer,
+    TrackingFileAnswer,
+    list_answer,
+    page_of,
+)
+from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
+from swiftkv_platform.errors import NotFoundError
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
+from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+from swiftkv_platform.storage.object_store import ObjectInfo
+
+router = APIRouter(prefix="/jobs/{job_id}", tags=["jobs"])
+
+_URL_LIFETIME_S = 3600
+
+
+@router.get("/checkpoints")
+def list_checkpoints(job_id: str, parts: Parts, caller: Reader, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
+    """Complete checkpoints of all attempts, by step."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    found = [CheckpointAnswer.of(checkpoint) for checkpoint in parts.attempts.list_checkpoints(job_id)]
+    kept = page_of(found, lambda checkpoint: checkpoint.id, page)
+    return list_answer(kept, lambda checkpoint: checkpoint, lambda checkpoint: checkpoint.id)
+
+
+@router.get("/artifacts")
+def list_artifacts(
+    request: Request, job_id: str, parts: Parts, caller: Reader, page: OldestFirst
+) -> ListAnswer[ArtifactFileAnswer]:
+    """The files of the distilled model, by path; none before the job has succeeded."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+
+    def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
+        path, file = item
+        url = parts.objects.presigned_url(f"{job.attempt_id.artifact_prefix}/{path}", _URL_LIFETIME_S)
+        url = url or str(request.url_for("download_artifact", job_id=job.id, path=path))
+        return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
+
+    kept = page_of(list(_files(parts, job).items()), lambda item: item[0], page)
+    return list_answer(kept, answer, lambda file: file.path)
+
+
+@router.get("/artifacts/{path:path}", response_class=StreamingResponse)
+def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader, _stream: Streamed) -> StreamingResponse:
+    """One file of the distilled model."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    file = _files(parts, job).get(path)
+    if file is None:
+        message = f"job {job_id} has no artifact file {path!r}; GET /jobs/{job_id}/artifacts lists them"
+        raise NotFoundError(message, field="path", value=path)
+    return StreamingResponse(
+        parts.objects.stream(f"{job.attempt_id.artifact_prefix}/{path}"),
+        media_type="application/octet-stream",
+        headers={"Content-Length": str(file.size), "ETag": f'"{file.sha256}"'},
+    )
+
+
+@router.get("/tracking")
+def list_tracking_files(
+    request: Request, job_id: str, parts: Parts, caller: Reader, page: OldestFirst
+) -> ListAnswer[TrackingFileAnswer]:
+    """Files of W&B runs that W&B has not taken yet, by path: `swiftkv jobs wandb-sync` uploads them."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    kept = page_of(list(parts.attempts.tracking_files(job_id).items()), lambda item: item[0], page)
+
+    def answer(item: tuple[str, ObjectInfo]) -> TrackingFileAnswer:
+        path, file = item
+        url = parts.objects.presigned_url(file.key, _URL_LIFETIME_S)
+        url = url or str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
+        return TrackingFileAnswer(path=path, size=file.size, url=url)
+
+    return list_answer(kept, answer, lambda file: file.path)
+
+
+@router.get("/tracking/{tracking_path:path}", response_class=StreamingResponse)
+def download_tracking_file(
+    job_id: str, tracking_path: str, parts: Parts, caller: Reader, _stream: Streamed
+) -> StreamingResponse:
+    """One file of a W&B run."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    file = parts.attempts.tracking_files(job_id).get(tracking_path)
+    if file is None:
+        message = f"job {job_id} has no tracking file {tracking_path!r}; GET /jobs/{job_id}/tracking lists them"
+        raise NotFoundError(message, field="tracking_path", value=tracking_path)
+    # A run that goes on replaces its files, so the size is not told.
+    return StreamingResponse(parts.objects.stream(file.key), media_type="application/octet-stream")
+
+
+def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
+    """Files by path, the manifest itself included."""
+    if job.status is not JobStatus.SUCCEEDED or job.artifact_uri is None:  # its model may have been deleted
+        return {}
+    manifest = read_manifest(parts.objects, job.attempt_id.artifact_prefix)
+    itself = parts.objects.head(f"{job.attempt_id.artifact_prefix}/{MANIFEST}")
+    if itself is None:
+        return manifest.files
+    return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=manifest_digest(manifest))}

@@ -1,0 +1,341 @@
+"""Finds what a job continues from, and says whether the job fits it. Knows ports alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import Manifest, Parent
+from swiftkv_platform.errors import InvalidInputError, NotFoundError
+from swiftkv_platform.control_plane.jobs.job import Job, Model
+from swiftkv_platform.planning import resolve_num_key_value_layers
+from swiftkv_platform.sources import Boundary
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
+from swiftkv_platform.specs.training import ParentName, TrainingSpec
+
+FROM = "training.from"
+_LONGEST_STEM = 80
+"""Characters of a job's name that go into the name of a model of its checkpoint."""
+_LAYERS = "swiftkv.num_key_value_layers"
+_ALIKE = (
+    "model.name_or_path",
+    "model.revision",
+    _LAYERS,
+    "swiftkv.key_value_group_size",
+    "swiftkv.sharing",
+    "swiftkv.early_exit",
+    "swiftkv.own_output_projection",
+    "swiftkv.decode_key_value",
+)
+"""Fields in which a job does not differ from its parent's."""
+_TRAINED = ("qkv", "tail", "all")
+"""Values of `distillation.trainable`, each of which trains what those before it train."""
+_MOST_ANCESTORS = 64
+_MOST_NAMED = 20
+"""Checkpoints that a message lists."""
+
+
+class StoredCheckpoint(Protocol):
+    """A complete checkpoint."""
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def sha256(self) -> str: ...
+
+
+class ParentJobs(Protocol):
+    def get(self, job_id: str, *, tenant: str) -> Job:
+        """Raises `NotFoundError`."""
+        ...
+
+
+class ParentModels(Protocol):
+    def get_model(self, model_id: str, *, tenant: str) -> Model:
+        """Raises `NotFoundError`."""
+        ...
+
+
+class ParentObjects(Protocol):
+    """Objects of jobs. Every method raises `StorageError`."""
+
+    def list_checkpoints(self, job_id: str) -> Sequence[StoredCheckpoint]:
+        """Complete checkpoints of all attempts, by step, then attempt."""
+        ...
+
+    def artifact_manifest(self, attempt: AttemptId) -> Manifest | None: ...
+
+
+@dataclass(frozen=True)
+class FoundParent:
+    """A parent, and the job that made it."""
+
+    parent: Parent
+    job: Job
+    spec: JobSpec
+    """Spec that it was trained by: of a sweep's model, that of its trial."""
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """A model or checkpoint that another one was trained from."""
+
+    name: str
+    job_id: str
+    """Job that made it."""
+
+
+@dataclass(frozen=True)
+class Parents:
+    """Looks up parents in database and store."""
+
+    jobs: ParentJobs
+    models: ParentModels
+    objects: ParentObjects
+
+    def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
+        """Find what a spec continues from; None for one that starts from its teacher. Raises as `find`."""
+        return None if spec.training.from_ is None else self.find(spec.training.from_, tenant)
+
+    def find(self, reference: str, tenant: str) -> FoundParent:
+        """Find what a reference names. Raises `InvalidInputError` for what is not the tenant's, and `StorageError`."""
+        name = ParentName.parse(reference)
+        return self._model(name.model, tenant) if name.model is not None else self._checkpoint(name, tenant)
+
+    def ancestors(self, job_id: str, tenant: str) -> list[Ancestor]:
+        """List what a job continued from, what that one's job continued from, and so on, as far as jobs are known."""
+        found: list[Ancestor] = []
+        while len(found) < _MOST_ANCESTORS:
+            try:
+                name = self.jobs.get(job_id, tenant=tenant).spec.training.from_
+                if name is None:
+                    break
+                parsed = ParentName.parse(name)
+                job_id = parsed.job or self.models.get_model(name, tenant=tenant).job_id
+            except NotFoundError:  # deleted since
+                break
+            found.append(Ancestor(name, job_id))
+        return found
+
+    def _model(self, model_id: str, tenant: str) -> FoundParent:
+        try:
+            model = self.models.get_model(model_id, tenant=tenant)
+            job = self.jobs.get(model.job_id, tenant=tenant)
+        except NotFoundError as error:
+            raise _refused(model_id, "there is no such model; GET /models lists those there are") from error
+        attempt = AttemptId(model.job_id, model.attempt)
+        if self.objects.artifact_manifest(attempt) is None:
+            raise _refused(model_id, "its files are not in the object store; use another model")
+        parent = Parent(
+            name=model.id, kind="model", key=attempt.artifact_prefix, job_id=job.id, sha256=model.manifest_digest
+        )
+        return FoundParent(parent, job, _trained_by(model, job), model.attempt)
+
+    def _checkpoint(self, name: ParentName, tenant: str) -> FoundParent:
+        assert name.job is not None, "a name is a model's or a checkpoint's"
+        try:
+            job = self.jobs.get(name.job, tenant=tenant)
+        except NotFoundError as error:
+            raise _refused(str(name), f"there is no job {name.job}; GET /jobs lists those there are") from error
+        if job.spec.sweep is not None:
+            raise _refused(
+                str(name), f"{job.id} is a sweep; use its model, since its trials' checkpoints are not accepted"
+            )
+        complete = self.objects.list_checkpoints(job.id)
+        found = [each for each in complete if each.step == name.step and name.attempt in (None, each.attempt)]
+        if not found:
+            raise _refused(str(name), f"{job.id} has no such checkpoint; {_there_are(complete)}")
+        newest = found[-1]
+        parent = Parent(
+            name=str(ParentName(job=job.id, step=newest.step, attempt=newest.attempt)),
+            kind="checkpoint",
+            key=newest.key,
+            job_id=job.id,
+            step=newest.step,
+            sha256=newest.sha256,
+        )
+        return FoundParent(parent, job, job.spec, newest.attempt)
+
+
+def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
+    """The spec of a job that makes a model of a checkpoint: its own job's, without a step. Of an object that `changes`
+    names, the fields that it does not name stay, but for `metadata`.
+
+    Raises `InvalidInputError` for a model, which is one already, and `ValidationError` for changes that do not fit.
+    """
+    parent, theirs = found.parent, found.spec
+    if parent.kind == "model":
+        raise InvalidInputError(
+            f"from_checkpoint is {parent.name!r}, a model already; use a checkpoint (JOB:STEP)",
+            field="from_checkpoint",
+            value=parent.name,
+        )
+    document = theirs.model_dump(mode="json")
+    document["name"] = f"{theirs.name[:_LONGEST_STEM]}-step-{parent.step}"
+    document["training"] |= {"from": parent.name, "max_steps": 0, "load_optimizer_state": False}
+    for name, value in changes.items():
+        merges = isinstance(value, Mapping) and name != "metadata"
+        document[name] = {**document[name], **value} if merges else value
+    return JobSpec.model_validate(document)
+
+
+ParentOf = Callable[[JobSpec, str], FoundParent | None]
+"""(spec, tenant) -> what the spec continues from."""
+
+
+def no_parents(spec: JobSpec, _tenant: str) -> None:
+    """Find nothing. Raises `InvalidInputError` for a spec that continues from something."""
+    if spec.training.from_ is not None:
+        raise _refused(spec.training.from_, "no control plane is asked here, which alone knows models and checkpoints")
+
+
+def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | None) -> None:
+    """Refuse a job that cannot continue from its parent, with an `InvalidInputError` that names the field to change.
+    Without the teacher's `num_hidden_layers` l is compared as it was given.
+    """
+    parent, theirs = found.parent, found.spec
+    for field in _ALIKE:
+        read = partial(_layers, num_hidden_layers=num_hidden_layers) if field == _LAYERS else attrgetter(field)
+        ours, needed = read(spec), read(theirs)
+        if ours != needed:
+            raise _unlike(field, ours, needed, parent)
+    own, trained = spec.distillation.trainable, theirs.distillation.trainable
+    if _TRAINED.index(own) < _TRAINED.index(trained):
+        raise _unlike("distillation.trainable", own, trained, parent)
+    if spec.training.load_optimizer_state:
+        _check_optimizer(spec, found)
+    if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
+        raise InvalidInputError(
+            f"training.max_steps is 0, and {FROM} is {parent.name}, a model already; use 1 or more steps, a "
+            "checkpoint, or `publish` with a place to copy the model to",
+            field="training.max_steps",
+            value=0,
+        )
+    if parent.kind == "checkpoint" and found.job.status.holds_cluster and found.attempt == found.job.attempt.number:
+        raise _refused(
+            parent.name,
+            f"{found.job.id} is {found.job.status}, and may delete its checkpoints as it goes on (checkpoint.keep); "
+            "pause it, or wait for its end",
+        )
+
+
+def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
+    if found.parent.kind == "model":
+        raise InvalidInputError(
+            f"training.load_optimizer_state is true, and {FROM} is {found.parent.name}, a model, which has no "
+            "optimizer state; use a checkpoint (JOB:STEP), or false",
+            field="training.load_optimizer_state",
+            value=True,
+        )
+    for field in ("optimizer.name", "distillation.trainable"):
+        ours, needed = attrgetter(field)(spec), attrgetter(field)(found.spec)
+        if ours != needed:
+            raise _unlike(field, ours, needed, found.parent, unless=", or training.load_optimizer_state false")
+
+
+def _layers(spec: JobSpec, num_hidden_layers: int | None) -> Any:
+    own = spec.swiftkv
+    if num_hidden_layers is not None:
+        return resolve_num_key_value_layers(num_hidden_layers, own.num_key_value_layers, own.prefill_reduction)
+    if own.num_key_value_layers is not None:
+        return own.num_key_value_layers
+    return f"prefill_reduction {0.5 if own.prefill_reduction is None else own.prefill_reduction}"
+
+
+def _trained_by(model: Model, job: Job) -> JobSpec:
+    if job.spec.sweep is None:
+        return job.spec
+    try:
+        return JobSpec.model_validate(model.lineage.get("spec"))
+    except ValidationError as error:
+        raise _refused(model.id, "its lineage does not say by which spec of the sweep it was trained") from error
+
+
+def _there_are(complete: Sequence[StoredCheckpoint]) -> str:
+    if not complete:
+        return "it has none; use a job whose checkpoints have not been removed"
+    steps = sorted({each.step for each in complete})
+    return f"it has steps {', '.join(map(str, steps[-_MOST_NAMED:]))}"
+
+
+def _refused(name: str, problem: str) -> InvalidInputError:
+    return InvalidInputError(f"{FROM} is {name!r}: {problem}", field=FROM, value=name)
+
+
+def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str = "") -> InvalidInputError:
+    return InvalidInputError(
+        f"{field} is {ours!r}, and what {FROM} names, {parent.name}, was trained with {needed!r}; use {needed!r}"
+        f"{unless}",
+        field=field,
+        value=ours,
+    )
+
+
+_TENANT = "{tenant}"
+_FIELD = "publish.to"
+_LONGEST_PUBLISHED = 90
+"""Characters of a model's name that go into the name of a job that publishes it."""
+
+
+@dataclass(frozen=True)
+class PublishRules:
+    """Places that the operator opens, since the platform writes there with its own credentials."""
+
+    targets: Sequence[str] = ()
+    """Prefixes of `publish.to`, in which `{tenant}` stands for the caller's tenant."""
+
+    def opened(self, tenant: str) -> tuple[str, ...]:
+        """Places that are open to a tenant, which its workers hold what they write to."""
+        return tuple(target.replace(_TENANT, tenant).rstrip("/") for target in self.targets)
+
+    def check(self, publish: PublicationSpec, tenant: str) -> str:
+        """The place itself, a directory without links. Raises `InvalidInputError` for one that is closed."""
+        opened = self.opened(tenant)
+        if publish.to.startswith("/"):  # a link on the way leads wherever its maker wants
+            real = os.path.realpath(publish.to)
+            if Boundary.of(*(each for each in opened if each.startswith("/"))).contains(real):
+                return real
+        elif any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
+            return publish.to
+        raise InvalidInputError(
+            f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; open to it are "
+            f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",
+            field=_FIELD,
+            value=publish.to,
+        )
+
+
+NOWHERE = PublishRules()
+
+
+def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
+    """The spec of a job that copies a model, and neither trains nor measures."""
+    theirs = found.spec
+    training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})
+    return JobSpec(
+        name=f"publish-{theirs.name[:_LONGEST_PUBLISHED]}",
+        model=theirs.model,
+        swiftkv=theirs.swiftkv,
+        distillation=theirs.distillation,
+        training=training,
+        resources=theirs.resources.model_copy(
+            update={"num_workers": 1, "gpus_per_worker": 0, "accelerator_type": None}
+        ),
+        publish=PublishSpec(to=publish.to, private=publish.private),
+    )

@@ -1,0 +1,129 @@
+"""Attempts as Ray Jobs, over the REST interface of Ray's dashboard. Knows Ray's words, no job of ours."""
+
+from __future__ import annotations
+
+import codecs
+import io
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from urllib.parse import quote
+
+import httpx
+
+from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
+from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
+from swiftkv_platform.control_plane.jobs.ports import RunningSubmission, Submission, SubmissionStatus
+from swiftkv_platform.redaction import StreamRedactor
+
+_TIMEOUT_S = 15.0
+_ALL_LINES = -1
+_LONGEST_READ_S = 3600
+"""Ray breaks off a log that takes longer to read; its own default is 30 s."""
+
+
+class RayJobs:
+    """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`. `entrypoint_num_cpus`: CPUs reserved for each
+    driver; without any reservation drivers run on Ray's head. `entrypoint_memory`: bytes reserved for each driver."""
+
+    def __init__(self, dashboard_url: str, *, entrypoint_num_cpus: float = 0.0, entrypoint_memory: int = 0) -> None:
+        self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
+        reserved = {"entrypoint_num_cpus": entrypoint_num_cpus, "entrypoint_memory": entrypoint_memory}
+        self._reserved = {name: amount for name, amount in reserved.items() if amount}
+
+    def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
+        body = {
+            "submission_id": submission_id,
+            "entrypoint": entrypoint,
+            "runtime_env": {"env_vars": {**HIDE_UNRESERVED, **env}},
+            **self._reserved,
+        }
+        response = self._dashboard.request("POST", "/api/jobs/", json=body)
+        # Ray answers an id it knows with the same 500 as any other failure.
+        if not response.is_success and self.status(submission_id) is None:
+            raise self._dashboard.failure(response, f"submit {submission_id}")
+
+    def status(self, submission_id: str) -> Submission | None:
+        response = self._dashboard.request("GET", _path(submission_id))
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return None
+        document = self._dashboard.document(response, f"look up {submission_id}")
+        return Submission(SubmissionStatus(document["status"]), document.get("message") or "")
+
+    def running(self) -> Sequence[RunningSubmission]:
+        response = self._dashboard.request("GET", "/api/jobs/")
+        self._dashboard.check(response, "list its jobs")
+        return [
+            RunningSubmission(job["submission_id"], job["entrypoint"])
+            for job in response.json()
+            # Drivers that connected by themselves are listed as well, and have no submission.
+            if job.get("submission_id") and not SubmissionStatus(job["status"]).is_terminal
+        ]
+
+    def stop(self, submission_id: str) -> None:
+        response = self._dashboard.request("POST", f"{_path(submission_id)}/stop")
+        if response.status_code != httpx.codes.NOT_FOUND:
+            self._dashboard.check(response, f"stop {submission_id}")
+
+    def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
+        """Ray reads the log's file in pieces here; its own `/logs` holds all of it in three processes."""
+        response = self._dashboard.request("GET", _path(submission_id))
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return
+        node = self._dashboard.document(response, f"look up {submission_id}").get("driver_node_id")
+        if node is None:
+            return  # not started yet
+        lines = _ALL_LINES if tail_lines is None else tail_lines
+        params = {"node_id": node, "submission_id": submission_id, "lines": lines, "timeout": _LONGEST_READ_S}
+        text = LogText()
+        try:
+            with self._dashboard.stream("/api/v0/logs/file", params) as response:
+                if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
+                    # The node that kept them may be gone for good, and an attempt has to end without them as well.
+                    yield text.feed(f"Ray cannot read the log of {submission_id}: {last_error(response.text)}\n")
+                else:
+                    self._dashboard.check(response, f"read the log of {submission_id}")
+                    for piece in response.iter_bytes():
+                        yield text.feed(piece)
+        except httpx.RemoteProtocolError:
+            yield text.feed("\n[Ray broke off in the middle of this log]\n")
+        yield text.close()
+
+    async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
+        """Over the WebSocket that Ray closes when the submission has ended and its log is out."""
+        text = LogText()
+        async with aclosing(self._dashboard.messages(f"{_path(submission_id)}/logs/tail")) as messages:
+            async for message in messages:
+                yield text.feed(message)
+        yield text.close()
+
+    def check(self) -> None:
+        self._dashboard.check(self._dashboard.request("GET", "/api/version"), "tell its version")
+
+    def close(self) -> None:
+        self._dashboard.close()
+
+
+def _path(submission_id: str) -> str:
+    return f"/api/jobs/{quote(submission_id, safe='')}"
+
+
+class LogText:
+    """Bytes or text in, UTF-8 out: ends of lines are `\\n`, and this process's credentials are gone.
+
+    What comes out does not depend on where the pieces ended, so a place in it can be counted in bytes.
+    """
+
+    def __init__(self) -> None:
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes = io.IncrementalNewlineDecoder(utf8, translate=True)
+        self._text = io.IncrementalNewlineDecoder(None, translate=True)
+        self._redactor = StreamRedactor()
+
+    def feed(self, piece: bytes | str) -> bytes:
+        text = self._text.decode(piece) if isinstance(piece, str) else self._bytes.decode(piece)
+        return self._redactor.feed(text).encode(errors="replace")
+
+    def close(self) -> bytes:
+        """The end of it."""
+        rest = self._bytes.decode(b"", final=True) + self._text.decode("", final=True)
+        return (self._redactor.feed(rest) + self._redactor.close()).encode(errors="replace")

@@ -1,0 +1,216 @@
+"""An attempt's events, folded into its job: a pure function of job and events. Knows no store and no database."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never
+
+from swiftkv_platform.contract.events import (
+    ArtifactEvent,
+    AttemptEvent,
+    AttemptStatus,
+    CheckpointEvent,
+    CourseEvent,
+    ErrorData,
+    ErrorEvent,
+    Level,
+    MessageEvent,
+    MetricsEvent,
+    PlacementData,
+    PlacementEvent,
+    ProgressEvent,
+    StatusEvent,
+    TrackingEvent,
+)
+from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.control_plane.jobs.job import (
+    Event,
+    EventType,
+    Failure,
+    Job,
+    JobStatus,
+    MetricPoint,
+    Progress,
+    Reason,
+    new_id,
+    transition,
+)
+from swiftkv_platform.control_plane.jobs.ports import StoredEvent
+from swiftkv_platform.traces import NO_SPANS, Spans
+
+
+@dataclass
+class Reading:
+    """A job brought up to date, and the rows that go with it."""
+
+    job: Job
+    now: int
+    events: list[Event] = field(default_factory=list)
+    points: list[MetricPoint] = field(default_factory=list)
+
+    def move(self, status: JobStatus, reason: Reason | None = None) -> None:
+        """Change the status; the event that says so joins the others."""
+        self.job, event = transition(self.job, status, now=self.now, reason=reason)
+        self.events.append(event)
+
+
+def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
+    """The job after these events of its present attempt, each counted once: the job's cursor moves with them."""
+    reading = Reading(job, now)
+    cursor = dict(job.attempt.cursor)
+    for item in stored:
+        _take(reading, item.event)
+        cursor[item.writer] = item.sequence
+    if stored:
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, cursor=cursor))
+    return reading
+
+
+def _take(reading: Reading, event: AttemptEvent) -> None:
+    match event:
+        case StatusEvent():
+            _advance(reading, event.data["status"])
+        case MetricsEvent():
+            _measure(reading, event)
+            _note_progress(reading)
+            _record(reading, event, "metrics")
+        case PlacementEvent():
+            _place(reading, _plain(event.data))
+        case CheckpointEvent():
+            _note_progress(reading)
+            _record(reading, event, "checkpoint")
+        case ErrorEvent():
+            error: ErrorData = _plain(event.data)
+            failure = Failure(Reason(error["code"], _plain(event.message), error.get("field")), error["retryable"])
+            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, failure=failure))
+            _record(reading, event, "message", level="error")
+        case TrackingEvent():
+            reading.job = replace(reading.job, tracking=_plain(event.data))
+            _record(reading, event, "message")
+        case ProgressEvent():
+            _note_progress(reading)
+            _record(reading, event, "message")
+        case MessageEvent() | ArtifactEvent() | CourseEvent():
+            _record(reading, event, "message")
+        case _:
+            assert_never(event)
+
+
+def _advance(reading: Reading, status: AttemptStatus) -> None:
+    """Follow the attempt from phase to phase; what it says while it is being stopped changes nothing."""
+    if status == "paused":
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, paused=True))
+        return
+    if reading.job.status is JobStatus.STARTING:
+        reading.move(JobStatus.RUNNING)
+    if reading.job.status is JobStatus.RUNNING and status == "evaluating":
+        reading.move(JobStatus.EVALUATING)
+
+
+def _place(reading: Reading, told: PlacementData) -> None:
+    """Note who waits for a place. Driver and worker have clocks of their own, so `placed` may be read first."""
+    attempt, phase = reading.job.attempt, told["phase"]
+    waiting = {name: needs for name, needs in attempt.waiting.items() if name != phase}
+    if told["state"] == "placed":
+        attempt = replace(attempt, placed=(*attempt.placed, phase))
+    elif phase not in attempt.placed:
+        waiting[phase] = told.get("needs", "")
+    attempt = replace(attempt, waiting=waiting, waiting_since=reading.now if waiting else None)
+    reading.job = replace(reading.job, attempt=attempt)
+
+
+def _note_progress(reading: Reading) -> None:
+    """Restart the wait for a place: of several trials, one may wait as long as others get on."""
+    if reading.job.attempt.waiting:
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, waiting_since=reading.now))
+
+
+def _measure(reading: Reading, event: MetricsEvent) -> None:
+    points = event.data["points"]
+    if not points:
+        return
+    job = reading.job
+    for point in points:
+        values = {name: value for name, value in _plain(point).items() if name != "step"}
+        reading.points.append(MetricPoint(point["step"], job.attempt.number, event.time, values))
+    step, tokens = points[-1]["step"], points[-1].get("tokens")
+    most = int(max(point.get("memory_bytes", 0) for point in points))
+    total = event.data.get("total_steps", job.progress.total_steps)
+    pace = Pace.after(job.attempt.pace, step, event.time, last_step=job.progress.step)
+    remaining = pace.seconds_remaining(step, total)
+    reading.job = replace(
+        job,
+        attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),
+        progress=Progress(
+            step=step,
+            total_steps=total,
+            tokens=job.progress.tokens if tokens is None else tokens,
+            percent=round(min(100.0 * step / total, 100.0), 2) if total else 0.0,
+            seconds_remaining=remaining,
+        ),
+        estimated_finish=None if remaining is None else int(event.time) + remaining,
+    )
+
+
+def _record(reading: Reading, event: AttemptEvent, kind: EventType, *, level: Level | None = None) -> None:
+    reading.events.append(
+        Event(
+            id=new_id("evt"),
+            job_id=reading.job.id,
+            created_at=int(event.time),
+            type=kind,
+            message=_plain(event.message),
+            level=level or event.level,
+            data=_plain(event.data),
+        )
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The value in a form every database takes: numbers that are not finite become None, NUL characters vanish."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.replace("\0", "")
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+Observe = Callable[[float], None]
+"""Takes seconds."""
+
+
+def _ignore(_seconds: float) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """Listeners to the reconciler; by default there are none."""
+
+    queue_wait: Observe = _ignore
+    """Seconds that an attempt was in the queue."""
+    event_lag: Observe = _ignore
+    """Seconds from an event's time, by its writer's clock, until it is read."""
+
+    spans: Spans = NO_SPANS
+
+    def started(self, job: Job, now: float) -> None:
+        """Tell of an attempt that leaves the queue. A delay before a retry is no wait for a place."""
+        since = max(job.created_at, job.not_before)
+        self.queue_wait(max(0.0, now - since))
+        named = {"job_id": job.id, "attempt": job.attempt.number}
+        self.spans.record("queue wait", job.traceparent, min(since, now), now, **named)
+
+    def read(self, events: Sequence[StoredEvent], now: float) -> None:
+        """Tell of events that were read."""
+        for item in events:
+            self.event_lag(max(0.0, now - item.event.time))
+
+
+NO_INSTRUMENTS = Instruments()

@@ -1,0 +1,55 @@
+"""`/recipes`: job specs that ship with the platform, to begin from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from itertools import takewhile
+from typing import Literal
+
+import yaml
+from fastapi import APIRouter
+
+from swiftkv_platform.control_plane.parts import Reader
+from swiftkv_platform.control_plane.jobs.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.control_plane.jobs.ports import Slice
+from swiftkv_platform.specs import JobSpec
+
+router = APIRouter(tags=["jobs"])
+
+_EDITOR_LINE = "# yaml-language-server:"
+
+
+class RecipeAnswer(Answer):
+    """A job spec that ships with the platform."""
+
+    id: str
+    object: Literal["recipe"] = "recipe"
+    description: str
+    """Its purpose, and what is known of its result."""
+    text: str
+    """The spec as YAML, with comments."""
+    spec: JobSpec
+
+
+@cache
+def recipes() -> Sequence[RecipeAnswer]:
+    """Return all recipes by id; they are part of the installation, and read once."""
+    directory = files("swiftkv_platform.jobs") / "recipes"
+    found = [item for item in directory.iterdir() if item.name.endswith(".yaml")]
+    return [_recipe(item.name, item.read_text(encoding="utf-8")) for item in sorted(found, key=lambda item: item.name)]
+
+
+def _recipe(name: str, text: str) -> RecipeAnswer:
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_LINE))
+    head = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    description = " ".join(line.removeprefix("#").strip() for line in head)
+    spec = JobSpec.model_validate(yaml.safe_load(text))
+    return RecipeAnswer(id=name.removesuffix(".yaml"), description=description, text=text, spec=spec)
+
+
+@router.get("/recipes")
+def list_recipes(_caller: Reader) -> ListAnswer[RecipeAnswer]:
+    """List the job specs that ship with the platform, by id."""
+    return list_answer(Slice(recipes(), has_more=False), lambda recipe: recipe, lambda recipe: recipe.id)

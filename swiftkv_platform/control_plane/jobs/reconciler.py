@@ -1,0 +1,399 @@
+"""Brings jobs from what they are to what they should be, one step a tick. Knows ports alone: no Ray, no SQL, no HTTP.
+
+Every step may be the last before a `kill -9`. What is about to happen is stored before it happens, under a name that
+can be asked for afterwards, and each step is harmless when repeated:
+
+    store `starting` and the submission id ─▶ write attempt.json ─▶ submit ─▶ store `submitted_at`
+
+A `starting` job that was not seen submitted is submitted again under the same id if Ray does not know it; Ray refuses
+an id it knows. Events are read after Ray's status, so that all of an ended attempt's are there, and the cursor is
+stored together with what was read, so that each counts once.
+
+A tick's work is bounded: jobs on the cluster are looked at when `attention` says so, several at a time, and a
+bounded number of events of each is read. The queue is decided by columns of the database, and places are claimed there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import InitVar, dataclass, field, replace
+from threading import Lock
+from typing import Any
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest
+from swiftkv_platform.contract.events import ReasonCode
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ClusterUnavailableError,
+    DatabaseUnavailableError,
+    LeaseLostError,
+    ObjectNotFoundError,
+    StaleVersionError,
+    StorageError,
+)
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
+from swiftkv_platform.control_plane.jobs.attention import Attention
+from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
+from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue
+from swiftkv_platform.control_plane.files.file import FilesOf, no_files
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
+from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
+from swiftkv_platform.control_plane.upkeep.loop import Backoff
+from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
+from swiftkv_platform.control_plane.jobs.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
+from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.redaction import redact
+from swiftkv_platform.sources import NO_RULES, SourceRules
+
+_LONGEST_BACKOFF_S = 30.0
+_CLUSTER = "cluster"
+_MOST_SURPRISES = 5
+"""Unexpected failures in a row after which a job is given up: some 15 seconds with the default interval."""
+_LONGEST_CAUSE = 500
+_MOST_STARTS = 64
+"""Jobs that a tick submits."""
+_MOST_EVENTS = 256
+"""Events of a job that a look reads."""
+
+
+@dataclass(frozen=True)
+class Entrypoint:
+    """The command that an attempt is."""
+
+    command: Sequence[str]
+    """Program and first arguments, e.g. `("python", "-m", "swiftkv_platform.jobs.distill")`."""
+    store_uri: str
+    """Address of the store in which the attempt finds `attempt.json` and leaves everything."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables; Ray shows them to all that may see its dashboard: no secrets."""
+
+    def shell(self, attempt: AttemptId) -> str:
+        """Join the command and its arguments to one line for a shell."""
+        arguments = ["--job-id", attempt.job_id, "--attempt", str(attempt.number), "--store", self.store_uri]
+        return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
+
+
+@dataclass(kw_only=True)
+class Reconciler:
+    """Looks after all jobs, from one thread; of several control planes the one that leads."""
+
+    jobs: JobRepository
+    cluster: JobCluster
+    store: AttemptStore
+    digest: InitVar[Callable[[Manifest], str]]
+    """SHA-256 of a manifest."""
+    clock: Clock
+    entrypoint: Entrypoint
+    max_running_jobs: int
+    """Attempts on the cluster at the same time."""
+    interval_s: InitVar[float]
+    """Seconds that something is left alone after it failed once; more after every further time."""
+    policies: Policies = NO_LIMITS
+    """Quotas and weights of tenants."""
+    rules: SourceRules = NO_RULES
+    publishing: PublishRules = NOWHERE
+    """Sources that attempts may read, by tenant."""
+    prices: Prices = FREE
+    limits: AttemptLimits = DEFAULT_LIMITS
+    retry_delay_s: InitVar[float] = 1.0
+    """Pause before a job's second attempt; it doubles with every further one."""
+    deployments: Callable[[], Sequence[Deployment]] = tuple
+    """All tenants' deployments, whose replicas count against quotas as jobs do."""
+    files: FilesOf = no_files
+    """Uploaded files that a job's spec names."""
+    parents: ParentOf = no_parents
+    """Model or checkpoint that a job's spec continues from."""
+    attention: Attention = field(default_factory=Attention)
+    """Choice of the jobs that a tick looks at; by default all."""
+    concurrency: InitVar[int] = 1
+    """Jobs that are looked at, or submitted, at the same time."""
+    lease: Lease = UNDISPUTED
+    """The right to change anything; without one there is no other control plane."""
+    instruments: Instruments = NO_INSTRUMENTS
+    jobs_put_off: int = field(default=0, init=False)
+    """Jobs that failed when they were last attended to, after the latest tick."""
+
+    def __post_init__(
+        self, digest: Callable[[Manifest], str], interval_s: float, retry_delay_s: float, concurrency: int
+    ) -> None:
+        self._outcomes = AttemptOutcomes(self.store, digest, retry_delay_s)
+        self._queue = FairQueue(self.policies)
+        self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
+        self._lock = Lock()
+        self._surprises: dict[str, list[str]] = {}
+        """Unexpected failures in a row, by job."""
+        self._log = get_logger(loop="jobs")
+
+    def tick(self) -> None:
+        """Do the next thing for each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
+        placed, now = self.jobs.on_cluster(), self.clock()
+        if self._backoff.ready(_CLUSTER, now):
+            due = [job_id for job_id in self.attention.due(placed, now) if self._backoff.ready(job_id, now)]
+            after = self._each(self._loaded(due), self._look)
+            ended = sum(not job.status.holds_cluster for job in after)
+            self._start_waiting(self.max_running_jobs - len(placed) + ended)
+        self._forget_ended()
+
+    def _look(self, job: Job) -> Job:
+        return self._attend(job, self._follow)
+
+    def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
+        """Read these jobs. One that cannot be read is left alone for a while."""
+        jobs = self.jobs.load(ids) if ids else ()
+        for job_id in {*ids} - {job.id for job in jobs}:
+            self._backoff.failed(job_id, self.clock())
+        return jobs
+
+    def _each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
+        """The jobs as the step leaves them, several at a time; the first error that it raised once all are done."""
+        if self._threads is None or len(jobs) < 2:
+            return [step(job) for job in jobs]
+        tasks = [self._threads.submit(step, job) for job in jobs]
+        wait(tasks)
+        return [task.result() for task in tasks]
+
+    def _start_waiting(self, room: int) -> None:
+        """Start jobs of the queue, as room allows. One that is left alone after a failure takes no other's place."""
+        room = min(room, _MOST_STARTS)
+        while room > 0:
+            now = self.clock()
+            standing = self.jobs.standing(most=room, now=now, without=self._backoff.resting(now))
+            waits = any(standing.waiting.values())
+            queue = self._queue.next(standing, room=room, deployments=self.deployments() if waits else ())
+            jobs = self._loaded([job.id for job in queue])
+            room -= self._start(jobs)
+            if len(jobs) == len(queue):
+                return
+
+    def _start(self, jobs: Sequence[Job]) -> int:
+        """Claim a place for each job that is prepared for it, and submit it; returns how many have got one."""
+        starts: dict[str, tuple[Job, Event]] = {}
+
+        def prepare(job: Job) -> Job:
+            starts[job.id] = self._prepared(job)
+            return job
+
+        self._each(jobs, lambda job: self._attend(job, prepare))
+        if not starts:
+            return 0
+        self.lease.check()
+        claimed = self.jobs.claim(
+            [starts[job.id] for job in jobs if job.id in starts],
+            most=self.max_running_jobs,
+            fits=self._queue.fits,
+            fence=self.lease.fence,
+        )
+        waited = {job.id: job for job in jobs}
+        for job in claimed:
+            self.instruments.started(waited[job.id], self.clock())
+        self._each(claimed, lambda job: self._attend(job, self._submit))
+        return len(claimed)
+
+    def _prepared(self, job: Job) -> tuple[Job, Event]:
+        """The job as it starts, not stored yet, and the event that says so."""
+        self.cluster.check()  # while Ray is away, a job keeps its place in the queue
+        number = job.attempt.number
+        resume_from = self.store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
+        return start(job, now=int(self.clock()), resume_from=resume_from)
+
+    def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
+        """The job as its step leaves it; unchanged while it or the cluster is left alone after a failure.
+
+        One job's failure, whatever it is, does not stop the others; a cluster that is away stops all, and so does a
+        lease that is lost. What is away comes back, so a job waits for it. Any other failure is a mistake of ours, or a
+        job made to cause one: after a few tries in a row that job has failed.
+        """
+        self.lease.check()
+        now = self.clock()
+        if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
+            return job
+        try:
+            after = self._give_up(job) if self._is_hopeless(job) else step(job)
+        except LeaseLostError:
+            raise
+        except StaleVersionError as error:
+            self._log.info("changed elsewhere; the next tick reads it again", reason=error.message)
+        except ClusterUnavailableError as error:
+            with self._lock:  # of several calls that fail together one counts
+                if self._backoff.ready(_CLUSTER, self.clock()):
+                    self._put_off(_CLUSTER, job, error)
+        except Exception as error:
+            self._put_off(job.id, job, error)
+            if not _will_pass(error):
+                self._log.exception("unexpected", job_id=job.id)
+                self._surprises.setdefault(job.id, []).append(_described(error))
+        else:
+            self._backoff.succeeded(_CLUSTER)
+            self._backoff.succeeded(job.id)
+            self._surprises.pop(job.id, None)
+            return after
+        return job
+
+    def _is_hopeless(self, job: Job) -> bool:
+        return len(self._surprises.get(job.id, ())) >= _MOST_SURPRISES
+
+    def _give_up(self, job: Job) -> Job:
+        """Fail a job that cannot be handled, and stop what it has on the cluster."""
+        latest = self.jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
+        if latest.status.is_terminal:
+            return latest
+        if latest.status.holds_cluster and latest.attempt.submission_id is not None:
+            self._stop(latest.attempt.submission_id)
+        causes = self._surprises[job.id]
+        message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
+        reason = Reason(ReasonCode.INTERNAL, message)
+        failed, event = transition(latest, JobStatus.FAILED, now=int(self.clock()), reason=reason)
+        self._log.error("given up", job_id=job.id, causes=causes)
+        return self._store_change(failed, events=[event])
+
+    def _store_change(self, job: Job, **told: Any) -> Job:
+        """Store what became of a job, unless another control plane leads by now."""
+        return self.jobs.update(job, fence=self.lease.fence, **told)
+
+    def _stop(self, submission_id: str) -> None:
+        self.lease.check()
+        self.cluster.stop(submission_id)
+
+    def _forget_ended(self) -> None:
+        """Forget the failures of jobs that have ended."""
+        failing = self._backoff.names() - {_CLUSTER}
+        live = self.jobs.live_among(failing | self._surprises.keys()) if failing or self._surprises else set()
+        self._surprises = {job_id: causes for job_id, causes in self._surprises.items() if job_id in live}
+        self._backoff.keep({_CLUSTER, *live})
+        self.jobs_put_off = len(failing & live)
+
+    def _put_off(self, name: str, job: Job, error: Exception) -> None:
+        delay = self._backoff.failed(name, self.clock())
+        self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
+
+    def _submit(self, job: Job) -> Job:
+        named = {"job_id": job.id, "attempt": job.attempt.number}
+        with self.instruments.spans.span("submit", job.traceparent, **named):
+            return self._submit_traced(job)
+
+    def _submit_traced(self, job: Job) -> Job:
+        attempt = job.attempt
+        organizations = self.policies.policy(job.tenant).hub_organizations
+        access = self.rules.access(job.tenant, organizations, self.files(job.spec, job.tenant))
+        found = self.parents(job.spec, job.tenant)
+        self.store.write_request(
+            AttemptRequest(
+                job_id=job.id,
+                attempt=attempt.number,
+                spec=job.spec,
+                resume_from=attempt.resume_from,
+                run_id=job.id,
+                allowed_roots=access.roots,
+                hub_organizations=access.hub_organizations,
+                publish_targets=None if job.spec.publish.to is None else self.publishing.opened(job.tenant),
+                code_tasks=access.code_tasks,
+                files=dict(access.files or {}),
+                parent=None if found is None else found.parent,
+                traceparent=job.traceparent,
+            )
+        )
+        command = self.entrypoint.shell(job.attempt_id)
+        self.lease.check()  # another control plane may have submitted it while the request was written
+        self.cluster.submit(_submission_id(job), command, self.entrypoint.env)
+        submitted = self._store_change(self._seen_by_ray(job))
+        self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
+        return submitted
+
+    def _follow(self, job: Job) -> Job:
+        submission = self.cluster.status(_submission_id(job))
+        if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
+            return self._submit(job)
+        seen = job if submission is None else self._seen_by_ray(job)
+        # All of an attempt that is over is listed, so that what is not among it will never be.
+        over = submission is None or submission.status.is_terminal
+        turn = None if over else self.attention.turn(job.id)
+        stored = self.store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
+        reading = read(seen, stored, now=int(self.clock()))
+        self.instruments.read(stored, self.clock())
+        has_more = len(stored) == _MOST_EVENTS
+        after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading)
+        self.attention.looked(job.id, now=self.clock(), version=after.version, heard=bool(stored), has_more=has_more)
+        return after
+
+    def _finish(self, reading: Reading, submission: Submission | None) -> Job:
+        ended = reading.job
+        self.lease.check()
+        if submission is not None:
+            self.store.save_logs(ended.attempt_id, self.cluster.logs(_submission_id(ended)))
+        model = self._outcomes.decide(reading, submission)
+        settled = self._store_change(reading.job, events=reading.events, points=reading.points, model=model)
+        self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
+        if settled.status.is_terminal:
+            self._tidy_up(ended.id)
+        return settled
+
+    def _tidy_up(self, job_id: str) -> None:
+        """Discard the job's inputs. A store that is away keeps them; that changes nothing for the job."""
+        try:
+            self.store.discard_inputs(job_id)
+        except StorageError as error:
+            self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
+
+    def _keep(self, before: Job, reading: Reading) -> Job:
+        """Store what a running attempt has said, and stop it if it must not go on."""
+        reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock())
+        if reason is not None:
+            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
+        self._cap_cost(reading)
+        if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
+            self.lease.check()
+            self.store.request_pause(reading.job.attempt_id)
+            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
+        job = reading.job
+        if job != before:
+            job = self._store_change(job, events=reading.events, points=reading.points)
+        if _is_to_end(job):
+            self._stop(_submission_id(job))
+        return job
+
+    def _cap_cost(self, reading: Reading) -> None:
+        """Pause a job that has cost more than it may."""
+        job = reading.job
+        cap = cost_cap(job.spec, self.policies.policy(job.tenant))
+        cost = self.prices.cost_of(job, self.clock())
+        if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
+            return
+        message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
+        reading.move(JobStatus.PAUSING, Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap"))
+
+    def _seen_by_ray(self, job: Job) -> Job:
+        if job.attempt.submitted_at is not None:
+            return job
+        return replace(job, attempt=replace(job.attempt, submitted_at=self.clock()))
+
+
+def _is_to_end(job: Job) -> bool:
+    """Whether the attempt has nothing more to do on the cluster. One that waits for a place has nothing to save."""
+    waits = job.status is JobStatus.PAUSING and bool(job.attempt.waiting)
+    return job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused or waits
+
+
+def _will_pass(error: Exception) -> bool:
+    """Whether something is away, and comes back. An object that is missing or damaged stays so."""
+    if isinstance(error, (ObjectNotFoundError, ArtifactCorruptError)):
+        return False
+    return isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
+
+
+def _described(error: Exception) -> str:
+    """An unexpected error in a form that can be stored and shown."""
+    text = redact(f"{type(error).__name__}: {error}")[:_LONGEST_CAUSE]
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")
+
+
+def _submission_id(job: Job) -> str:
+    assert job.attempt.submission_id is not None, f"{job.id} is {job.status} without a submission id"
+    return job.attempt.submission_id

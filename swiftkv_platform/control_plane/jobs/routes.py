@@ -1,0 +1,184 @@
+"""`/jobs`: submit, validate, list, get, cancel, pause, resume, delete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
+from pydantic import TypeAdapter, ValidationError
+
+from swiftkv_platform.control_plane.parts import (
+    Deletions,
+    JobSpans,
+    NewestFirst,
+    Parts,
+    Reader,
+    TheParents,
+    TheSettings,
+    TheWatches,
+    Writer,
+    prices,
+    read_object,
+    source_rules,
+    webhook_rules,
+)
+from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.control_plane.jobs.estimates import machines
+from swiftkv_platform.control_plane.files.file import files_of
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
+from swiftkv_platform.control_plane.jobs.limits import JobLimits
+from swiftkv_platform.control_plane.jobs.parents import PublishRules
+from swiftkv_platform.control_plane.jobs.ports import JobFilter
+from swiftkv_platform.control_plane.jobs.service import JobService
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.base import Label
+from swiftkv_platform.traces import valid_traceparent
+from swiftkv_platform.web.bodies import BodyRoute
+
+router = APIRouter(prefix="/jobs", tags=["jobs"], route_class=BodyRoute)
+
+_METADATA = "metadata."
+_LABEL = TypeAdapter[str](Label)
+
+
+def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
+    return lambda job: JobAnswer.of(job, prices(settings), parts.clock())
+
+
+Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
+
+
+def _service(parts: Parts, settings: TheSettings, parents: TheParents, present: Present) -> JobService:
+    return JobService(
+        parts.jobs,
+        clock=parts.clock,
+        read_object=read_object,
+        rules=source_rules(settings),
+        policies=parts.policies,
+        webhooks=webhook_rules(settings),
+        prices=prices(settings),
+        machines=machines(settings),
+        limits=JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s),
+        files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
+        parents=parents,
+        publishing=PublishRules(settings.publish_targets),
+        rehearse=lambda job: present(job).model_dump_json(),
+    )
+
+
+Service = Annotated[JobService, Depends(_service)]
+
+
+def _submission(
+    request: Request,
+    service: Service,
+    caller: Writer,
+    spans: JobSpans,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+    traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
+) -> Callable[[JobSpec], Job]:
+    def submit(spec: JobSpec) -> Job:
+        name = f"{request.method} {request.scope['route'].path}"
+        with spans.span(name, valid_traceparent(traceparent), tenant=caller.tenant) as context:
+            return service.submit(spec, caller, idempotency_key=idempotency_key, traceparent=context)
+
+    return submit
+
+
+Submit = Annotated[Callable[[JobSpec], Job], Depends(_submission)]
+"""Submission of the caller's job, with the headers that every route that submits one takes."""
+
+
+def place(response: Response, job: JobAnswer) -> JobAnswer:
+    """The answer of a new job, which names its place."""
+    response.headers["Location"] = f"/jobs/{job.id}"
+    return job
+
+
+@router.post("", status_code=status.HTTP_201_CREATED)
+def create_job(spec: JobSpec, submit: Submit, present: Present, response: Response) -> JobAnswer:
+    """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
+    return place(response, present(submit(spec)))
+
+
+@router.post("/validate")
+def validate_job(spec: JobSpec, service: Service, caller: Writer) -> EstimateAnswer:
+    """Check a spec as submitting it would, and say what it would make; stores nothing."""
+    return EstimateAnswer(**dict(service.validate(spec, caller)))
+
+
+@router.get("")
+def list_jobs(
+    request: Request,
+    parts: Parts,
+    caller: Reader,
+    present: Present,
+    page: NewestFirst,
+    status: Annotated[JobStatus | None, Query()] = None,
+    model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
+) -> ListAnswer[JobAnswer]:
+    """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
+    where = JobFilter(status, model, _metadata_asked_for(request))
+    found = parts.jobs.list(page, tenant=caller.tenant, where=where)
+    return list_answer(found, present, lambda job: job.id, page.order)
+
+
+def _metadata_asked_for(request: Request) -> dict[str, str]:
+    asked = {
+        name.removeprefix(_METADATA): value
+        for name, value in request.query_params.items()
+        if name.startswith(_METADATA)
+    }
+    check_metadata_keys(asked)
+    return asked
+
+
+def check_metadata_keys(keys: Iterable[str]) -> None:
+    """Raises `InvalidInputError` for what is no key of a job's metadata."""
+    for key in keys:
+        try:
+            _LABEL.validate_python(key)
+        except ValidationError as error:
+            message = f"no job has such a key of metadata: {error.errors()[0]['msg']}"
+            raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
+
+
+@router.get("/{job_id}")
+def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, present: Present) -> JobAnswer:
+    """One job."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    if not job.status.is_terminal:
+        watches.note(job_id)
+    return present(job)
+
+
+@router.post("/{job_id}/cancel")
+def cancel_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
+    """Ask for the end of a job; asking again is the same."""
+    return present(service.cancel(job_id, caller))
+
+
+@router.post("/{job_id}/pause")
+def pause_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
+    """Ask a job to checkpoint and free the cluster; asking again is the same."""
+    return present(service.pause(job_id, caller))
+
+
+@router.post("/{job_id}/resume")
+def resume_job(
+    job_id: str, service: Service, caller: Writer, present: Present, body: ResumeRequest | None = None
+) -> JobAnswer:
+    """Queue a paused job again; it goes on from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
+    return present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
+
+
+@router.delete("/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
+def delete_job(job_id: str, deletions: Deletions, parts: Parts, caller: Writer) -> None:
+    """Delete a job that has ended, with its model and all that it has left; its objects go in the sweeper's next round.
+
+    A job that is resumable, whose model is deployed or promoted, or from which another one reads is kept: the 409 names
+    what holds it.
+    """
+    deletions.delete_job(job_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)

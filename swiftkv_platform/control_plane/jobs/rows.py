@@ -1,0 +1,375 @@
+"""Jobs, events and metrics in SQL. Knows rows and transactions; what may follow a status is the domain's business."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from sqlalchemy import bindparam, delete, func, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from swiftkv_platform.control_plane.deployments.rows import deployments_demand, deployments_turn
+from swiftkv_platform.control_plane.files.rows import check_present, take_turn
+from swiftkv_platform.control_plane.upkeep.leases import check_fence, holds
+from swiftkv_platform.control_plane.hooks.rows import delivery_rows, with_points, without_points
+from swiftkv_platform.control_plane.database.paging import (
+    Store,
+    fetch,
+    owned,
+    page_of,
+    readable,
+    unknown_cursor,
+    unreadable,
+    value_of,
+)
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow, UseRow
+from swiftkv_platform.control_plane.jobs.uses import check_publication, uses_of
+from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError, StaleVersionError
+from swiftkv_platform.control_plane.jobs.demand import Claim, Demand, Placed, Standing, Usage, Waiting
+from swiftkv_platform.control_plane.jobs.fair_queue import PRIORITIES
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, MetricPoint, Model
+from swiftkv_platform.control_plane.jobs.ports import (
+    UNLIMITED,
+    Fence,
+    Idempotency,
+    JobFilter,
+    Page,
+    Slice,
+    StoredJobs,
+)
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS
+from swiftkv_platform.control_plane.hooks.webhooks import Recipients, recipients
+from swiftkv_platform.sources.access import file_ids
+from swiftkv_platform.specs.limits import STORED
+
+T = TypeVar("T")
+_JOB = TypeAdapter(Job)
+_COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
+    JobRow.id,
+    JobRow.tenant,
+    JobRow.created_by,
+    JobRow.created_at,
+    JobRow.status,
+    JobRow.spec,
+    JobRow.version,
+)
+"""Fields of `Job` that have a column of their own; the others are in `state`."""
+_LIVE = [status.value for status in JobStatus if not status.is_terminal]
+_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
+_OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
+_WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
+_EVERYTHING = JobFilter()
+NOBODY_ELSE = recipients(NO_LIMITS)
+"""A job's own webhook alone."""
+_DIGITS_OF_A_STEP = 18
+"""Most digits of a step; a column holds every number of this length."""
+_PARAMETERS = 500
+"""Databases limit the number of parameters of a statement."""
+
+
+class SqlJobRepository(Store):
+    """`JobRepository` on a `Database`; `recipients` are the webhooks that are told of a job's changes of status."""
+
+    def __init__(self, database: Database, recipients: Recipients = NOBODY_ELSE) -> None:
+        super().__init__(database)
+        self._recipients = recipients
+
+    def create(
+        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, limits: StoredJobs = UNLIMITED
+    ) -> Job:
+        if idempotency is not None and (known := self.recall(job.tenant, idempotency)) is not None:
+            return known
+        try:
+            with self._database.writing() as session:
+                self._check_room(session, job.tenant, limits)
+                if ids := file_ids(job.spec):
+                    take_turn(self._database, session, job.tenant)
+                    check_present(session, ids, job.tenant)
+                columns = _columns(job)
+                if job.spec.publish.to is not None:
+                    self._database.take_turns(session, "places that models are published to")
+                    check_publication(session, columns["spec"], job.tenant)
+                session.add(JobRow(**columns))
+                session.flush()
+                session.add_all(UseRow(used=used, job_id=job.id) for used in sorted(uses_of(columns["spec"])))
+                self._add_events(session, job, [event])
+                if idempotency is not None:
+                    session.add(IdempotencyRow(tenant=job.tenant, job_id=job.id, **vars(idempotency)))
+        except (IntegrityError, QuotaExceededError):
+            # Another request with the same key may have been faster.
+            known = self.recall(job.tenant, idempotency) if idempotency is not None else None
+            if known is None:
+                raise
+            return known
+        return job
+
+    def recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
+        with self._database.reading() as session:
+            known = session.get(IdempotencyRow, (tenant, idempotency.key))
+            if known is None:
+                return None
+            if known.body_hash != idempotency.body_hash:
+                raise IdempotencyConflictError(
+                    f"Idempotency-Key {idempotency.key!r} was used for job {known.job_id} with another body; "
+                    "send the same body or take a new key",
+                    field="Idempotency-Key",
+                    value=idempotency.key,
+                )
+            return _job(session.get_one(JobRow, known.job_id))
+
+    def get(self, job_id: str, *, tenant: str) -> Job:
+        with self._database.reading() as session:
+            return _job(owned(session, JobRow, job_id, tenant))
+
+    def list(self, page: Page, *, tenant: str, where: JobFilter = _EVERYTHING) -> Slice[Job]:
+        wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
+        if where.status is not None:
+            wanted.append(JobRow.status == where.status.value)
+        if where.model is not None:
+            wanted.append(JobRow.model == where.model)
+        with self._database.reading() as session:
+            rows = page_of(session, JobRow, page, tenant, *wanted, sized=(JobRow.spec, JobRow.state))
+            jobs, left_out = readable(rows.items, _job)
+            return Slice(jobs, rows.has_more, left_out)
+
+    def on_cluster(self) -> Sequence[Placed]:
+        query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
+        with self._database.reading() as session:
+            rows = session.execute(query.where(JobRow.status.in_(_ON_CLUSTER)).order_by(JobRow.id))
+            return [Placed(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
+
+    def load(self, ids: Sequence[str]) -> Sequence[Job]:
+        found: dict[str, Job] = {}
+        with self._database.reading() as session:
+            for part in _parts(ids):
+                rows = session.scalars(select(JobRow).where(JobRow.id.in_(part)))
+                found |= {job.id: job for job in readable(rows, _job)[0]}
+        return [found[job_id] for job_id in ids if job_id in found]
+
+    def live_among(self, ids: Collection[str]) -> set[str]:
+        found: set[str] = set()
+        with self._database.reading() as session:
+            for part in _parts(sorted(ids)):
+                live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(_LIVE))
+                found.update(session.scalars(live))
+        return found
+
+    def standing(self, *, most: int, now: float, without: Collection[str] = ()) -> Standing:
+        queued = [JobStatus.QUEUED.value]
+        ready = select(JobRow.id, JobRow.gpus, JobRow.cpus).where(
+            JobRow.status.in_(queued), JobRow.not_before <= now, JobRow.tenant == bindparam("of")
+        )
+        if without:
+            ready = ready.where(JobRow.id.not_in(without))
+        first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
+        waiting: dict[str, builtins.list[Waiting]] = {}
+        with self._database.reading() as session:
+            held, asked = _held(session, _ON_CLUSTER), _held(session, queued)
+            total = sum((*held.values(), *asked.values()), Demand())
+            for tenant in asked:  # each one's first jobs stand together in the index
+                rows = session.execute(first, {"of": tenant})
+                if jobs := [Waiting(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
+                    waiting[tenant] = jobs
+        return Standing(held, total, waiting)
+
+    def usage(self, tenant: str) -> Usage:
+        waiting = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(_WAITING))
+        with self._database.reading() as session:
+            held = _held(session, _ON_CLUSTER, tenants=[tenant])
+            return Usage(session.scalar(waiting) or 0, held.get(tenant, Demand()))
+
+    def claim(
+        self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
+    ) -> Sequence[Job]:
+        tenants = sorted({job.tenant for job, _ in starts})
+        claimed: list[Job] = []
+        refused: set[str] = set()
+        with self._database.writing() as session:
+            self._database.take_turns(session, "places on the cluster")
+            for tenant in tenants:
+                self._database.take_turns(session, deployments_turn(tenant))
+            check_fence(session, fence)
+            held = _held(session, _ON_CLUSTER)
+            room = most - sum(demand.jobs for demand in held.values())
+            for tenant in tenants:
+                held[tenant] = held.get(tenant, Demand()) + deployments_demand(session, tenant)
+            for job, event in starts:
+                demand = Demand.of(job.spec)
+                if room <= 0 or job.tenant in refused:
+                    continue
+                if not fits(job.tenant, held[job.tenant], demand):
+                    refused.add(job.tenant)
+                    continue
+                updated = replace(job, version=job.version + 1)
+                guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
+                if session.scalar(guarded.values(**_columns(updated)).returning(JobRow.id)) is None:
+                    continue  # cancelled, or paused, since it was chosen
+                self._add_events(session, updated, [event])
+                claimed.append(updated)
+                room -= 1
+                held[job.tenant] += demand
+        return claimed
+
+    def watch(self, job_id: str, until: float) -> None:
+        with self._database.writing() as session:
+            live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(_LIVE))
+            session.execute(live.values(watched_until=until))
+
+    def count_by_status(self) -> Mapping[JobStatus, int]:
+        query = select(JobRow.status, func.count()).group_by(JobRow.status)
+        with self._database.reading() as session:
+            found = {str(status): int(count) for status, count in session.execute(query)}
+        return {status: found.get(status.value, 0) for status in JobStatus}
+
+    def attempts_on_cluster(self) -> Mapping[str, int | None]:
+        # A status that another version of this program has stored counts as one with an attempt.
+        query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
+        with self._database.reading() as session:
+            return {job_id: _attempt_number(state) for job_id, state in session.execute(query)}
+
+    def update(
+        self,
+        job: Job,
+        *,
+        events: Sequence[Event] = (),
+        points: Sequence[MetricPoint] = (),
+        model: Model | None = None,
+        fence: Fence | None = None,
+    ) -> Job:
+        updated = replace(job, version=job.version + 1)
+        guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
+        if fence is not None:
+            guarded = guarded.where(holds(fence))
+        with self._database.writing() as session:
+            changed = session.execute(guarded.values(**_columns(updated)).returning(JobRow.id))
+            if changed.scalar_one_or_none() is None:
+                check_fence(session, fence)
+                raise StaleVersionError(
+                    f"job {job.id} has been changed since version {job.version} was read; read it again",
+                    field="version",
+                    value=job.version,
+                )
+            steps = {point.step for point in points}
+            self._add_events(session, updated, [without_points(event, steps) for event in events])
+            _replace_points(session, job.id, points)
+            if model is not None:
+                session.add(ModelRow(**vars(model)))
+        return updated
+
+    def events(self, job_id: str, page: Page) -> Slice[Event]:
+        with self._database.reading() as session:
+            after = None
+            if page.after is not None:
+                seen = session.scalar(select(EventRow).where(EventRow.id == page.after, EventRow.job_id == job_id))
+                if seen is None:
+                    raise unknown_cursor(page.after)
+                after = seen.sequence
+            query = select(EventRow).where(EventRow.job_id == job_id)
+            rows = fetch(session, query, EventRow.sequence, page, after=after)
+            return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
+
+    def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
+        after = None if page.after is None else _step(page.after)
+        with self._database.reading() as session:
+            rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
+            return Slice([value_of(MetricPoint, row) for row in rows.items], rows.has_more)
+
+    def _add_events(self, session: Session, job: Job, events: Sequence[Event]) -> None:
+        session.add_all([EventRow(**vars(event)) for event in events])
+        deliveries = delivery_rows(job, events, self._recipients)
+        if deliveries:
+            session.flush()
+            session.add_all(deliveries)
+
+    def _check_room(self, session: Session, tenant: str, limits: StoredJobs) -> None:
+        """Raises `QuotaExceededError` where the tenant has as many jobs of a kind as it may have."""
+        if limits == UNLIMITED:
+            return
+        self._database.take_turns(session, f"jobs of {tenant}")
+        kinds = (
+            ("max_queued_jobs", limits.waiting, _WAITING, "that wait or are paused", "when one has started, or cancel"),
+            ("max_unfinished_jobs", limits.unfinished, _LIVE, "that have not ended", "when one has ended, or cancel"),
+            ("max_stored_jobs", limits.stored, None, "that are kept, ended ones included", "when you have deleted"),
+        )
+        for field, most, statuses, which, then in kinds:
+            if most is None:
+                continue
+            query = select(func.count()).where(JobRow.tenant == tenant)
+            number = session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
+            if number >= most:
+                raise QuotaExceededError(
+                    f"tenant {tenant!r} has {number} jobs {which}; its quota {field} is {most}; submit again {then} "
+                    "one",
+                    field=field,
+                    value=number,
+                )
+
+
+def _columns(job: Job) -> dict[str, Any]:
+    state = _JOB.dump_python(job, mode="json")
+    columns = {column.key: state.pop(column.key) for column in _COLUMNS}
+    demand = Demand.of(job.spec)
+    return {
+        **columns,
+        "model": job.spec.model.name_or_path,
+        "labels": dict(job.spec.metadata),
+        "state": state,
+        "finished_at": job.finished_at,
+        "priority": PRIORITIES[job.spec.limits.priority],
+        "not_before": job.not_before,
+        "gpus": demand.gpus,
+        "cpus": demand.cpus,
+    }
+
+
+def _job(row: JobRow) -> Job:
+    """Raises `UnreadableRowError`."""
+    try:
+        columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
+        return _JOB.validate_python({**row.state, **columns}, context=STORED)
+    except (ValidationError, TypeError) as error:
+        raise unreadable("job", row.id, error) from error
+
+
+def _attempt_number(state: Any) -> int | None:
+    attempt = state.get("attempt") if isinstance(state, dict) else None
+    number = attempt.get("number") if isinstance(attempt, dict) else None
+    return number if isinstance(number, int) else None
+
+
+def _held(session: Session, statuses: Sequence[str], *, tenants: Sequence[str] | None = None) -> dict[str, Demand]:
+    """Sum of what jobs in these statuses ask for, by tenant."""
+    query = select(JobRow.tenant, func.count(), func.sum(JobRow.gpus), func.sum(JobRow.cpus))
+    query = query.where(JobRow.status.in_(statuses)).group_by(JobRow.tenant)
+    if tenants is not None:
+        query = query.where(JobRow.tenant.in_(tenants))
+    return {tenant: Demand(jobs, gpus, cpus) for tenant, jobs, gpus, cpus in session.execute(query)}
+
+
+def _parts(ids: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The ids in parts that one statement takes."""
+    for start in range(0, len(ids), _PARAMETERS):
+        yield ids[start : start + _PARAMETERS]
+
+
+def _step(cursor: str) -> int:
+    """Raises `InvalidInputError` for what no step can be."""
+    if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
+        raise unknown_cursor(cursor)
+    return int(cursor)
+
+
+def _event(row: EventRow) -> Event:
+    return value_of(Event, row, data=row.data if isinstance(row.data, dict) else {})
+
+
+def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
+    newest = {point.step: point for point in points}
+    for part in _parts(builtins.list(newest)):
+        session.execute(delete(PointRow).where(PointRow.job_id == job_id, PointRow.step.in_(part)))
+    session.add_all([PointRow(job_id=job_id, **vars(point)) for point in newest.values()])

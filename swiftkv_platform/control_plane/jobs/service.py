@@ -1,0 +1,274 @@
+"""Callers' operations on jobs. Knows rules and ports; the reconciler does what takes time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+
+from swiftkv_platform.contract.events import ReasonCode
+from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
+from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for
+from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate
+from swiftkv_platform.control_plane.files.file import FilesOf, no_files
+from swiftkv_platform.control_plane.jobs.job import (
+    Event,
+    Job,
+    JobStatus,
+    Reason,
+    Speed,
+    new_id,
+    requeue,
+    status_event,
+    transition,
+)
+from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, check_spec_bytes
+from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
+from swiftkv_platform.control_plane.jobs.ports import Clock, Idempotency, JobFilter, JobRepository, Page, StoredJobs
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.jobs.validation import ReadObject, validate
+from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
+from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.sources import NO_RULES, SourceRules
+from swiftkv_platform.sources.relative import refuse_relative_paths
+from swiftkv_platform.specs import JobSpec
+
+_UPDATE_TRIES = 5
+"""The reconciler may change a job between our reading and writing it."""
+
+_MEASURED_JOBS = 100
+"""Newest ones that are looked through for a speed."""
+
+NO_WEBHOOKS = WebhookRules()
+
+_UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Tenant and name of a caller."""
+
+    tenant: str
+    name: str
+
+
+def _nothing(_job: Job) -> None:
+    """Rehearse nothing."""
+
+
+@dataclass
+class JobService:
+    """Submitting, pausing, resuming and cancelling."""
+
+    jobs: JobRepository
+    _: KW_ONLY
+    clock: Clock
+    read_object: ReadObject
+    rules: SourceRules = NO_RULES
+    policies: Policies = NO_LIMITS
+    webhooks: WebhookRules = NO_WEBHOOKS
+    prices: Prices = FREE
+    machines: Machines = DEFAULT_MACHINES
+    limits: JobLimits = UNLIMITED
+    files: FilesOf = no_files
+    """Uploaded files that a spec names."""
+    parents: ParentOf = no_parents
+    """Model or checkpoint that a spec continues from."""
+    publishing: PublishRules = NOWHERE
+    """Places where models may be published."""
+    rehearse: Callable[[Job], object] = _nothing
+    """Called with every job before it is stored; what it raises keeps the job from being stored. A caller that answers
+    with the job writes the answer here, so that nothing is stored that could not be answered."""
+
+    def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
+        """Everything `submit` checks but the queue's length, and how long the job would take; stores nothing.
+
+        Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
+        """
+        measured, machines = self._measured(spec, caller), self.machines
+        if measured is not None:
+            speed, source = measured
+            machines = machines.model_copy(update={"flops_per_second": speed.flops_per_second, "flops_source": source})
+        spec, found = self._check(spec, caller, machines)
+        return self._as_measured(found, measured, spec)
+
+    def _measured(self, spec: JobSpec, caller: Caller) -> tuple[Speed, str] | None:
+        """Speed of a job like this one, else the configured one, and where it is from."""
+        succeeded = JobFilter(status=JobStatus.SUCCEEDED)
+        earlier = self.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
+        measured = speed_for(spec, earlier)
+        if measured is None and self.machines.flops_per_second is not None:
+            return Speed(self.machines.flops_per_second, 0.0, 0.0), self.machines.flops_source
+        return measured
+
+    def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, Estimate]:
+        """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
+        check_spec_bytes(spec)
+        self.limits.check(spec)
+        organizations = self.policies.policy(caller.tenant).hub_organizations
+        if spec.publish.publication is not None:
+            to = self.publishing.check(spec.publish.publication, caller.tenant)
+            spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
+        if spec.only_publishes:
+            self._check_demand(spec, caller.tenant)
+            return self._continued(spec, caller, Estimate())
+        access = self.rules.access(caller.tenant, organizations, self.files(spec, caller.tenant))
+        access.check(spec)
+        refuse_relative_paths(spec, relative_paths=not access.is_restricted)
+        self._check_demand(spec, caller.tenant)
+        if spec.webhook is not None:
+            self.webhooks.check(spec.webhook, caller.tenant)
+        if spec.limits.cost_cap is not None and not self.prices.are_known:
+            raise InvalidInputError(
+                f"limits.cost_cap is {spec.limits.cost_cap:g}, but the operator has set no prices "
+                "(SWIFTKV_GPU_HOUR_PRICE, SWIFTKV_CPU_HOUR_PRICE), so no job has a cost; leave it out",
+                field="limits.cost_cap",
+                value=spec.limits.cost_cap,
+            )
+        found = validate(spec, self.read_object, access=access, machines=machines)
+        return self._continued(spec, caller, found)
+
+    def _continued(self, spec: JobSpec, caller: Caller, found: Estimate) -> tuple[JobSpec, Estimate]:
+        """The same, once what the spec continues from is known to fit."""
+        parent = self.parents(spec, caller.tenant)
+        if parent is not None:
+            check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
+            training = spec.training.model_copy(update={"from_": parent.parent.name})
+            spec = spec.model_copy(update={"training": training})
+        return spec, found
+
+    def _as_measured(self, found: Estimate, measured: tuple[Speed, str] | None, spec: JobSpec) -> Estimate:
+        """Add the time that jobs like it took, and its cost. A sweep's trials are not foreseen."""
+        if measured is None:
+            return found
+        speed, source = measured
+        if found.process_memory is not None and speed.process_memory is not None:
+            found = found.model_copy(update={"process_memory": speed.process_memory})
+        if found.total_flops is None or spec.sweep is not None:
+            return found
+        training = found.total_flops / (speed.flops_per_second * spec.resources.max_workers)
+        seconds = speed.startup_s + training + speed.finish_s
+        cost = self.prices.cost(spec, seconds)
+        return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
+
+    def submit(
+        self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None, traceparent: str | None = None
+    ) -> Job:
+        """Store a job; once this returns it is not lost.
+
+        With a key the caller has used before, returns that key's job and checks nothing: quotas, rules and sources may
+        have changed since. Raises `IdempotencyConflictError` if that came with another body, `QuotaExceededError` if
+        too many of the tenant's jobs wait already, and as `validate`.
+        """
+        idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
+        if idempotency is not None and (known := self.jobs.recall(caller.tenant, idempotency)) is not None:
+            return known
+        spec, foreseen = self._check(spec, caller, self.machines)
+        now = int(self.clock())
+        job = Job(
+            id=new_id("job"),
+            tenant=caller.tenant,
+            created_by=caller.name,
+            spec=spec,
+            created_at=now,
+            flops_per_step=foreseen.flops_per_step,
+            planned_memory=foreseen.memory_per_worker,
+            traceparent=traceparent,
+        )
+        self.rehearse(job)
+        policy = self.policies.policy(caller.tenant)
+        limits = StoredJobs(policy.max_queued_jobs, policy.max_unfinished_jobs, policy.max_stored_jobs)
+        return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, limits=limits)
+
+    def _check_demand(self, spec: JobSpec, tenant: str) -> None:
+        exceeded = Demand.of(spec).exceeded_limit(self.policies.policy(tenant))
+        if exceeded is not None:
+            name, asked, most = exceeded
+            raise OverQuotaError(
+                f"the job asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} is "
+                f"{most:g}: it could never start; use fewer or smaller resources.num_workers",
+                field="resources",
+                value=asked,
+            )
+
+    def cancel(self, job_id: str, caller: Caller) -> Job:
+        """Ask for the end of a job; asking again is the same.
+
+        Raises `NotFoundError`, and `IllegalTransitionError` for a job that has ended otherwise.
+        """
+
+        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+            if job.status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
+                return job, []
+            reason = Reason(ReasonCode.CANCELLED, f"cancelled by {caller.name}")
+            cancelled, event = transition(job, JobStatus.CANCELLING, now=now, reason=reason)
+            events = [event]
+            if not job.status.holds_cluster:
+                cancelled, event = transition(cancelled, JobStatus.CANCELLED, now=now, reason=reason)
+                events.append(event)
+            return cancelled, events
+
+        return self._change(job_id, caller, step)
+
+    def pause(self, job_id: str, caller: Caller) -> Job:
+        """Ask a job to checkpoint and leave the cluster; asking again is the same. Raises as `cancel`."""
+
+        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+            if job.status in (JobStatus.PAUSING, JobStatus.PAUSED):
+                return job, []
+            status = JobStatus.PAUSING if job.status.holds_cluster else JobStatus.PAUSED
+            reason = Reason(ReasonCode.PAUSED, f"paused by {caller.name}")
+            paused, event = transition(job, status, now=now, reason=reason)
+            return paused, [event]
+
+        return self._change(job_id, caller, step)
+
+    def resume(self, job_id: str, caller: Caller, *, cost_cap: float | None = None) -> Job:
+        """Queue a paused job again, from its last checkpoint; a job that is under way stays as it is. `cost_cap`:
+        replaces `limits.cost_cap` of its spec. Raises as `cancel`, also for a job that is still pausing, and
+        `ConflictError` for one that has cost more than it may."""
+
+        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+            if job.status in _UNDER_WAY:
+                return job, []
+            if cost_cap is not None:
+                limits = job.spec.limits.model_copy(update={"cost_cap": cost_cap})
+                job = replace(job, spec=job.spec.model_copy(update={"limits": limits}))
+            self._check_cost(job)
+            queued, event = requeue(job, now=now, reason=Reason(ReasonCode.RESUMED, f"resumed by {caller.name}"))
+            return queued, [event]
+
+        return self._change(job_id, caller, step)
+
+    def _check_cost(self, job: Job) -> None:
+        cap = lowest_cost_cap(job.spec, self.policies.policy(job.tenant))
+        cost = self.prices.cost_of(job, self.clock())
+        if cap is not None and cost is not None and cost > cap:
+            raise ConflictError(
+                f"job {job.id} has cost {cost:.2f} and may cost {cap:.2f}; resume it with a `cost_cap` above its cost, "
+                "if the tenant's own allows it",
+                field="cost_cap",
+                value=cap,
+            )
+
+    def _change(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
+        """Store what `step` makes of the job, read again while others change it; no events: nothing is to be done."""
+        for _ in range(_UPDATE_TRIES):
+            changed, events = step(self.jobs.get(job_id, tenant=caller.tenant), int(self.clock()))
+            if not events:
+                return changed
+            self.rehearse(changed)
+            try:
+                return self.jobs.update(changed, events=events)
+            except StaleVersionError as error:
+                latest = error
+        raise latest
+
+
+def _digest(spec: JobSpec) -> str:
+    """The same for every way to write the same spec."""
+    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

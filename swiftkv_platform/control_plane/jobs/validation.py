@@ -1,0 +1,151 @@
+"""Findings about a spec before anything runs: the teacher's layers, the data's columns, where tasks lie. Imports
+no torch.
+
+Local paths and objects are looked at; a hub id is taken at its word, and the worker reports if it does not exist.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
+from swiftkv_platform.data.checks import check_sources
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate, estimate
+from swiftkv_platform.planning import has_fp8_weights, read_architecture, student_layer_map
+from swiftkv_platform.planning.gates import forecast
+from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
+from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
+from swiftkv_platform.specs import JobSpec, TaskSpec
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
+from swiftkv_platform.specs.limits import MAX_LAYERS
+
+__all__ = ["ReadObject", "validate"]
+
+
+def validate(
+    spec: JobSpec,
+    read_object: ReadObject,
+    *,
+    config: Path | None = None,
+    access: Access = OPEN,
+    machines: Machines = DEFAULT_MACHINES,
+    num_tokens: int | None = None,
+) -> Estimate:
+    """Check `spec` as far as this machine can.
+
+    Args:
+        config: the teacher's `config.json`, or its directory, read instead of the one at `model.name_or_path`.
+        access: what the caller may read.
+        machines: nodes and rates that the plan assumes.
+        num_tokens: tokens of an epoch, where they are known better than from the size of the sources.
+
+    Raises:
+        ModelError: the teacher's configuration cannot be read, is of another family or quantisation, or has a value
+            that no model can have.
+        DataError: a source is missing, empty or without the columns of a known format, or a task's data is missing.
+        InvalidInputError: the transformation does not fit the teacher, or a task is not there.
+        StorageError: an `s3://` address does not answer.
+    """
+    name = spec.model.name_or_path if config is None else str(config)
+    values = read_teacher_config(name, read_object, access=access) if config is None else read_config_file(config)
+    num_hidden_layers = None if values is None else _num_hidden_layers(values, name)
+    sources = check_sources(spec.data.sources, access)
+    check_tasks(spec.evaluation.tasks, access)
+    if values is None or num_hidden_layers is None:
+        return Estimate(sources=sources, gates=forecast(spec.evaluation))
+    trial = _first_fitting_trial(spec, num_hidden_layers)
+    return estimate(trial, values, sources, machines, num_tokens=num_tokens)
+
+
+def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
+    """The job, or the first trial that fits: a sweep may name a g that is too large for some of its l, and reports
+    those trials as failed."""
+    refused: InvalidInputError | None = None
+    fitting: list[JobSpec] = []
+    for trial in expand(spec):
+        try:
+            _check_layers(trial.spec, num_hidden_layers)
+            fitting.append(trial.spec)
+        except InvalidInputError as error:
+            if error.field != GROUP_SIZE_FIELD:
+                raise
+            refused = error
+    if not fitting:
+        assert refused is not None, "a spec has a trial"
+        raise refused
+    return fitting[0]
+
+
+def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
+    student_layer_map(
+        num_hidden_layers,
+        num_key_value_layers=spec.swiftkv.num_key_value_layers,
+        prefill_reduction=spec.swiftkv.prefill_reduction,
+        key_value_group_size=spec.swiftkv.key_value_group_size,
+    )
+
+
+def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
+    """Layers of a teacher. Raises `ModelError`: what is wrong with its `config.json` whatever the job is."""
+    try:
+        read_architecture(config)
+        has_fp8_weights(config)
+    except ModelError as error:
+        raise unusable(name, f"its {error.message}") from error
+    value = config.get("num_hidden_layers")
+    if not isinstance(value, int) or not 2 <= value <= MAX_LAYERS:
+        accepted = f"expected a decoder of 2 to {MAX_LAYERS:,} layers"
+        raise unusable(name, f"its config.json has num_hidden_layers {value!r:.80}; {accepted}")
+    return value
+
+
+def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = OPEN) -> None:
+    """Refuse the first task that cannot be run, naming its field. Raises `InvalidInputError`: an unknown built-in task,
+    one without `data_dir`, a task's file that is not there, or what is closed; `DataError`: `data_dir` is not there,
+    lacks the files of a built-in task, or leads to what may not be read."""
+    for index, task in enumerate(tasks):
+        _check_task(TaskSpec(name=task) if isinstance(task, str) else task, f"evaluation.tasks[{index}]", access)
+
+
+def _check_task(task: TaskSpec, field: str, access: Access) -> None:
+    access.check_task(task, field)
+    name, is_builtin = task.name, task.name.startswith("builtin:")
+    if is_builtin and name not in BUILTIN_TASKS:
+        known = " and ".join(BUILTIN_TASKS)
+        raise InvalidInputError(f"{field} is {name!r}; the built-in tasks are {known}", field=field, value=name)
+    if is_builtin and BUILTIN_TASKS[name] and task.data_dir is None:
+        wanted = " and ".join(BUILTIN_TASKS[name])
+        raise InvalidInputError(
+            f"{field} is {name!r} without data_dir; use a directory that holds {wanted}",
+            field=f"{field}.data_dir",
+            value=None,
+        )
+    file = parse_location(name, field=field) if task.names_file else None
+    if isinstance(file, PathSource) and not os.path.isfile(file.path):  # noqa: PTH113 (which raises for some)
+        raise InvalidInputError(
+            f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows",
+            field=field,
+            value=name,
+        )
+    if (is_builtin or task.names_file) and task.data_dir is not None:
+        _check_data(task.data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
+
+
+def _check_data(data_dir: str, patterns: Sequence[str], field: str, access: Access) -> None:
+    location = access.location(data_dir, field)
+    if not isinstance(location, PathSource):
+        return
+    try:
+        directory = access.boundary.check(location.path, field)
+        if not directory.is_dir():
+            raise DataError(f"{field} is {data_dir!r}: no such directory", field=field, value=data_dir)
+        missing = [pattern for pattern in patterns if not any(directory.glob(pattern))]
+    except OSError as error:
+        raise DataError(f"{field} is {data_dir!r}: it cannot be read", field=field, value=data_dir) from error
+    if missing:
+        raise DataError(f"{field} is {data_dir!r}: it holds no {missing[0]}", field=field, value=data_dir)

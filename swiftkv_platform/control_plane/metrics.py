@@ -1,0 +1,172 @@
+"""Metrics of a control plane for Prometheus, and answers that are looked up every few seconds however many ask."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
+from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.control_plane.jobs.orphans import Orphans
+from swiftkv_platform.control_plane.jobs.ports import Clock
+from swiftkv_platform.control_plane.jobs.reading import Instruments
+from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+
+_REQUESTS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TICKS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+_WAITS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 24 * 3600.0)
+_LAGS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
+
+
+def _histogram(name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+    return Histogram(name, text, labels, buckets=buckets, registry=None)
+
+
+class ControlPlaneHistograms:
+    """Kept as long as the application lives, however often it starts."""
+
+    def __init__(self) -> None:
+        text = "From a request's arrival to the head of its answer, by the route's template."
+        labels = ("method", "route", "status")
+        self._requests = _histogram("swiftkv_http_request_duration_seconds", text, _REQUESTS_S, labels)
+        text = "Steps of the control loops that this control plane leads."
+        self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
+        self._waits = _histogram("swiftkv_job_queue_wait_seconds", "In the queue, by attempt that left it.", _WAITS_S)
+        self._lags = _histogram("swiftkv_event_lag_seconds", "From an event's time until it was read.", _LAGS_S)
+        self.orchestration = Instruments(queue_wait=self._waits.observe, event_lag=self._lags.observe)
+        """Listeners for the reconciler."""
+
+    def register(self, registry: CollectorRegistry) -> None:
+        """Have them on the page of a registry."""
+        for histogram in (self._requests, self._ticks, self._waits, self._lags):
+            registry.register(histogram)
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a request; `route` is a template, as `/jobs/{job_id}`, of which there are few."""
+        self._requests.labels(method, route, f"{status // 100}xx").observe(seconds)
+
+    def timed(self, loop: str, step: Callable[[], None]) -> Callable[[], None]:
+        """`step`, whose every run is counted, also one that fails."""
+        ticks = self._ticks.labels(loop)
+
+        def run() -> None:
+            with ticks.time():
+                step()
+
+        return run
+
+
+T = TypeVar("T")
+_KEEP_COUNTS_S = 10.0
+"""Seconds that counts are kept: counting reads a whole index."""
+
+
+class Kept(Generic[T]):
+    """The answer of `ask`, asked again once it is older than `keep_s` seconds; one thread asks at a time."""
+
+    def __init__(self, ask: Callable[[], T], clock: Clock, *, keep_s: float) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._keep_s = keep_s
+        self._kept: tuple[float, T] | None = None
+        """Time of the last question, and its answer."""
+        self._lock = threading.Lock()
+
+    def get(self) -> T:
+        """Raises as `ask`; a failure is not kept."""
+        with self._lock:
+            now = self._clock()
+            if self._kept is None or now - self._kept[0] >= self._keep_s:
+                self._kept = now, self._ask()
+            return self._kept[1]
+
+
+def complaint_of(check: Callable[[], None]) -> Callable[[], str | None]:
+    """`check` as a question: what it complains of, None for nothing."""
+
+    def ask() -> str | None:
+        try:
+            check()
+        except SwiftKVError as error:
+            return error.message
+        return None
+
+    return ask
+
+
+class ControlPlaneMetrics:
+    """Collector of jobs, deliveries, loops and operator's files of one control plane, read when they are asked for.
+
+    It also has what the sweeper counted last and has removed; a control plane that stands by has counted nothing.
+
+    Args:
+        files: whether the newest version of each of the operator's files is usable, by name.
+    """
+
+    def __init__(
+        self,
+        parts: Components,
+        loops: Sequence[ControlLoop],
+        reconciler: Reconciler,
+        files: Mapping[str, Callable[[], bool]],
+        sweeper: Sweeper,
+        orphans: Orphans,
+        deployments: DeploymentReconciler,
+    ) -> None:
+        self._jobs = Kept(parts.jobs.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
+        self._deliveries = Kept(parts.outbox.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
+        self._loops = loops
+        self._reconciler = reconciler
+        self._files = files
+        self._sweeper = sweeper
+        self._orphans = orphans
+        self._deployments = deployments
+
+    def describe(self) -> Iterable[Metric]:
+        """Announce no metric ahead of time: registering must not read the database."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        yield _gauge("swiftkv_jobs", "Jobs by status.", "status", self._jobs.get())
+        yield _gauge("swiftkv_webhook_deliveries", "Webhook deliveries by status.", "status", self._deliveries.get())
+        usable = {name: is_usable() for name, is_usable in self._files.items()}
+        text = "Whether a file's newest version is usable and holds."
+        yield _gauge("swiftkv_operator_file_usable", text, "file", usable)
+        text = "Jobs that failed to be handled in the latest round and are tried again."
+        yield GaugeMetricFamily("swiftkv_jobs_put_off", text, value=self._reconciler.jobs_put_off)
+        text = "Deployments whose rows cannot be read; they are served on as they are."
+        unreadable = len(self._deployments.unreadable)
+        yield GaugeMetricFamily("swiftkv_deployments_unreadable", text, value=unreadable)
+        stalled = {loop.name: loop.is_stalled for loop in self._loops}
+        text = "Whether a control loop gets nowhere; /readyz is 503 then."
+        yield _gauge("swiftkv_loop_stalled", text, "loop", stalled)
+        ticks = {loop.name: loop.last_success or 0.0 for loop in self._loops}
+        text = "When a control loop last came around."
+        yield _gauge("swiftkv_loop_last_success_timestamp_seconds", text, "loop", ticks)
+        counts = self._sweeper.counts
+        yield _gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
+        yield _gauge("swiftkv_store_objects", "Objects in the store by kind, likewise.", "kind", counts.objects)
+        yield _gauge("swiftkv_store_bytes", "Their bytes.", "kind", counts.bytes)
+        for what in ("rows", "objects", "bytes"):
+            text = f"{what.capitalize()} that this process has removed."
+            removed = CounterMetricFamily(f"swiftkv_swept_{what}", text, labels=["kind"])
+            for kind, total in self._sweeper.swept.items():
+                if getattr(total, what):
+                    removed.add_metric([kind], getattr(total, what))
+            yield removed
+        text = "Attempts without a job that were stopped."
+        yield CounterMetricFamily("swiftkv_orphans_stopped", text, value=self._orphans.stopped)
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([str(key)], float(value))
+    return family

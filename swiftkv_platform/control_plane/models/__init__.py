@@ -1,0 +1,1 @@
+"""Distilled models: lineage, comparison, and the aliases that name those in use."""

@@ -1,0 +1,276 @@
+"""The JSON of models, deployments, aliases, lineage and comparisons. Knows no route and no database."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field
+
+from swiftkv_platform.control_plane.http.changes import MergePatch, merge_patch_of
+from swiftkv_platform.control_plane.jobs.answers import Answer
+from swiftkv_platform.frozen import FiniteModel, FrozenModel
+from swiftkv_platform.control_plane.models.comparison import Comparison
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
+from swiftkv_platform.control_plane.jobs.job import Model
+from swiftkv_platform.control_plane.jobs.parents import Ancestor
+from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, Promotion
+from swiftkv_platform.specs.base import Label, LabelValue
+from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
+from swiftkv_platform.specs.evaluation import EvaluationSpec
+from swiftkv_platform.specs.job import JobName, ResourcesSpec
+from swiftkv_platform.specs.training import ParentReference
+
+
+class CreateModel(FiniteModel):
+    """A model made of a checkpoint."""
+
+    from_checkpoint: ParentReference
+    """`job_...:STEP`, or the name that OpenAI's API gives the checkpoint (`fine_tuned_model_checkpoint`)."""
+    name: JobName | None = None
+    """Name of the model; by default that of the checkpoint's job and the step."""
+    evaluation: EvaluationSpec | None = None
+    """Fields of the evaluation that differ from the job's; the others stay."""
+    resources: ResourcesSpec | None = None
+    """Fields of the resources that differ, likewise."""
+    metadata: Annotated[dict[Label, LabelValue], Field(max_length=32)] | None = None
+    """Metadata instead of the job's."""
+
+    def changes(self) -> dict[str, Any]:
+        """Return what the request names of a job spec."""
+        given = self.model_dump(mode="json", exclude={"from_checkpoint"}, exclude_unset=True)
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ModelAnswer(Answer):
+    """A distilled model and where it came from."""
+
+    id: str
+    object: Literal["model"] = "model"
+    name: str
+    created_at: int
+    job_id: str
+    attempt: int
+    artifact_uri: str
+    manifest_digest: str
+    size: int
+    """Bytes."""
+    lineage: dict[str, Any]
+    metrics: dict[str, Any]
+
+
+@merge_patch_of(DeploymentSpec)
+class DeploymentChange(MergePatch):
+    """Changes of a deployment, as a JSON merge patch (RFC 7396); what is left out stays."""
+
+
+class ReplicaMetricsAnswer(Answer):
+    """Measurements of one replica since it was started."""
+
+    replica: str
+    values: dict[str, float]
+    """Values by the names of its own `/metrics` without the prefix `swiftkv:`, such as `generation_tokens_total`,
+    `tokens_exited_total`, `kv_cache_usage_perc`, `num_requests_waiting`, `time_to_first_token_seconds_sum` and
+    `_count`. Totals only grow; rates are differences between two answers."""
+
+
+class DeploymentMetricsAnswer(Answer):
+    """The metrics of the replicas that answered."""
+
+    object: Literal["deployment.metrics"] = "deployment.metrics"
+    time: float
+    """Unix seconds at which they were read."""
+    replicas: list[ReplicaMetricsAnswer]
+
+
+class _DeploymentHead(Answer):
+    """Fields that a deployment's answer begins with."""
+
+    id: str
+    object: Literal["deployment"] = "deployment"
+    created_at: int
+    version: int
+    """Rises with every change; `ETag` has it too, for `If-Match`."""
+
+
+class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
+    """A served model."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
+
+    # A caller is shown deployments of its own tenant alone.
+    tenant: str | None = Field(default=None, exclude=True)
+    status: DeploymentStatus
+    message: str
+    replicas: int
+    """Running now."""
+    load_seconds: dict[str, float]
+    """Cold start: seconds by phase of the running replica that took longest to serve the model. `fetch` it from the
+    object store or the machine's cache, `load` it into the engine, `check` its first token. Empty until one runs."""
+    url: str
+    """Address below which `/generate` answers."""
+
+    @classmethod
+    def of(cls, deployment: Deployment, serve_url: str) -> Self:
+        spec, kept = deployment.spec, {"created_at": deployment.created_at, "version": deployment.version}
+        url = serve_url.rstrip("/") + spec.route_prefix.rstrip("/")
+        return cls(**spec.model_dump(), **vars(deployment.state), **kept, url=url)
+
+
+Reason = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class PromotionRequest(FrozenModel):
+    alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "production"
+    """Alias that the model is promoted to."""
+    reason: Reason
+    """Reason of the promotion; kept with its author and time."""
+    accept_undecided: bool = False
+    """Promote a model although its samples do not decide every quality gate; without it that is answered with 409."""
+
+
+class RollbackRequest(FrozenModel):
+    reason: Reason
+    """Reason of the rollback; kept with its author and time."""
+
+
+class PromotionAnswer(Answer):
+    """One change of what an alias stands for."""
+
+    id: str
+    object: Literal["promotion"] = "promotion"
+    alias: str
+    action: Literal["promote", "rollback"]
+    model: str
+    """Model that the alias stands for from then on."""
+    previous: str | None
+    """Model that it stood for before."""
+    reason: str
+    by: str
+    """Name of the key that asked."""
+    created_at: int
+    version: int
+    """Version of the alias from then on; `ETag` has it too, for `If-Match`."""
+
+
+class AliasAnswer(Answer):
+    """Model that an alias stands for, and its history."""
+
+    id: str
+    """The alias."""
+    object: Literal["alias"] = "alias"
+    version: int
+    """Rises with every promotion and rollback; `ETag` has it too, for `If-Match`."""
+    model: str
+    history: list[PromotionAnswer]
+    """Oldest first."""
+
+    @classmethod
+    def of(cls, alias: str, history: Sequence[Promotion]) -> Self:
+        newest = {"version": history[-1].version, "model": history[-1].model}
+        return cls.model_validate({"id": alias, **newest, "history": history})
+
+
+class LineageDeployment(Answer):
+    id: str
+    route_prefix: str
+    alias: str | None
+    status: DeploymentStatus
+
+
+class AncestorAnswer(Answer):
+    """A model or checkpoint that another one was trained from."""
+
+    name: str
+    """`mdl_...` or `job_...:ckpt_...`."""
+    job_id: str
+    """Job that made it."""
+
+
+class LineageAnswer(Answer):
+    """Lineage from data and teacher to deployments."""
+
+    object: Literal["lineage"] = "lineage"
+    data_fingerprint: str | None
+    """Fingerprint of the rows that were trained on."""
+    teacher: str | None
+    revision: str | None
+    code_version: str | None
+    spec: dict[str, Any] | None
+    ancestors: list[AncestorAnswer]
+    """Models and checkpoints that it continued from, the nearest first."""
+    job_id: str
+    attempt: int
+    model: str
+    artifact_uri: str
+    manifest_digest: str
+    aliases: list[str]
+    """Aliases that stand for it now."""
+    promotions: list[PromotionAnswer]
+    """Promotions that concern it, oldest first."""
+    deployments: list[LineageDeployment]
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        deployments: Sequence[Deployment],
+        history: Sequence[Promotion],
+        ancestors: Sequence[Ancestor],
+    ) -> Self:
+        newest = {item.alias: item.model for item in history}
+        origin = ("data_fingerprint", "teacher", "revision", "code_version", "spec")
+        return cls.model_validate(
+            {
+                **vars(model),
+                **{name: model.lineage.get(name) for name in origin},
+                "model": model.id,
+                "ancestors": ancestors,
+                "aliases": sorted(alias for alias, current in newest.items() if current == model.id),
+                "promotions": [item for item in history if model.id in (item.model, item.previous)],
+                "deployments": [{**dict(item.spec), "status": item.state.status} for item in deployments],
+            }
+        )
+
+
+class FigureAnswer(Answer):
+    name: str
+    """Path in `evaluation.json`."""
+    a: float | None
+    b: float | None
+    better: Literal["a", "b"] | None
+
+
+class DifferenceAnswer(Answer):
+    name: str
+    a: Any
+    b: Any
+
+
+class ComparisonAnswer(Answer):
+    """Two models side by side."""
+
+    object: Literal["comparison"] = "comparison"
+    a: str
+    b: str
+    figures: list[FigureAnswer]
+    differences: list[DifferenceAnswer]
+    """Differences of teacher, revision and data: where there are any, quality was not measured alike."""
+    spec_differences: list[DifferenceAnswer]
+    """Differences by dotted path of the spec."""
+
+    @classmethod
+    def of(cls, found: Comparison) -> Self:
+        return cls.model_validate(
+            {
+                "a": found.a.id,
+                "b": found.b.id,
+                "figures": found.figures,
+                "differences": _listed(found.differences),
+                "spec_differences": _listed(found.spec_differences),
+            }
+        )
+
+
+def _listed(differences: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
+    return [{"name": name, "a": a, "b": b} for name, (a, b) in differences.items()]

@@ -1,0 +1,253 @@
+"""Names for models in use: which model an alias such as `production` stands for, who put it there and why. Knows the
+catalog alone.
+
+A deployment made of an alias follows it: what is promoted is swapped in, what is rolled back as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from swiftkv_platform.contract.verdicts import undecided
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
+from swiftkv_platform.control_plane.merge_patches import Expected
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.jobs.job import Model, new_id
+from swiftkv_platform.control_plane.jobs.ports import Clock, Page, Slice
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """One change of what an alias stands for."""
+
+    id: str
+    tenant: str
+    alias: str
+    action: Literal["promote", "rollback"]
+    model: str
+    """Model that the alias stands for from then on."""
+    previous: str | None
+    """Model that it stood for before."""
+    reason: str
+    by: str
+    """Name of the key that asked."""
+    created_at: int
+    version: int
+    """Version of the alias from then on: its place in the alias's history, from 1."""
+
+
+Change = Callable[[Deployment, Model], tuple[ResolvedDeployment, DeploymentState]]
+"""Function that gives the new state of a deployment whose alias stands for another model now."""
+
+
+class Registry(Protocol):
+    """Promotions and the models they are about. Each method is one transaction."""
+
+    def get_model(self, model_id: str, *, tenant: str) -> Model:
+        """Raises `NotFoundError`."""
+        ...
+
+    def model_of_job(self, job_id: str, *, tenant: str) -> Model | None: ...
+
+    def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
+        """Promotions in the order in which they happened."""
+        ...
+
+    def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
+        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
+        ...
+
+    def promote(
+        self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
+    ) -> None:
+        """Store what `decide` makes of the alias's history, and change the deployments that follow it, or nothing."""
+        ...
+
+
+@dataclass(frozen=True)
+class RegistryService:
+    """Promoting, rolling back and looking up."""
+
+    registry: Registry
+    clock: Clock
+
+    def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
+        """The model that a `mdl_` id, a `job_` id or an alias stands for, and the alias. Raises `InvalidInputError`."""
+        if name.startswith("mdl_"):
+            try:
+                return self.registry.get_model(name, tenant=tenant), None
+            except NotFoundError as error:
+                raise _no_model(name) from error
+        if name.startswith("job_"):
+            model = self.registry.model_of_job(name, tenant=tenant)
+            if model is None:
+                raise _no_model(name)
+            return model, None
+        stack = _stack(self.registry.promotions(tenant=tenant, alias=name))
+        if not stack:
+            raise _no_model(name)
+        return self.registry.get_model(stack[-1], tenant=tenant), name
+
+    def aliases(self, tenant: str) -> Mapping[str, Sequence[Promotion]]:
+        """History by alias."""
+        found: dict[str, list[Promotion]] = {}
+        for promotion in self.registry.promotions(tenant=tenant):
+            found.setdefault(promotion.alias, []).append(promotion)
+        return found
+
+    def history(self, alias: str, tenant: str) -> Sequence[Promotion]:
+        """Raises `NotFoundError` for an alias that nothing was ever promoted to."""
+        found = self.registry.promotions(tenant=tenant, alias=alias)
+        if not found:
+            raise NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
+        return found
+
+    def promote(
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        tenant: str,
+        by: str,
+        reason: str,
+        expected: Expected | None = None,
+        accept_undecided: bool = False,
+    ) -> Promotion:
+        """Let `alias` stand for the model; promoting what it stands for already changes nothing. `expected` are the
+        versions of the alias that may be changed (0: it stands for nothing yet), None the one it is at now.
+
+        Raises `NotFoundError` for an unknown model, `ConflictError` for one with an undecided gate unless
+        `accept_undecided`, `PreconditionFailedError` for an alias at another version than `expected`, and
+        `StaleVersionError` where another model is promoted at the same time.
+        """
+        found = self.registry.get_model(model_id, tenant=tenant)
+        _check_gates(found, accept_undecided=accept_undecided)
+        model = found.id
+        seen, now = _version(self.registry.promotions(tenant=tenant, alias=alias)), int(self.clock())
+
+        def decide(history: Sequence[Promotion]) -> Promotion:
+            if expected is not None:
+                expected.check(f"alias {alias!r}", _version(history))
+            previous = history[-1].model if history else None
+            if previous == model:
+                return history[-1]
+            if expected is None:
+                _check_unchanged(alias, seen, history)
+            version = _version(history) + 1
+            return Promotion(new_id("prm"), tenant, alias, "promote", model, previous, reason, by, now, version)
+
+        return self._store(alias, tenant, decide)
+
+    def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
+        """Let `alias` stand for what it stood for before its present model was promoted. Raises `NotFoundError` for an
+        unknown alias, `ConflictError` where there is nothing before, and as `promote`.
+        """
+        seen, now = _version(self.history(alias, tenant)), int(self.clock())
+
+        def decide(history: Sequence[Promotion]) -> Promotion:
+            if expected is None:
+                _check_unchanged(alias, seen, history)
+            else:
+                expected.check(f"alias {alias!r}", _version(history))
+            stack = _stack(history)
+            if len(stack) < 2:
+                raise ConflictError(
+                    f"alias {alias!r} has stood for no model before {stack[-1]}; promote another one",
+                    field="alias",
+                    value=alias,
+                )
+            model, previous, version = stack[-2], stack[-1], _version(history) + 1
+            return Promotion(new_id("prm"), tenant, alias, "rollback", model, previous, reason, by, now, version)
+
+        return self._store(alias, tenant, decide)
+
+    def _store(self, alias: str, tenant: str, decide: Callable[[Sequence[Promotion]], Promotion]) -> Promotion:
+        made: list[Promotion] = []
+
+        def remember(history: Sequence[Promotion]) -> Promotion:
+            made.append(decide(history))
+            return made[-1]
+
+        self.registry.promote(remember, alias, tenant, _swap)
+        return made[-1]
+
+
+def _check_gates(model: Model, *, accept_undecided: bool) -> None:
+    found = undecided(model.metrics)
+    if found and not accept_undecided:
+        raise ConflictError(
+            f"{model.id} has gates that its samples do not decide: {'; '.join(found)}; measure it on more samples, or "
+            "promote it with accept_undecided, with the reason for it",
+            field="accept_undecided",
+            value=False,
+        )
+
+
+def _swap(deployment: Deployment, model: Model) -> tuple[ResolvedDeployment, DeploymentState]:
+    return changed(
+        deployment, deployment.spec.model_copy(update={"model": model.id, "artifact_uri": model.artifact_uri})
+    )
+
+
+def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
+    """A deployment of which something else is wanted, until the cluster has its say."""
+    if spec == deployment.spec:
+        return spec, deployment.state
+    status = deployment.state.status
+    if status in (DeploymentStatus.RUNNING, DeploymentStatus.REFUSED, DeploymentStatus.UNHEALTHY):
+        status = DeploymentStatus.SWAPPING
+    elif status is DeploymentStatus.FAILED:
+        status = DeploymentStatus.DEPLOYING
+    return spec, DeploymentState(status, "the change is being applied", deployment.state.replicas)
+
+
+def _version(history: Sequence[Promotion]) -> int:
+    return history[-1].version if history else 0
+
+
+def _check_unchanged(alias: str, seen: int, history: Sequence[Promotion]) -> None:
+    if _version(history) != seen:
+        raise StaleVersionError(
+            f"alias {alias!r} was moved to {history[-1].model} by {history[-1].by!r} at the same time, at version "
+            f"{_version(history)}; look at it, and send the change again if it still holds",
+            field="alias",
+            value=alias,
+        )
+
+
+def _stack(history: Sequence[Promotion]) -> list[str]:
+    """Models that the alias has stood for and could be rolled back to, the present one last."""
+    stack: list[str] = []
+    for promotion in history:
+        if promotion.action == "promote":
+            stack.append(promotion.model)
+        else:
+            stack.pop()
+    return stack
+
+
+def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
+    """Number of promotions, from the first on, that are older than `before` and not needed to roll back. `keep`: newest
+    models that the alias has stood for, the present one included, which it can go back to afterwards."""
+    stack: list[int] = []
+    for place, promotion in enumerate(history):
+        if promotion.action == "promote":
+            stack.append(place)
+        else:
+            stack.pop()
+    needed = stack[-keep:][0] if stack else 0
+    return next((place for place in range(needed) if history[place].created_at > before), needed)
+
+
+def _no_model(name: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, or an "
+        "alias that a model was promoted to",
+        field="model",
+        value=name,
+    )

@@ -1,0 +1,173 @@
+"""`/models` and `/aliases`: distilled models, what became of them, and which of them is in use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Response, status
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from swiftkv_platform.control_plane.models.answers import (
+    AliasAnswer,
+    ComparisonAnswer,
+    CreateModel,
+    LineageAnswer,
+    ModelAnswer,
+    PromotionAnswer,
+    PromotionRequest,
+    RollbackRequest,
+)
+from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.parts import Deletions, Deployer, NewestFirst, Parts, Reader, TheParents, Writer, paged
+from swiftkv_platform.control_plane.jobs.routes import Present, Submit, place
+from swiftkv_platform.control_plane.jobs.answers import JobAnswer, ListAnswer, list_answer
+from swiftkv_platform.control_plane.models.comparison import compare
+from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
+from swiftkv_platform.control_plane.jobs.ports import Page
+from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
+from swiftkv_platform.specs.publish import PublicationSpec
+from swiftkv_platform.web.bodies import BodyRoute
+
+router = APIRouter(tags=["models"], route_class=BodyRoute)
+
+
+def _registry(parts: Parts) -> RegistryService:
+    return RegistryService(parts.registry, clock=parts.clock)
+
+
+Service = Annotated[RegistryService, Depends(_registry)]
+Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
+
+_MOST_DEPLOYMENTS = 1000
+_NEWEST_CHANGES = 20
+"""Changes of an alias that a list shows."""
+
+
+@router.get("/models")
+def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
+    """Models, newest first."""
+    found = parts.catalog.list_models(page, tenant=caller.tenant)
+    return list_answer(found, ModelAnswer.model_validate, lambda model: model.id)
+
+
+@router.post("/models", status_code=status.HTTP_201_CREATED)
+def create_model(
+    body: CreateModel, parents: TheParents, caller: Writer, submit: Submit, present: Present, response: Response
+) -> JobAnswer:
+    """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
+
+    It trains nothing, takes the checkpoint's spec for the rest, and counts as any other job. Its model is the job's
+    `distilled_model` once it has succeeded.
+    """
+    found = parents.find(body.from_checkpoint, caller.tenant)
+    try:
+        spec = publishing_spec(found, body.changes())
+    except ValidationError as error:
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
+    return place(response, present(submit(spec)))
+
+
+@router.get("/models/{model_id}")
+def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
+    """One model."""
+    return ModelAnswer.model_validate(parts.catalog.get_model(model_id, tenant=caller.tenant))
+
+
+@router.get("/models/{model_id}/lineage")
+def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader, service: Service) -> LineageAnswer:
+    """Lineage from the data and the teacher to what serves the model."""
+    model = parts.catalog.get_model(model_id, tenant=caller.tenant)
+    deployments = parts.catalog.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
+    history = [item for items in service.aliases(caller.tenant).values() for item in items]
+    own = [item for item in deployments if item.spec.model == model.id]
+    return LineageAnswer.of(model, own, history, parents.ancestors(model.job_id, caller.tenant))
+
+
+@router.get("/models/{model_id}/compare/{other_id}")
+def compare_models(model_id: str, other_id: str, parts: Parts, caller: Reader) -> ComparisonAnswer:
+    """Quality, prefill compute and cache of two models side by side, and how their jobs differ."""
+    a, b = (parts.catalog.get_model(each, tenant=caller.tenant) for each in (model_id, other_id))
+    return ComparisonAnswer.of(compare(a, b))
+
+
+@router.post("/models/{model_id}/publish", status_code=status.HTTP_201_CREATED)
+def publish_model(
+    model_id: str,
+    body: PublicationSpec,
+    parts: Parts,
+    parents: TheParents,
+    caller: Writer,
+    submit: Submit,
+    present: Present,
+    response: Response,
+) -> JobAnswer:
+    """Submit a job that copies the model to a hub repository, a bucket or a directory; copying it again changes
+    nothing. It is the job's answer that is returned.
+
+    Where the operator opens no such place, the request is answered with 422.
+    """
+    model = parts.catalog.get_model(model_id, tenant=caller.tenant)
+    return place(response, present(submit(copying_spec(parents.find(model.id, caller.tenant), body))))
+
+
+@router.post("/models/{model_id}/promote")
+def promote_model(
+    model_id: str, body: PromotionRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
+) -> PromotionAnswer:
+    """Let an alias stand for the model. Deployments made of the alias swap it in, without a failed request.
+
+    Where another model is promoted to it at the same time, the later request is answered with 409, and so is a model
+    with an undecided quality gate, unless the request has `accept_undecided`. With `If-Match` the
+    alias is changed at that version, and at no other (412).
+    """
+    promotion = service.promote(
+        model_id,
+        body.alias,
+        tenant=caller.tenant,
+        by=caller.name,
+        reason=body.reason,
+        expected=expected,
+        accept_undecided=body.accept_undecided,
+    )
+    tag(response, promotion.version)
+    return PromotionAnswer.model_validate(promotion)
+
+
+@router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
+def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Deployer) -> None:
+    """Delete a model; its job stays, and its objects go with the next round of the sweeper.
+
+    A model that is deployed, in the history of an alias, or read by a job is kept: the 409 names what holds it.
+    """
+    deletions.delete_model(model_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)
+
+
+@router.get("/aliases")
+def list_aliases(
+    parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(100, "asc"))]
+) -> ListAnswer[AliasAnswer]:
+    """List the model that each alias stands for, by name, and the newest changes of it; one alias has them all."""
+    found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)
+    return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history), lambda alias: alias.id)
+
+
+@router.get("/aliases/{alias}")
+def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasAnswer:
+    """One alias."""
+    found = AliasAnswer.of(alias, service.history(alias, caller.tenant))
+    tag(response, found.version)
+    return found
+
+
+@router.post("/aliases/{alias}/rollback")
+def roll_back(
+    alias: Alias, body: RollbackRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
+) -> PromotionAnswer:
+    """Let the alias stand for the model before the present one again, and swap that in.
+
+    `If-Match` as in a promotion.
+    """
+    promotion = service.rollback(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
+    tag(response, promotion.version)
+    return PromotionAnswer.model_validate(promotion)

@@ -1,0 +1,1 @@
+"""Ray's dashboard over HTTP, for jobs and deployments alike."""

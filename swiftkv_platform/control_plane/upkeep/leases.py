@@ -1,0 +1,63 @@
+"""Leases as rows: taken, renewed and given up. Knows neither loops nor what is done under one."""
+
+from __future__ import annotations
+
+from sqlalchemy import ColumnElement, exists, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.control_plane.database.paging import Store
+from swiftkv_platform.control_plane.database.tables import LeaseRow
+from swiftkv_platform.errors import LeaseLostError
+from swiftkv_platform.control_plane.jobs.ports import Fence
+
+_NOT_HELD = ""
+
+
+class SqlLeases(Store):
+    """`Leases` in a database that several control planes share."""
+
+    def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
+        row = update(LeaseRow).where(LeaseRow.name == name)
+        renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
+        succeed = row.where(LeaseRow.expires_at <= now).values(
+            holder=holder, expires_at=until, token=LeaseRow.token + 1
+        )
+        try:
+            with self._database.writing() as session:
+                for statement in (renew, succeed):
+                    token: int | None = session.scalar(statement.returning(LeaseRow.token))
+                    if token is not None:
+                        return token
+                session.execute(insert(LeaseRow).values(name=name, holder=holder, expires_at=until, token=1))
+        except IntegrityError:
+            return None  # another holder's
+        return 1
+
+    def give_up(self, name: str, holder: str) -> None:
+        mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
+        with self._database.writing() as session:
+            session.execute(mine.values(holder=_NOT_HELD, expires_at=0.0))  # the row keeps the token
+
+
+def holds(fence: Fence) -> ColumnElement[bool]:
+    """Condition that the lease has not passed on: part of the statement that it guards."""
+    return exists(
+        select(LeaseRow.name).where(
+            LeaseRow.name == fence.name, LeaseRow.holder == fence.holder, LeaseRow.token == fence.token
+        )
+    )
+
+
+def check_fence(session: Session, fence: Fence | None) -> None:
+    """Raises `LeaseLostError` if the lease has passed on."""
+    if fence is not None and not session.scalar(select(holds(fence))):
+        raise lease_lost(fence.name)
+
+
+def lease_lost(name: str) -> LeaseLostError:
+    return LeaseLostError(
+        f"the lease {name!r} is not held by this control plane any more; the one that holds it goes on",
+        field="lease",
+        value=name,
+    )

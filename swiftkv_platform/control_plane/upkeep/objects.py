@@ -1,0 +1,89 @@
+"""Objects that retention counts and removes, in batches. Knows what lies where below a job, not for how long."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from swiftkv_platform.contract.attempt_id import attempts_prefix, trials_prefix
+from swiftkv_platform.contract.attempts import MANIFEST
+from swiftkv_platform.control_plane.upkeep.retention import Batch, Kind
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
+
+_PLACES: Mapping[Kind, Sequence[str]] = {
+    Kind.EVENT_OBJECTS: ("events", "control"),
+    Kind.PREPARED_DATA: ("data", "answers", "starts", "evaluation"),
+    Kind.CHECKPOINTS: ("checkpoints",),
+    Kind.LOGS: ("logs.txt", "logs.json"),
+    Kind.TRACKING: ("tracking",),
+}
+"""Names below an attempt's prefix."""
+_KIND_OF_NAME = {name: kind for kind, names in _PLACES.items() for name in names}
+_OF_ATTEMPT = re.compile(r"jobs/[^/]+/(?:trials/[^/]+/jobs/[^/]+/)?attempts/\d+/([^/]+)")
+
+
+class StoredObjects:
+    """`RetainedObjects` in an object store."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def places(self, job_id: str, kind: Kind) -> Sequence[str]:
+        """Prefixes and keys, those of a sweep's trials too, each of which has a store of its own below the job's."""
+        own, trials = attempts_prefix(job_id), trials_prefix(job_id)
+        roots = [own, *(f"{trials}/{name}/{own}" for name in self._store.list_directories(trials))]
+        attempts = [f"{root}/{number}" for root in roots for number in self._store.list_directories(root)]
+        return [f"{attempt}/{name}" for attempt in attempts for name in _PLACES[kind]]
+
+    def remove(self, place: str, *, limit: int) -> Batch:
+        if (itself := self._store.head(place)) is not None:
+            self._store.delete(place)
+            return Batch(1, itself.size, None)
+        found = list(islice(self._store.list(place), limit + 1))
+        if not found:
+            return Batch(0, 0, None)
+        self._hide(place)
+        if len(found) <= limit:
+            self._store.delete_prefix(place)
+            return Batch(len(found), _size(found), None)
+        self._store.delete_many([info.key for info in found[:limit]])
+        return Batch(limit, _size(found[:limit]), found[limit - 1].key)
+
+    def _hide(self, place: str) -> None:
+        """Take away the manifests of the directory, or of those in it: none is complete while its files go."""
+        directories = [place, *(join_key(place, name) for name in self._store.list_directories(place))]
+        for directory in directories:
+            self._store.delete(join_key(directory, MANIFEST))
+
+    def measure(self, place: str, *, limit: int, after: str | None) -> Batch:
+        if after is None and (itself := self._store.head(place)) is not None:
+            return Batch(1, itself.size, None)
+        found, last = self._part(place, limit, after)
+        return Batch(len(found), _size(found), last)
+
+    def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
+        found, last = self._part("", limit, after)
+        counted: dict[str, tuple[int, int]] = {}
+        for info in found:
+            kind = _kind(info.key)
+            number, size = counted.get(kind, (0, 0))
+            counted[kind] = number + 1, size + info.size
+        return counted, last
+
+    def _part(self, prefix: str, limit: int, after: str | None) -> tuple[list[ObjectInfo], str | None]:
+        """At most `limit` objects, and the key of the last one if there are more."""
+        found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
+        return (found, None) if len(found) <= limit else (found[:limit], found[limit - 1].key)
+
+
+def _size(found: Sequence[ObjectInfo]) -> int:
+    return sum(info.size for info in found)
+
+
+def _kind(key: str) -> str:
+    match = _OF_ATTEMPT.match(key)
+    if match is None:
+        return "other"
+    name = match.group(1)
+    return _KIND_OF_NAME.get(name, "artifacts" if name == "artifact" else "other")

@@ -1,0 +1,249 @@
+"""Rules on how long the data of jobs is kept, and on what holds a job or model back from deletion. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.control_plane.jobs.job import JobStatus
+
+DAY_S = 86400.0
+SWEEPER = "retention"
+"""Author of deletions that no request asked for."""
+
+
+class Kind(StrEnum):
+    """Data of an ended job that is removed, while the job's own record stays."""
+
+    EVENTS = "events"
+    METRICS = "metrics"
+    EVENT_OBJECTS = "event_objects"
+    PREPARED_DATA = "prepared_data"
+    CHECKPOINTS = "checkpoints"
+    LOGS = "logs"
+    TRACKING = "tracking"
+
+    @property
+    def bit(self) -> int:
+        """Number by which a job's row says that this is gone; stored, so the order of kinds does not change."""
+        return 1 << list(Kind).index(self)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Days for which things are kept; 0 keeps them for ever."""
+
+    ended_jobs: Mapping[Kind, float] = field(default_factory=dict)
+    """Days from a job's end, by kind of data."""
+    metric_points: int = 500
+    """Points that are left of a job's time series once `Kind.METRICS` is due."""
+    deliveries: float = 0.0
+    """Days from the creation of a webhook's delivery, once it was delivered or given up."""
+    idempotency_keys: float = 0.0
+    """Days from the submission of the key's job."""
+    promotions: float = 0.0
+    """Days of history of an alias, beside what it can be rolled back to."""
+    rollbacks: int = 5
+    """Models, the present one included, that stay in the history of an alias however old they are."""
+    audit: float = 0.0
+    """Days from an entry of the audit trail."""
+    models: float = 0.0
+    """Days from when a newer model of the same name came."""
+    jobs: float = 0.0
+    """Days from a job's end to that of its record."""
+
+    def days(self, kind: Kind) -> float:
+        return self.ended_jobs.get(kind, 0.0)
+
+
+KEEP_ALL = Retention()
+
+
+@dataclass(frozen=True)
+class Swept:
+    """Amount of one kind that has been removed, or would be."""
+
+    kind: str
+    rows: int = 0
+    objects: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Swept) -> Swept:
+        return Swept(self.kind, self.rows + other.rows, self.objects + other.objects, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Size of database and store when they were last counted."""
+
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """By table."""
+    objects: Mapping[str, int] = field(default_factory=dict)
+    """By kind of object."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Users of a job's objects or its model."""
+
+    status: JobStatus
+    model: str | None = None
+    """Model of the job, if it has one."""
+    deployments: Sequence[str] = ()
+    """Deployments that serve the model, or have it as a candidate."""
+    aliases: Sequence[str] = ()
+    """Aliases in whose history the model is."""
+    children: Sequence[str] = ()
+    """Jobs that have not ended and read the model, or another object of the job."""
+
+
+def check_unheld(what: str, held: Holders, *, field: str) -> None:
+    """Raises `ConflictError` that names what holds the job or model `what`."""
+    message = _hold(held)
+    if message is not None:
+        raise ConflictError(f"{what} cannot be deleted: {message}", field=field, value=what)
+
+
+def _hold(held: Holders) -> str | None:
+    if held.status is JobStatus.PAUSED:
+        return "its job is paused and can be resumed; cancel it first"
+    if not held.status.is_terminal:
+        return f"its job is {held.status}; cancel it, and delete it when it has ended"
+    if held.deployments:
+        return f"deployment {held.deployments[0]} serves {held.model}; delete that deployment, or give it another model"
+    if held.aliases:
+        return (
+            f"{held.model} is in the history of alias {held.aliases[0]!r}, which stands for it or can be rolled back; "
+            "promote other models until retention has trimmed that history"
+        )
+    if held.children:
+        return f"job {held.children[0]} reads it; wait for that job's end, or cancel it"
+    return None
+
+
+class RetainedRows(Protocol):
+    """Rows that retention removes. Each method is one transaction that is bounded by its `limit`, and raises
+    `DatabaseUnavailableError`."""
+
+    def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        """Ids, ascending from beyond `after`, of jobs that ended before then and still have data of this kind."""
+        ...
+
+    def mark_swept(self, job_id: str, kind: Kind) -> None:
+        """Remember that the job has no such data any more."""
+        ...
+
+    def remove_events(self, job_id: str, *, limit: int) -> int:
+        """Remove events of a job; those of its changes of status stay. Returns how many."""
+        ...
+
+    def count_events(self, job_id: str) -> int:
+        """Number of events that `remove_events` would remove in the end."""
+        ...
+
+    def thin_points(self, job_id: str, *, most: int, limit: int) -> int:
+        """Remove points of the time series until `most` are left, evenly spread. Returns how many."""
+        ...
+
+    def count_points(self, job_id: str) -> int: ...
+
+    def remove_deliveries(self, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove deliveries that are over. A dry run removes none, and returns how many there are in all."""
+        ...
+
+    def remove_idempotency_keys(self, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove keys of jobs that were submitted before then; a dry run as above."""
+        ...
+
+    def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
+        """Remove sessions that have ended; a dry run as above."""
+        ...
+
+    def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove entries of the audit trail from before then; a dry run as above."""
+        ...
+
+    def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
+        """Trim histories of aliases from their beginning; see `registry.superseded`."""
+        ...
+
+    def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        """Ids, ascending, of models that no alias's history has, and that a newer one of their name superseded."""
+        ...
+
+    def expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        """Ids, ascending, of jobs that ended before then and have no model."""
+        ...
+
+    def count_job(self, job_id: str) -> int:
+        """Rows that go with a job."""
+        ...
+
+    def model_prefix(self, model_id: str) -> str:
+        """Prefix of a model's objects. Raises `NotFoundError`."""
+        ...
+
+    def check_model(self, model_id: str) -> None:
+        """Raises `ConflictError` that names what holds the model, and `NotFoundError`."""
+        ...
+
+    def check_job(self, job_id: str) -> None:
+        """Raises as `check_model`."""
+        ...
+
+    def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        """Delete a job with its model and all their rows, and note that its objects are to go. Returns rows.
+
+        Raises `NotFoundError`, also for another tenant's, and `ConflictError` that names what holds it.
+        """
+        ...
+
+    def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        """Delete a model, and note that its objects are to go; its job stays. Returns rows and raises as above."""
+        ...
+
+    def deletions(self, *, limit: int, after: str | None) -> Sequence[str]:
+        """Prefixes, ascending, whose objects are to go."""
+        ...
+
+    def forget_deletion(self, prefix: str) -> None:
+        """The objects are gone."""
+        ...
+
+    def count_rows(self) -> Mapping[str, int]:
+        """Rows by table."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some of the objects below a prefix."""
+
+    objects: int
+    bytes: int
+    next: str | None
+    """Key to go on after; None: there are no more."""
+
+
+class RetainedObjects(Protocol):
+    """Objects that retention removes. Every method raises `StorageError`."""
+
+    def places(self, job_id: str, kind: Kind) -> Sequence[str]:
+        """Prefixes and keys of a job's objects of a kind."""
+        ...
+
+    def remove(self, place: str, *, limit: int) -> Batch:
+        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
+        ...
+
+    def measure(self, place: str, *, limit: int, after: str | None) -> Batch:
+        """Count what `remove` would remove."""
+        ...
+
+    def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
+        """Number and bytes of some of all objects by kind, and the key to go on after, None at the end."""
+        ...

@@ -1,0 +1,266 @@
+"""Rows that are kept for a time, and deletion of jobs and models with what holds them. Knows no objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert, or_, select, update
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.deployments.rows import deployments_turn, promotions_of
+from swiftkv_platform.control_plane.hooks.rows import PENDING
+from swiftkv_platform.control_plane.database.paging import Store, owned
+from swiftkv_platform.control_plane.database.tables import (
+    AuditRow,
+    Base,
+    DeletionRow,
+    DeliveryRow,
+    DeploymentRow,
+    EventRow,
+    IdempotencyRow,
+    JobRow,
+    ModelRow,
+    PointRow,
+    PromotionRow,
+    SessionRow,
+    UseRow,
+)
+from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.models.registry import superseded
+from swiftkv_platform.control_plane.upkeep.retention import Holders, Kind, check_unheld
+
+_ENDED = [status.value for status in JobStatus if status.is_terminal]
+_PARENT = JobRow.spec["training"]["from"].as_string()
+"""Name of what a job continues from."""
+_OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
+"""Tables with rows of a job, in the order in which they can be removed."""
+
+
+class SqlRetention(Store):
+    """`RetainedRows` on a `Database`."""
+
+    def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        query = _ended(before).where(JobRow.swept.op("&")(kind.bit) == 0)
+        if kind is Kind.CHECKPOINTS:
+            query = query.where(JobRow.id.not_in(self._read_jobs()))
+        return self._page(query, JobRow.id, limit, after)
+
+    def _read_jobs(self) -> set[str]:
+        """Ids of the jobs from whose checkpoints unfinished jobs continue."""
+        query = select(_PARENT).where(JobRow.status.not_in(_ENDED), _PARENT.startswith("job_", autoescape=True))
+        with self._database.reading() as session:
+            return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
+
+    def mark_swept(self, job_id: str, kind: Kind) -> None:
+        swept = JobRow.swept.op("|")(kind.bit)
+        with self._database.writing() as session:
+            session.execute(update(JobRow).where(JobRow.id == job_id).values(swept=swept))
+
+    def remove_events(self, job_id: str, *, limit: int) -> int:
+        with self._database.writing() as session:
+            found = select(EventRow.sequence).where(*_telling(job_id)).order_by(EventRow.sequence).limit(limit)
+            return _removed(session, EventRow, EventRow.sequence, session.scalars(found).all())
+
+    def count_events(self, job_id: str) -> int:
+        return self._count(EventRow, *_telling(job_id))
+
+    def thin_points(self, job_id: str, *, most: int, limit: int) -> int:
+        with self._database.writing() as session:
+            of_job = PointRow.job_id == job_id
+            summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
+            number, first, last = session.execute(summary).one()
+            if number <= most:
+                return 0
+            # First and last stay, so that the ranges are the same after a part of the points has gone.
+            share = (PointRow.step - first) * max(most - 1, 1) // (last - first + 1)
+            kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
+            spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
+            steps = session.scalars(spare).all()
+            return _delete(session, PointRow, of_job, PointRow.step.in_(steps)) if steps else 0
+
+    def count_points(self, job_id: str) -> int:
+        return self._count(PointRow, PointRow.job_id == job_id)
+
+    def remove_deliveries(self, *, before: float, limit: int, dry_run: bool) -> int:
+        over = (DeliveryRow.status != PENDING, DeliveryRow.created_at <= before)
+        return self._remove(DeliveryRow, DeliveryRow.sequence, over, limit=limit, dry_run=dry_run)
+
+    def remove_idempotency_keys(self, *, before: float, limit: int, dry_run: bool) -> int:
+        old = select(JobRow.id).where(JobRow.created_at <= before)
+        of_old_jobs = (IdempotencyRow.job_id.in_(old),)
+        return self._remove(IdempotencyRow, IdempotencyRow.job_id, of_old_jobs, limit=limit, dry_run=dry_run)
+
+    def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
+        ended = (SessionRow.expires_at <= now,)
+        return self._remove(SessionRow, SessionRow.id_sha256, ended, limit=limit, dry_run=dry_run)
+
+    def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
+        return self._remove(AuditRow, AuditRow.id, (AuditRow.created_at <= before,), limit=limit, dry_run=dry_run)
+
+    def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
+        with self._database.reading() as session:
+            oldest = select(PromotionRow.tenant, PromotionRow.alias).where(PromotionRow.created_at <= before)
+            aliases = [(tenant, alias) for tenant, alias in session.execute(oldest.distinct())]
+        return sum(self._trim_alias(tenant, alias, before, keep, dry_run=dry_run) for tenant, alias in aliases)
+
+    def _trim_alias(self, tenant: str, alias: str, before: float, keep: int, *, dry_run: bool) -> int:
+        with self._database.writing() as session:
+            self._await_turn(session, tenant)
+            history = promotions_of(session, tenant, alias)
+            number = superseded(history, before=before, keep=keep)
+            if not dry_run:
+                of_alias = (PromotionRow.tenant == tenant, PromotionRow.alias == alias)
+                _delete(
+                    session,
+                    PromotionRow,
+                    *of_alias,
+                    PromotionRow.version.in_([each.version for each in history[:number]]),
+                )
+            return number
+
+    def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        newer = aliased(ModelRow)
+        came = select(newer.id).where(
+            newer.tenant == ModelRow.tenant,
+            newer.name == ModelRow.name,
+            newer.id > ModelRow.id,
+            newer.created_at <= before,
+        )
+        promoted = select(PromotionRow.sequence).where(PromotionRow.model == ModelRow.id)
+        return self._page(select(ModelRow.id).where(came.exists(), ~promoted.exists()), ModelRow.id, limit, after)
+
+    def expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        has_model = select(ModelRow.id).where(ModelRow.job_id == JobRow.id).exists()
+        return self._page(_ended(before).where(~has_model), JobRow.id, limit, after)
+
+    def count_job(self, job_id: str) -> int:
+        return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB)
+
+    def model_prefix(self, model_id: str) -> str:
+        with self._database.reading() as session:
+            return _artifact_prefix(owned(session, ModelRow, model_id, None))
+
+    def check_model(self, model_id: str) -> None:
+        with self._database.reading() as session:
+            _check_model(session, owned(session, ModelRow, model_id, None))
+
+    def check_job(self, job_id: str) -> None:
+        with self._database.reading() as session:
+            _check_job(session, owned(session, JobRow, job_id, None))
+
+    def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        with self._database.writing() as session:
+            row = owned(session, JobRow, job_id, tenant, lock=True)
+            self._await_turn(session, row.tenant)
+            _check_job(session, row)
+            number = sum(_delete(session, table, table.job_id == job_id) for table in _OF_A_JOB)
+            number += _delete(session, JobRow, JobRow.id == job_id)
+            _note_deletion(session, f"jobs/{job_id}", by, now)
+            return number
+
+    def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        with self._database.writing() as session:
+            model = owned(session, ModelRow, model_id, tenant)
+            self._await_turn(session, model.tenant)
+            _check_model(session, model)
+            job = session.get_one(JobRow, model.job_id, with_for_update=True)
+            job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
+            job.version += 1
+            _note_deletion(session, _artifact_prefix(model), by, now)
+            return _delete(session, ModelRow, ModelRow.id == model_id)
+
+    def deletions(self, *, limit: int, after: str | None) -> Sequence[str]:
+        return self._page(select(DeletionRow.prefix), DeletionRow.prefix, limit, after)
+
+    def forget_deletion(self, prefix: str) -> None:
+        with self._database.writing() as session:
+            session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
+
+    def count_rows(self) -> Mapping[str, int]:
+        with self._database.reading() as session:
+            return {
+                table.name: session.scalar(select(func.count()).select_from(table)) or 0
+                for table in Base.metadata.sorted_tables
+            }
+
+    def _await_turn(self, session: Session, tenant: str) -> None:
+        """Wait until no other transaction changes the tenant's deployments or aliases."""
+        self._database.take_turns(session, deployments_turn(tenant))
+
+    def _page(
+        self, query: Select[str], key: InstrumentedAttribute[str], limit: int, after: str | None
+    ) -> Sequence[str]:
+        if after is not None:
+            query = query.where(key > after)
+        with self._database.reading() as session:
+            return session.scalars(query.order_by(key).limit(limit)).all()
+
+    def _count(self, table: type[Base], *where: ColumnElement[bool]) -> int:
+        with self._database.reading() as session:
+            return session.scalar(select(func.count()).select_from(table).where(*where)) or 0
+
+    def _remove(
+        self,
+        table: type[Base],
+        key: InstrumentedAttribute[Any],
+        where: Sequence[ColumnElement[bool]],
+        *,
+        limit: int,
+        dry_run: bool,
+    ) -> int:
+        if dry_run:
+            return self._count(table, *where)
+        with self._database.writing() as session:
+            return _removed(session, table, key, session.scalars(select(key).where(*where).limit(limit)).all())
+
+
+def _ended(before: float) -> Select[str]:
+    return select(JobRow.id).where(JobRow.status.in_(_ENDED), JobRow.finished_at <= before)
+
+
+def _telling(job_id: str) -> tuple[ColumnElement[bool], ...]:
+    """Events of a job beside its changes of status."""
+    return EventRow.job_id == job_id, EventRow.type != "status"
+
+
+def _removed(
+    session: Session, table: type[Base], key: InstrumentedAttribute[Any], keys: Sequence[int] | Sequence[str]
+) -> int:
+    return _delete(session, table, key.in_(keys)) if keys else 0
+
+
+def _delete(session: Session, table: type[Base], *where: ColumnElement[bool]) -> int:
+    return session.connection().execute(delete(table).where(*where)).rowcount
+
+
+def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
+    known = session.get(DeletionRow, prefix)
+    if known is None:
+        session.execute(insert(DeletionRow).values(prefix=prefix, created_at=int(now), by=by))
+
+
+def _artifact_prefix(model: ModelRow) -> str:
+    return AttemptId(model.job_id, model.attempt).artifact_prefix
+
+
+def _check_job(session: Session, job: JobRow) -> None:
+    model = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job.id))
+    check_unheld(f"job {job.id}", _holders(session, job, model), field="job_id")
+
+
+def _check_model(session: Session, model: ModelRow) -> None:
+    job = session.get_one(JobRow, model.job_id)
+    check_unheld(f"model {model.id}", _holders(session, job, model.id), field="model")
+
+
+def _holders(session: Session, job: JobRow, model: str | None) -> Holders:
+    children = live_users(session, [name for name in (job.id, model) if name], limit=1, without=job.id)
+    if model is None:
+        return Holders(JobStatus(job.status), children=children)
+    serves = cast(DeploymentRow.spec, String).contains(model)  # as its model, or as its candidate
+    deployments = session.scalars(select(DeploymentRow.id).where(or_(DeploymentRow.model == model, serves)).limit(1))
+    aliases = session.scalars(select(PromotionRow.alias).where(PromotionRow.model == model).distinct().limit(1))
+    return Holders(JobStatus(job.status), model, deployments.all(), aliases.all(), children)

@@ -1,0 +1,237 @@
+"""Removes what is kept no longer, in bounded steps, and counts what there is. Knows ports alone: no SQL, no store.
+
+A row says first that something goes, then its objects go, then the row: each step is harmless when repeated, by this
+process after a crash or by another one at the same time.
+
+    ended jobs: the data of a kind ─▶ the job's mark
+    deleted jobs and models: their rows, for a `deletions` row ─▶ their objects ─▶ the `deletions` row
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+
+from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.control_plane.jobs.ports import Clock
+from swiftkv_platform.control_plane.upkeep.retention import (
+    DAY_S,
+    SWEEPER,
+    Counts,
+    Kind,
+    RetainedObjects,
+    RetainedRows,
+    Retention,
+    Swept,
+)
+
+_PAGE = 100
+"""Jobs or models that are looked up at a time."""
+_ROWS = 2000
+"""Rows that one transaction removes."""
+_OBJECTS = 500
+"""Objects that one step removes."""
+_COUNTED = 2000
+"""Objects that one step counts."""
+_TICK_S = 1.0
+"""A tick begins no further step after this time."""
+_MOST_FAILURES = 3
+"""Failures of the store in a row after which a round ends: it is away."""
+
+
+@dataclass
+class Sweeper:
+    """One round after the other, a tick at a time."""
+
+    rows: RetainedRows
+    objects: RetainedObjects
+    retention: Retention
+    clock: Clock
+    _: KW_ONLY
+    interval_s: float = 3600.0
+    """Pause between two rounds."""
+    also: Callable[[], None] = lambda: None
+    """Called with every tick, before anything is removed."""
+    monotonic: Callable[[], float] = time.monotonic
+    """Clock by which a tick's time is limited."""
+    counts: Counts = field(default=Counts(), init=False)
+    """Empty until this process has counted."""
+    swept: dict[str, Swept] = field(default_factory=dict, init=False)
+    """Removed by this process, by kind."""
+    _round: Iterator[Swept] | None = field(default=None, init=False)
+    _next_round: float = field(default=0.0, init=False)
+    _failures: int = field(default=0, init=False)
+
+    def tick(self) -> None:
+        """Go on with the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
+        self.also()
+        if self._round is None:
+            if self.clock() < self._next_round:
+                return
+            self._round = self._round_and_counts()
+        until = self.monotonic() + _TICK_S
+        try:
+            for swept in self._round:
+                self.swept[swept.kind] = self.swept.get(swept.kind, Swept(swept.kind)) + swept
+                if self.monotonic() >= until:
+                    return
+        except Exception:
+            self._round = None  # a generator that has raised is at its end; the next tick begins anew
+            raise
+        self._round = None
+        self._next_round = self.clock() + self.interval_s
+
+    def _round_and_counts(self) -> Iterator[Swept]:
+        yield from self.round()
+        yield from self._count()
+
+    def round(self, *, dry_run: bool = False) -> Iterator[Swept]:
+        """Remove everything that is kept no longer, step by step, each of bounded size; yields what each has removed.
+        `dry_run`: remove nothing, and yield what a round would remove. Raises `DatabaseUnavailableError`, and
+        `StorageError` where the store fails again and again."""
+        now, kept = self.clock(), self.retention
+        self._failures = 0
+        yield from self._deleted(dry_run=dry_run)
+        for kind in Kind:
+            if kept.days(kind):
+                yield from self._of_ended_jobs(kind, now - kept.days(kind) * DAY_S, dry_run=dry_run)
+        yield from self._old_rows(now, dry_run=dry_run)
+        if kept.models:
+            yield from self._superseded_models(now - kept.models * DAY_S, dry_run=dry_run)
+        if kept.jobs:
+            yield from self._expired_jobs(now - kept.jobs * DAY_S, dry_run=dry_run)
+        if not dry_run:
+            yield from self._deleted(dry_run=False)
+
+    def _of_ended_jobs(self, kind: Kind, before: float, *, dry_run: bool) -> Iterator[Swept]:
+        for job_id in _all(partial(self.rows.ended_jobs, kind, before=before)):
+            try:
+                yield from self._of_job(job_id, kind, dry_run=dry_run)
+            except StorageError as error:
+                self._note_failure(job_id, error)
+                continue
+            self._failures = 0
+            if not dry_run:
+                self.rows.mark_swept(job_id, kind)
+            yield Swept(kind)
+
+    def _of_job(self, job_id: str, kind: Kind, *, dry_run: bool) -> Iterator[Swept]:
+        if kind is Kind.EVENTS:
+            yield from self._events(job_id, dry_run=dry_run)
+        elif kind is Kind.METRICS:
+            yield from self._points(job_id, dry_run=dry_run)
+        else:
+            for place in self.objects.places(job_id, kind):
+                yield from self._at(place, kind, dry_run=dry_run)
+
+    def _events(self, job_id: str, *, dry_run: bool) -> Iterator[Swept]:
+        if dry_run:
+            yield Swept(Kind.EVENTS, rows=self.rows.count_events(job_id))
+            return
+        while gone := self.rows.remove_events(job_id, limit=_ROWS):
+            yield Swept(Kind.EVENTS, rows=gone)
+
+    def _points(self, job_id: str, *, dry_run: bool) -> Iterator[Swept]:
+        most = self.retention.metric_points
+        if dry_run:
+            yield Swept(Kind.METRICS, rows=max(self.rows.count_points(job_id) - most, 0))
+            return
+        while gone := self.rows.thin_points(job_id, most=most, limit=_ROWS):
+            yield Swept(Kind.METRICS, rows=gone)
+
+    def _at(self, place: str, kind: str, *, dry_run: bool) -> Iterator[Swept]:
+        after: str | None = None
+        while True:
+            if dry_run:
+                batch = self.objects.measure(place, limit=_OBJECTS, after=after)
+            else:
+                batch = self.objects.remove(place, limit=_OBJECTS)
+            yield Swept(kind, objects=batch.objects, bytes=batch.bytes)
+            after = batch.next
+            if after is None:
+                return
+
+    def _old_rows(self, now: float, *, dry_run: bool) -> Iterator[Swept]:
+        rows, kept = self.rows, self.retention
+        removals: tuple[tuple[str, float, Callable[..., int]], ...] = (
+            ("deliveries", kept.deliveries, partial(rows.remove_deliveries, limit=_ROWS)),
+            ("idempotency_keys", kept.idempotency_keys, partial(rows.remove_idempotency_keys, limit=_ROWS)),
+            ("audit", kept.audit, partial(rows.remove_audit, limit=_ROWS)),
+            ("promotions", kept.promotions, partial(rows.trim_promotions, keep=kept.rollbacks)),
+        )
+        due = {"sessions": partial(rows.remove_sessions, now=now, limit=_ROWS)}
+        due |= {kind: partial(remove, before=now - days * DAY_S) for kind, days, remove in removals if days}
+        for kind, remove in due.items():
+            while gone := remove(dry_run=dry_run):
+                yield Swept(kind, rows=gone)
+                if dry_run:
+                    break
+
+    def _superseded_models(self, before: float, *, dry_run: bool) -> Iterator[Swept]:
+        for model_id in _all(partial(self.rows.superseded_models, before=before)):
+            try:
+                if dry_run:
+                    self.rows.check_model(model_id)
+                    yield Swept("models", rows=1)
+                    yield from self._at(self.rows.model_prefix(model_id), "models", dry_run=True)
+                else:
+                    yield Swept("models", rows=self.rows.delete_model(model_id, by=SWEEPER, now=self.clock()))
+            except (ConflictError, NotFoundError) as error:
+                get_logger(loop=SWEEPER).debug("model stays", model_id=model_id, reason=error.message)
+
+    def _expired_jobs(self, before: float, *, dry_run: bool) -> Iterator[Swept]:
+        for job_id in _all(partial(self.rows.expired_jobs, before=before)):
+            try:
+                if dry_run:
+                    self.rows.check_job(job_id)
+                    yield Swept("jobs", rows=self.rows.count_job(job_id))
+                    yield from self._at(f"jobs/{job_id}", "jobs", dry_run=True)
+                else:
+                    yield Swept("jobs", rows=self.rows.delete_job(job_id, by=SWEEPER, now=self.clock()))
+            except (ConflictError, NotFoundError) as error:
+                get_logger(loop=SWEEPER).debug("job stays", job_id=job_id, reason=error.message)
+
+    def _deleted(self, *, dry_run: bool) -> Iterator[Swept]:
+        """Objects of what has been deleted. One whose objects cannot be removed is tried again in the next round."""
+        for prefix in _all(self.rows.deletions):
+            try:
+                yield from self._at(prefix, "deleted", dry_run=dry_run)
+            except StorageError as error:
+                self._note_failure(prefix, error)
+                continue
+            self._failures = 0
+            if not dry_run:
+                self.rows.forget_deletion(prefix)
+
+    def _note_failure(self, subject: str, error: StorageError) -> None:
+        """Raises the error where the store has failed several times in a row."""
+        self._failures += 1
+        get_logger(loop=SWEEPER).warning("not swept", subject=subject, reason=error.message)
+        if self._failures >= _MOST_FAILURES:
+            raise error
+
+    def _count(self) -> Iterator[Swept]:
+        rows = self.rows.count_rows()
+        objects: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        after: str | None = None
+        while True:
+            found, after = self.objects.count(limit=_COUNTED, after=after)
+            for kind, (number, size) in found.items():
+                objects[kind] = objects.get(kind, 0) + number
+                sizes[kind] = sizes.get(kind, 0) + size
+            if after is None:
+                break
+            yield Swept("counted")
+        self.counts = Counts(rows, objects, sizes)
+
+
+def _all(page: Callable[..., Sequence[str]]) -> Iterator[str]:
+    """Ids of all pages."""
+    after: str | None = None
+    while ids := page(limit=_PAGE, after=after):
+        yield from ids
+        after = ids[-1]

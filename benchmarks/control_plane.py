@@ -31,12 +31,13 @@ from sqlalchemy import insert, text
 from benchmarks import running_jobs
 from benchmarks.running_jobs import SPEC, tenant_of
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.control_plane.jobs.rows import _columns
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, status_event, transition
+from swiftkv_platform.control_plane.jobs.rows import _columns
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, new_id, status_event, transition
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.local_store import LocalObjectStore

@@ -28,17 +28,18 @@ import httpx
 import psutil
 from sqlalchemy import insert, select
 
-from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import MessageEvent
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository, _columns
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
-from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, new_id, status_event
+from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, status_event
 from swiftkv_platform.control_plane.jobs.ports import Submission
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository, _columns
+from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import EventWriter

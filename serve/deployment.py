@@ -12,8 +12,8 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve as ray_serve
 
-from swiftkv_platform.contract.gpus import hide_unreserved
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
+from swiftkv_platform.contract.gpus import hide_unreserved
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, Served

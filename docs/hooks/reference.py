@@ -12,8 +12,8 @@ from mkdocs.structure.files import File, Files
 from schema_tables import fields, link_to
 from typer.cli import get_docs_for_click
 
-from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.settings import Settings

@@ -15,9 +15,9 @@ import typer
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
 from swiftkv_platform.cli.output import JSON_OPTION
 from swiftkv_platform.client import Client
+from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings

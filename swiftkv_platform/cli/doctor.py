@@ -46,6 +46,7 @@ from swiftkv_platform.cli.findings import (
 )
 from swiftkv_platform.cli.output import err, print_json
 from swiftkv_platform.client import APIError, Client
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     DatabaseUnavailableError,
@@ -57,7 +58,6 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.local.stack import StackOptions
 from swiftkv_platform.local.state import PARTS, port_of
-from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.security.issuers import parse_issuers
 from swiftkv_platform.security.keys import KeyRing

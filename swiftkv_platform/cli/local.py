@@ -17,14 +17,14 @@ from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
 from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
+from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.retention import Swept
+from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import size
-from swiftkv_platform.control_plane.upkeep.retention import Swept
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
 
 if TYPE_CHECKING:
     from swiftkv_platform.control_plane.database.session import Database

@@ -15,8 +15,35 @@ from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from swiftkv_platform.control_plane.http import error_handlers
+from swiftkv_platform.control_plane import health
+from swiftkv_platform.control_plane.access import quota, sign_in
+from swiftkv_platform.control_plane.access import routes as audit
 from swiftkv_platform.control_plane.access.audit_middleware import Audit, Floods
+from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
+from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
+from swiftkv_platform.control_plane.access.tenants import Policies, Tenants
+from swiftkv_platform.control_plane.deployments import routes as deployments
+from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
+from swiftkv_platform.control_plane.files import routes as files
+from swiftkv_platform.control_plane.files.file import files_of
+from swiftkv_platform.control_plane.files.service import FileSweeper
+from swiftkv_platform.control_plane.hooks.sender import send_webhook
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer
+from swiftkv_platform.control_plane.http import error_handlers
+from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, SecurityHeaders, too_large
+from swiftkv_platform.control_plane.jobs import history_routes, output_routes, recipes
+from swiftkv_platform.control_plane.jobs import routes as jobs
+from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
+from swiftkv_platform.control_plane.jobs.fine_tuning import routes as fine_tuning
+from swiftkv_platform.control_plane.jobs.following import Followers, Watches
+from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
+from swiftkv_platform.control_plane.jobs.logs import LogFollowers
+from swiftkv_platform.control_plane.jobs.orphans import Orphans
+from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
+from swiftkv_platform.control_plane.jobs.reading import Instruments
+from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
+from swiftkv_platform.control_plane.models import routes as models
 from swiftkv_platform.control_plane.parts import (
     SIGN_IN_PATH,
     Components,
@@ -27,43 +54,16 @@ from swiftkv_platform.control_plane.parts import (
     source_rules,
     webhook_rules,
 )
-from swiftkv_platform.control_plane.jobs.following import Followers, Watches
-from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, SecurityHeaders, too_large
-from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
-from swiftkv_platform.control_plane.jobs.logs import LogFollowers
-from swiftkv_platform.control_plane import health
-from swiftkv_platform.control_plane.access import quota, sign_in
-from swiftkv_platform.control_plane.access import routes as audit
-from swiftkv_platform.control_plane.deployments import routes as deployments
-from swiftkv_platform.control_plane.files import routes as files
-from swiftkv_platform.control_plane.jobs import history_routes, output_routes, recipes
-from swiftkv_platform.control_plane.jobs import routes as jobs
-from swiftkv_platform.control_plane.jobs.fine_tuning import routes as fine_tuning
-from swiftkv_platform.control_plane.models import routes as models
-from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
+from swiftkv_platform.control_plane.upkeep.leadership import Leadership, Lease
+from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
-from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
-from swiftkv_platform.control_plane.files.file import files_of
-from swiftkv_platform.control_plane.upkeep.leadership import Leadership, Lease
-from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
-from swiftkv_platform.control_plane.jobs.orphans import Orphans
-from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
-from swiftkv_platform.control_plane.jobs.reading import Instruments
-from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
-from swiftkv_platform.control_plane.access.tenants import Policies, Tenants
-from swiftkv_platform.control_plane.files.service import FileSweeper
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer
 from swiftkv_platform.security.credentials import Credentials, open_credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
 from swiftkv_platform.traces import Spans, configured_provider
 from swiftkv_platform.web.bodies import Bodies
 from swiftkv_platform.web.input_guard import InputGuard

@@ -9,15 +9,15 @@ from typing import Any, Generic, TypeVar
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
-from swiftkv_platform.control_plane.jobs.ports import Clock
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.errors import SwiftKVError
 
 _REQUESTS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _TICKS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)

@@ -14,28 +14,30 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityS
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.audit_middleware import record_of
-from swiftkv_platform.control_plane.jobs.following import Watches
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies, Tenants
+from swiftkv_platform.control_plane.base import Caller, Clock, Page
+from swiftkv_platform.control_plane.database.session import Database, open_database
+from swiftkv_platform.control_plane.deployments.deployment import Catalog, ServeCluster
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.rows import SqlCatalog, SqlRegistry
-from swiftkv_platform.control_plane.files.rows import SqlFiles
-from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
-from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
-from swiftkv_platform.control_plane.database.session import Database, open_database
-from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.costs import Prices
 from swiftkv_platform.control_plane.files.file import FileRepository
-from swiftkv_platform.control_plane.jobs.parents import Parents
-from swiftkv_platform.control_plane.jobs.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
-from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
-from swiftkv_platform.control_plane.models.registry import Registry
-from swiftkv_platform.control_plane.upkeep.retention import Kind, Retention
-from swiftkv_platform.control_plane.jobs.service import Caller
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies, Tenants
+from swiftkv_platform.control_plane.files.rows import SqlFiles
+from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
 from swiftkv_platform.control_plane.hooks.webhooks import SecretFiles, WebhookRules, recipients
+from swiftkv_platform.control_plane.jobs.costs import Prices
+from swiftkv_platform.control_plane.jobs.following import Watches
+from swiftkv_platform.control_plane.jobs.parents import Parents
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.models.registry import Registry
+from swiftkv_platform.control_plane.upkeep.leadership import Leases
+from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
+from swiftkv_platform.control_plane.upkeep.retention import Kind, Retention
+from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access, SourceRules

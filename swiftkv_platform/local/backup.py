@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from swiftkv_platform.control_plane.upkeep.snapshots import load_rows, read_rows, revision, snapshot, tables, write_rows
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.upkeep.snapshots import load_rows, read_rows, revision, snapshot, tables, write_rows
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ConflictError,

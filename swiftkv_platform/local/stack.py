@@ -191,7 +191,9 @@ class Stack:
         issuers = self._settings.serve_oidc_file or self._settings.oidc_file
         if issuers is not None:
             environment["SWIFTKV_SERVE_OIDC_FILE"] = str(issuers.absolute())
-        state = self._start(state, "control-plane", [sys.executable, "-m", "swiftkv_platform.control_plane"], environment)
+        state = self._start(
+            state, "control-plane", [sys.executable, "-m", "swiftkv_platform.control_plane"], environment
+        )
         self._wait(state, "control-plane")
         report(f"The control plane is up: dashboard and API at {state.url}")
         return state

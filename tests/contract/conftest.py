@@ -6,9 +6,9 @@ from uuid import uuid4
 
 import pytest
 
+from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.rows import SqlCatalog
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore

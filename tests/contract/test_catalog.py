@@ -8,11 +8,22 @@ import pytest
 from sqlalchemy import text
 
 from swiftkv_platform.contract.attempts import new_file_id
+from swiftkv_platform.control_plane.base import Page, new_id
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.deployments.deployment import (
+    Deployment,
+    DeploymentState,
+    DeploymentStatus,
+    Holdings,
+)
 from swiftkv_platform.control_plane.deployments.rows import SqlCatalog, SqlRegistry
+from swiftkv_platform.control_plane.files.file import File
 from swiftkv_platform.control_plane.files.rows import SqlFiles
 from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.jobs.job import JobStatus, start, status_event
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.errors import (
     ConflictError,
     InvalidInputError,
@@ -21,11 +32,6 @@ from swiftkv_platform.errors import (
     StaleVersionError,
     UnreadableRowError,
 )
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus, Holdings
-from swiftkv_platform.control_plane.files.file import File
-from swiftkv_platform.control_plane.jobs.job import JobStatus, Model, new_id, start, status_event
-from swiftkv_platform.control_plane.jobs.ports import Page
-from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.records import TENANT, make_job, make_model, store
 from tests.threads import at_once

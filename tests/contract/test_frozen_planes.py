@@ -15,17 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
 from swiftkv_platform.control_plane.jobs.job import Job
-from swiftkv_platform.control_plane.upkeep.leadership import Leadership
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
-from swiftkv_platform.control_plane.jobs.ports import Page, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.upkeep.leadership import Leadership
+from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
+from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore

@@ -15,12 +15,12 @@ from urllib.parse import quote
 
 import pytest
 
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
 from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.local_store import LocalObjectStore

@@ -8,17 +8,10 @@ import pytest
 from sqlalchemy import select
 
 from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database import paging
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import EventRow
-from swiftkv_platform.errors import (
-    IdempotencyConflictError,
-    InvalidInputError,
-    NotFoundError,
-    QuotaExceededError,
-    StaleVersionError,
-)
 from swiftkv_platform.control_plane.jobs.job import (
     Attempt,
     Event,
@@ -27,12 +20,19 @@ from swiftkv_platform.control_plane.jobs.job import (
     JobStatus,
     MetricPoint,
     Reason,
-    new_id,
     start,
     status_event,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.ports import JobFilter, Page, StoredJobs
+from swiftkv_platform.control_plane.jobs.ports import JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.errors import (
+    IdempotencyConflictError,
+    InvalidInputError,
+    NotFoundError,
+    QuotaExceededError,
+    StaleVersionError,
+)
 from tests.records import TENANT, make_job, make_model, message, store
 from tests.threads import at_once
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.client import Client
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.control_plane.jobs.ports import RunningSubmission, Submission, SubmissionStatus
+from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.redaction import redact
 
 _POLL_S = 0.05

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 

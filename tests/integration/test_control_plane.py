@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, SubmissionStatus
 from tests.fakes.cluster import FakeCluster
 from tests.integration.planes import Plane, RayCluster, eventually
 from tests.rays import free_port

@@ -16,10 +16,10 @@ import httpx
 import openai
 import pytest
 
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.model import convert
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory

@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.local.ray_head import auth_environment
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory

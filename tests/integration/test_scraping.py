@@ -7,9 +7,9 @@ from contextlib import closing
 import httpx
 import pytest
 
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory

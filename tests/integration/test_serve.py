@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.model import export_adapter
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment

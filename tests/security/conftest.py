@@ -11,12 +11,12 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore

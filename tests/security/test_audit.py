@@ -8,12 +8,12 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event, text
 
+from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter
 from swiftkv_platform.control_plane.access.rows import SqlAudit
+from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 from swiftkv_platform.control_plane.upkeep.snapshots import tables
-from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter
-from swiftkv_platform.control_plane.jobs.ports import Page
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from tests.unit.api.conftest import SPEC, Start, StillClock
 

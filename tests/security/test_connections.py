@@ -22,8 +22,8 @@ from starlette.types import Scope as ASGIScope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from swiftkv_platform.control_plane.http import server
 from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.http import server
 from swiftkv_platform.control_plane.http.server import server_options
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings

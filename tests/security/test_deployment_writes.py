@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.job import new_id
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.security.conftest import DeploymentPlane
 from tests.threads import at_once

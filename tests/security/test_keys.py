@@ -13,12 +13,12 @@ from sqlalchemy import event
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from swiftkv_platform.control_plane.access.sessions import KeyUses
 from swiftkv_platform.cli.app import app as cli
 from swiftkv_platform.control_plane.access.rows import SqlKeyUses
+from swiftkv_platform.control_plane.access.sessions import KeyUses
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, UnauthenticatedError
-from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
 from swiftkv_platform.serve.access import Gate
 from tests.unit.api.conftest import Start, StillClock

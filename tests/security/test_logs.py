@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.ray_logs import FakeRayLogs, RayLog

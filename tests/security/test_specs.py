@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
+from swiftkv_platform.control_plane.jobs.limits import AttemptLimits, JobLimits
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.attempt.downloads import access_of
-from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
-from swiftkv_platform.control_plane.jobs.limits import AttemptLimits, JobLimits
-from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.unit.api.conftest import Server, Start, refusal

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.hooks import sender
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.jobs.job import Job, new_id, status_event
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.control_plane.hooks import sender
+from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.hooks.sender import send_webhook
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, SecretFiles, WebhookRules
+from swiftkv_platform.control_plane.jobs.job import Job, status_event
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
 from swiftkv_platform.specs import JobSpec
 
 PATIENCE_S = 30.0

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import typer
 
-from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.serve.args import ServeArgs, Served
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment

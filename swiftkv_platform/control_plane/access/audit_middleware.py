@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ulid import ULID
 
+from swiftkv_platform.control_plane.access.audit import AuditEntry
 from swiftkv_platform.control_plane.access.rows import SqlAudit, add, made_in
+from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import ALONGSIDE
 from swiftkv_platform.errors import DatabaseUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.access.audit import AuditEntry
-from swiftkv_platform.control_plane.jobs.ports import Clock
 from swiftkv_platform.security.principals import Principal
 from swiftkv_platform.web.rate_limits import RateLimit
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 from fastapi import APIRouter
 
-from swiftkv_platform.control_plane.parts import Parts, Reader
-from swiftkv_platform.control_plane.jobs.answers import Answer
+from swiftkv_platform.control_plane.http.answers import Answer
 from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.fair_queue import held_by
+from swiftkv_platform.control_plane.parts import Parts, Reader
 
 router = APIRouter(tags=["operations"])
 

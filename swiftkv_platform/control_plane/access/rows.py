@@ -8,10 +8,17 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.database.paging import Store, fetch, unknown_cursor, value_of
-from swiftkv_platform.control_plane.database.tables import AuditRow, DeploymentRow, FileRow, JobRow, KeyUseRow, SessionRow
 from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter
-from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.control_plane.database.paging import Store, fetch, unknown_cursor, value_of
+from swiftkv_platform.control_plane.database.tables import (
+    AuditRow,
+    DeploymentRow,
+    FileRow,
+    JobRow,
+    KeyUseRow,
+    SessionRow,
+)
 
 
 @dataclass(frozen=True)

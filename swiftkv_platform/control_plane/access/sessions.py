@@ -13,9 +13,9 @@ import threading
 from dataclasses import dataclass
 
 from swiftkv_platform.control_plane.access.rows import SqlKeyUses, SqlSessions, StoredSession
+from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.errors import DatabaseUnavailableError, UnauthenticatedError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.ports import Clock
 from swiftkv_platform.security.keys import ApiKey
 from swiftkv_platform.security.principals import Authenticator, Principal
 

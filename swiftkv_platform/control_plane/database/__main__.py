@@ -1,5 +1,6 @@
-"""`python -m swiftkv_platform.control_plane.database`: bring the configured database's schema to the newest revision, or back to an
-earlier one.
+"""Bring the configured database's schema to the newest revision, or back to an earlier one.
+
+Run as `python -m swiftkv_platform.control_plane.database`.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from sqlalchemy import ColumnElement, Select, String, cast, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, FileRow, JobRow, ModelRow
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, UnreadableRowError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.ports import Page, Slice
 
 PAGE_BYTES = 4 << 20
 """Characters of documents in a page of a list; as objects they take some ten times as much memory."""

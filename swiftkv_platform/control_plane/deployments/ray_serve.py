@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
-from swiftkv_platform.control_plane.deployments.served_revisions import ServedRevisions
 from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
-from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.served_revisions import ServedRevisions
+from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
+from swiftkv_platform.errors import InvalidInputError, UnreadableRowError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 from swiftkv_platform.web.origins import is_local_name

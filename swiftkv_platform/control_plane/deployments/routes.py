@@ -11,13 +11,20 @@ from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.models.answers import (
+from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.deployments.answers import (
     DeploymentAnswer,
     DeploymentChange,
     DeploymentMetricsAnswer,
     ReplicaMetricsAnswer,
 )
+from swiftkv_platform.control_plane.deployments.deployment import RouteRules
+from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
+from swiftkv_platform.control_plane.deployments.replica_metrics import read_replica_metrics
+from swiftkv_platform.control_plane.deployments.service import DeploymentService
+from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.parts import (
     Asker,
     Deployer,
@@ -30,14 +37,7 @@ from swiftkv_platform.control_plane.parts import (
     source_rules,
     tenant_access,
 )
-from swiftkv_platform.control_plane.jobs.answers import ListAnswer, list_answer
-from swiftkv_platform.control_plane.deployments.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.control_plane.deployments.service import DeploymentService
-from swiftkv_platform.control_plane.deployments.deployment import RouteRules
-from swiftkv_platform.control_plane.jobs.limits import DeploymentLimits
-from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.jobs.service import Caller
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from swiftkv_platform.web.bodies import BodyRoute
 

@@ -10,10 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, fetch, owned, page_of, readable, unreadable, value_of
 from swiftkv_platform.control_plane.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
-from swiftkv_platform.errors import ConflictError
-from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.deployments.deployment import (
     Admit,
     Deployment,
@@ -23,9 +22,11 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     Holdings,
     interferes,
 )
-from swiftkv_platform.control_plane.jobs.job import JobStatus, Model
-from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import Change, Promotion
+from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.limits import STORED

@@ -9,23 +9,24 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
-from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
-from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
-from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import (
+    Catalog,
     Deployment,
     DeploymentState,
     DeploymentStatus,
     Holdings,
     RouteRules,
+    ServeCluster,
 )
-from swiftkv_platform.control_plane.jobs.job import Model, new_id
-from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
-from swiftkv_platform.control_plane.jobs.limits import DeploymentLimits
-from swiftkv_platform.control_plane.jobs.ports import Catalog, Clock, ServeCluster
+from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
+from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
+from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService, changed
-from swiftkv_platform.control_plane.jobs.service import Caller
+from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
+from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from swiftkv_platform.specs.engine import EngineConfig

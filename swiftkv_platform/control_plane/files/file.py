@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key
+from swiftkv_platform.control_plane.base import Clock, Page, Slice
 from swiftkv_platform.errors import QuotaExceededError
-from swiftkv_platform.control_plane.jobs.ports import Clock, Page, Slice
 from swiftkv_platform.sources.access import file_ids
 from swiftkv_platform.specs import JobSpec
 

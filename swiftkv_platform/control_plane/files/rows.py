@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.database.tables import FileRow
+from swiftkv_platform.control_plane.files.file import File, check_quota
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.errors import ConflictError, InvalidInputError
-from swiftkv_platform.control_plane.files.file import File, check_quota
-from swiftkv_platform.control_plane.jobs.ports import Page, Slice
 
 _NAMED_JOBS = 3
 """Jobs that a refusal names."""

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.base import Caller, Clock
+from swiftkv_platform.control_plane.files.file import File, FileRepository, Purpose, check_quota
 from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.files.file import File, FileRepository, Purpose, check_quota
-from swiftkv_platform.control_plane.jobs.ports import Clock
-from swiftkv_platform.control_plane.jobs.service import Caller
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
 
 _SWEEP_INTERVAL_S = 600.0
 _MOST_SWEPT = 500

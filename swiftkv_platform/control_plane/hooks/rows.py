@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session, aliased
 
 from swiftkv_platform.control_plane.database.paging import Store, value_of
 from swiftkv_platform.control_plane.database.tables import DeliveryRow, EventRow, JobRow, PointRow
-from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.control_plane.hooks.webhooks import Delivery, Recipients
+from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.specs.publish import WebhookSpec
 
 PENDING = "pending"

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from swiftkv_platform.control_plane.access.tenants import Policies
+from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.job import Event, Job
-from swiftkv_platform.control_plane.jobs.ports import Clock
-from swiftkv_platform.control_plane.access.tenants import Policies
 from swiftkv_platform.security.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, Secret
 from swiftkv_platform.specs.publish import WebhookSpec
 

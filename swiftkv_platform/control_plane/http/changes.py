@@ -15,9 +15,9 @@ from fastapi import Depends, Header, Response
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
+from swiftkv_platform.control_plane.merge_patches import Expected
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.control_plane.merge_patches import Expected
 from swiftkv_platform.specs.deployment import Change
 
 

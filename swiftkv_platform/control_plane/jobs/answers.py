@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from swiftkv_platform.contract.events import Level
-from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.control_plane.http.answers import Answer, T
 from swiftkv_platform.control_plane.jobs.costs import Prices
 from swiftkv_platform.control_plane.jobs.estimates import Estimate
 from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.ports import Page, Slice
+from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import Positive
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
-
-T = TypeVar("T")
-Item = TypeVar("Item", bound=BaseModel)
-
-
-class Answer(BaseModel):
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True, from_attributes=True)
-
-
-class ListAnswer(Answer, Generic[Item]):
-    """Part of a list; `after={last_id}` gives the next."""
-
-    object: Literal["list"] = "list"
-    data: list[Item]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    left_out: list[str] = []
-    """Ids of rows of this part that cannot be read, as another version of the program stored them."""
-
-
-def list_answer(
-    found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str], order: Literal["asc", "desc"] = "asc"
-) -> ListAnswer[Item]:
-    """The answer of a list; its first and last id may be those of rows that are left out, by `order`."""
-    data = [make(item) for item in found.items]
-    ids = [cursor(item) for item in data]
-    if found.left_out:
-        ids = sorted([*ids, *found.left_out], reverse=order == "desc")
-    return ListAnswer(
-        data=data,
-        has_more=found.has_more,
-        first_id=ids[0] if ids else None,
-        last_id=ids[-1] if ids else None,
-        left_out=list(found.left_out),
-    )
 
 
 class StatusReason(Answer):

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 from swiftkv_platform.contract.attempts import PROTOCOL, Manifest, is_from_protocol_1, refusal
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.costs import measured_speed
-from swiftkv_platform.control_plane.jobs.job import Failure, Job, JobStatus, Model, Reason, new_id, requeue
+from swiftkv_platform.control_plane.jobs.job import Failure, Job, JobStatus, Reason, requeue
 from swiftkv_platform.control_plane.jobs.ports import AttemptStore, Submission, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reading import Reading
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
 
 _LONGEST_DELAY_S = 60.0
 

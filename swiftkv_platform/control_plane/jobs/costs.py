@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.job import Job, Speed
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.specs import JobSpec
 
 _HOUR = 3600.0

@@ -7,8 +7,8 @@ from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from swiftkv_platform.contract.autoscaling import replica_resources
-from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from swiftkv_platform.control_plane.jobs.demand import Demand, Standing, Waiting
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.access.tenants import Policies
+from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.jobs.demand import Demand, Standing, Waiting
+from swiftkv_platform.control_plane.jobs.job import Job
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 """Ranks of `limits.priority`; the lowest goes first."""

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 from starlette.concurrency import run_in_threadpool
 
+from swiftkv_platform.control_plane.base import Clock, Page, Slice
+from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
+from swiftkv_platform.control_plane.jobs.ports import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
-from swiftkv_platform.control_plane.jobs.ports import Clock, JobRepository, Page, Slice
 
 ReadEvents = Callable[[str, Page], Slice[Event]]
 """(job id, page) -> its events."""

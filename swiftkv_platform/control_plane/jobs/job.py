@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-from ulid import ULID
-
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.specs import JobSpec
 
@@ -66,11 +65,6 @@ pausing or cancelling has succeeded."""
 _OFF_CLUSTER = frozenset(
     {JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 )
-
-
-def new_id(prefix: Literal["job", "evt", "mdl", "dep", "prm"]) -> str:
-    """A fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
-    return f"{prefix}_{ULID()}"
 
 
 @dataclass(frozen=True)
@@ -224,25 +218,6 @@ class MetricPoint:
     attempt: int
     time: float
     values: Mapping[str, float | int | None]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A distilled model: an artifact that can be deployed, and its origin."""
-
-    id: str
-    tenant: str
-    name: str
-    job_id: str
-    attempt: int
-    created_at: int
-    artifact_uri: str
-    manifest_digest: str
-    """SHA-256 of its manifest, which in turn names each file's."""
-    size: int
-    """Bytes."""
-    lineage: Mapping[str, Any]
-    metrics: Mapping[str, Any]
 
 
 def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Event:

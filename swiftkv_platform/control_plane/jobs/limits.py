@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pydantic_core import to_json
 
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
-from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
 
 
@@ -106,71 +103,3 @@ class AttemptLimits:
 
 
 DEFAULT_LIMITS = AttemptLimits()
-
-
-_NOTHING = Demand()
-
-
-@dataclass(frozen=True)
-class DeploymentLimits:
-    """Most that a deployment may ask for."""
-
-    max_replicas: int | None = None
-    """Most replicas of one deployment; None: as many as it asks for."""
-    policies: Policies = NO_LIMITS
-    grants_templates: bool = False
-    """Whether a chat template needs the grant of its tenant."""
-
-    def check(
-        self, spec: ResolvedDeployment, tenant: str, held: Demand, *, before: ResolvedDeployment | None = None
-    ) -> None:
-        """Refuse what a deployment would have more than `before`, if that is above a limit.
-
-        Args:
-            held: what the tenant's jobs and its other deployments hold.
-
-        Raises `InvalidInputError` above the operator's limit, `ForbiddenError` for a chat template without the grant,
-        `OverQuotaError` where the deployment alone is above its tenant's quota, and `QuotaExceededError` where it is
-        together with what is held.
-        """
-        self._check_template(spec, tenant, before)
-        had = _NOTHING if before is None else Demand.of_deployment(before)
-        wanted = Demand.of_deployment(spec)
-        more = wanted.beyond(had)
-        if self.max_replicas is not None and more.replicas and spec.max_replicas > self.max_replicas:
-            raise InvalidInputError(
-                f"max_replicas is {spec.max_replicas}; the operator allows {self.max_replicas} a deployment "
-                "(SWIFTKV_MAX_DEPLOYMENT_REPLICAS)",
-                field="max_replicas",
-                value=spec.max_replicas,
-            )
-        policy = self.policies.policy(tenant)
-        alone = wanted.exceeded_limit(policy, adding=more)
-        if alone is not None:
-            name, asked, most = alone
-            raise OverQuotaError(
-                f"the deployment asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} "
-                f"is {most:g}: it could never run; use fewer max_replicas or smaller ones",
-                field=name,
-                value=asked,
-            )
-        together = (held + wanted).exceeded_limit(policy, adding=more)
-        if together is not None:
-            name, asked, most = together
-            raise QuotaExceededError(
-                f"with this the jobs and deployments of tenant {tenant!r} would hold {asked:g} of what {name} counts; "
-                f"its quota is {most:g}; ask again when others have ended, or for fewer max_replicas",
-                field=name,
-                value=asked,
-            )
-
-    def _check_template(self, spec: ResolvedDeployment, tenant: str, before: ResolvedDeployment | None) -> None:
-        had = None if before is None else before.chat_template
-        if not self.grants_templates or spec.chat_template in (None, had):
-            return
-        if not self.policies.policy(tenant).chat_templates:
-            raise ForbiddenError(
-                f"chat_template is given, and tenant {tenant!r} may bring none: the operator grants it with "
-                "chat_templates: true in the tenants file; leave it out for the model's own",
-                field="chat_template",
-            )

@@ -8,11 +8,11 @@ from contextlib import aclosing
 
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
-from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.web.places import Places, Share
 
 _POLL_S = 0.5

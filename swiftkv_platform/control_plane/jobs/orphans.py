@@ -10,9 +10,10 @@ import shlex
 from dataclasses import dataclass, field
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository, RunningSubmission
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.ports import Clock, JobCluster, JobRepository, RunningSubmission
 
 _INTERVAL_S = 60.0
 

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import Manifest, Parent
+from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
-from swiftkv_platform.control_plane.jobs.job import Job, Model
 from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec

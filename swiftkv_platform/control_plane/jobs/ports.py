@@ -9,47 +9,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Protocol
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.control_plane.base import Fence, Page, Slice
 from swiftkv_platform.control_plane.jobs.demand import Claim, Placed, Standing, Usage
-from swiftkv_platform.control_plane.deployments.deployment import Admit, Deployment, DeploymentChange, DeploymentState
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, MetricPoint, Model
-from swiftkv_platform.specs.deployment import ResolvedDeployment
-
-T = TypeVar("T")
-
-
-class Clock(Protocol):
-    def __call__(self) -> float:
-        """Unix seconds."""
-        ...
-
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, MetricPoint
+from swiftkv_platform.control_plane.models.model import Model
 
 # Database
-
-
-@dataclass(frozen=True)
-class Page:
-    """A request for part of a list."""
-
-    after: str | None = None
-    """Id of the last item already seen, in the chosen order."""
-    limit: int = 20
-    order: Literal["asc", "desc"] = "desc"
-    """Order by time of creation."""
-
-
-@dataclass(frozen=True)
-class Slice(Generic[T]):
-    """Part of a list."""
-
-    items: Sequence[T]
-    has_more: bool
-    left_out: Sequence[str] = ()
-    """Ids of rows of this part that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +37,6 @@ class Idempotency:
 
     key: str
     body_hash: str
-
-
-@dataclass(frozen=True)
-class Fence:
-    """Mark of a lease as it was held. What is stored with it is refused once the lease is another's."""
-
-    name: str
-    holder: str
-    token: int
-    """Rises each time that another holder takes the lease."""
 
 
 @dataclass(frozen=True)
@@ -199,66 +159,6 @@ class JobRepository(Protocol):
         ...
 
 
-class Catalog(Protocol):
-    """Distilled models and their deployments. Each method is one transaction."""
-
-    def get_model(self, model_id: str, *, tenant: str) -> Model:
-        """Raises `NotFoundError`."""
-        ...
-
-    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
-
-    def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
-        """Store a deployment, while no other is stored or changed of the tenant's. `admit`: raises if there is no room
-        for it beside what the tenant holds. Raises `ConflictError` if another deployment's route prefix interferes; it
-        names one of the same tenant."""
-        ...
-
-    def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
-        """Raises `NotFoundError`."""
-        ...
-
-    def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]: ...
-
-    def all_deployments(self) -> Slice[Deployment]:
-        """All tenants', oldest first. Those that cannot be read are named: they are wanted as much as the others."""
-        ...
-
-    def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
-        """Store what `change` makes of the deployment as it is now, while no other change is made of the tenant's.
-
-        Its route prefix stays, and one that follows an alias gets the model that the alias stands for now. Raises
-        `NotFoundError`, `ConflictError` for one that is being deleted, and what `change` raises, storing nothing then.
-        """
-        ...
-
-    def set_deployment_state(
-        self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
-    ) -> None:
-        """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free.
-        `of`: what the cluster spoke of; nothing is stored if something else is wanted by now."""
-        ...
-
-    def remove_deployment(self, deployment_id: str) -> None:
-        """Forget a deployment that is no longer served."""
-        ...
-
-
-class Leases(Protocol):
-    """Rights that one process at a time holds, until a time. Both methods raise `DatabaseUnavailableError`."""
-
-    def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
-        """Take or renew a lease; returns its token, None while another holder's has not run out.
-
-        The token is at least 1, rises each time that another holder takes the lease, and stays with a renewal.
-        """
-        ...
-
-    def give_up(self, name: str, holder: str) -> None:
-        """Free the lease if it is the holder's."""
-        ...
-
-
 # Training cluster
 
 
@@ -377,23 +277,3 @@ class AttemptStore(Protocol):
 
 
 # Serving cluster
-
-
-class ServeCluster(Protocol):
-    """The cluster on which deployments run. Every method raises `ClusterUnavailableError` when it does not answer."""
-
-    def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
-        """Make these, and no others, the served applications. Returns before they are ready.
-
-        Args:
-            keep: ids of applications that stay as they are, if they are served.
-
-        Raises:
-            UnreadableRowError: an application to keep is served, and the cluster does not tell as what; nothing is
-                changed.
-        """
-        ...
-
-    def status(self) -> Mapping[str, DeploymentState]:
-        """States by deployment id; an application that is gone is absent."""
-        ...

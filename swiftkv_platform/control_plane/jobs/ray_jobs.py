@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 import httpx
 
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
 from swiftkv_platform.control_plane.jobs.ports import RunningSubmission, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.redaction import StreamRedactor
 
 _TIMEOUT_S = 15.0

@@ -25,6 +25,7 @@ from swiftkv_platform.contract.events import (
     TrackingEvent,
 )
 from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     EventType,
@@ -34,7 +35,6 @@ from swiftkv_platform.control_plane.jobs.job import (
     MetricPoint,
     Progress,
     Reason,
-    new_id,
     transition,
 )
 from swiftkv_platform.control_plane.jobs.ports import StoredEvent

@@ -25,6 +25,21 @@ from typing import Any
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest
 from swiftkv_platform.contract.events import ReasonCode
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.deployments.deployment import Deployment
+from swiftkv_platform.control_plane.files.file import FilesOf, no_files
+from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
+from swiftkv_platform.control_plane.jobs.attention import Attention
+from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
+from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
+from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
+from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
+from swiftkv_platform.control_plane.jobs.ports import AttemptStore, JobCluster, JobRepository, Submission
+from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
+from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.upkeep.loop import Backoff
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
@@ -35,20 +50,6 @@ from swiftkv_platform.errors import (
     StorageError,
 )
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
-from swiftkv_platform.control_plane.jobs.attention import Attention
-from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
-from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue
-from swiftkv_platform.control_plane.files.file import FilesOf, no_files
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
-from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
-from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
-from swiftkv_platform.control_plane.upkeep.loop import Backoff
-from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
-from swiftkv_platform.control_plane.jobs.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
-from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import NO_RULES, SourceRules
 

@@ -8,6 +8,15 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from pydantic import TypeAdapter, ValidationError
 
+from swiftkv_platform.control_plane.files.file import files_of
+from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
+from swiftkv_platform.control_plane.jobs.estimates import machines
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
+from swiftkv_platform.control_plane.jobs.limits import JobLimits
+from swiftkv_platform.control_plane.jobs.parents import PublishRules
+from swiftkv_platform.control_plane.jobs.ports import JobFilter
+from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.parts import (
     Deletions,
     JobSpans,
@@ -23,15 +32,7 @@ from swiftkv_platform.control_plane.parts import (
     source_rules,
     webhook_rules,
 )
-from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.control_plane.jobs.estimates import machines
-from swiftkv_platform.control_plane.files.file import files_of
-from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.jobs.limits import JobLimits
-from swiftkv_platform.control_plane.jobs.parents import PublishRules
-from swiftkv_platform.control_plane.jobs.ports import JobFilter
-from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
 from swiftkv_platform.traces import valid_traceparent

@@ -8,29 +8,29 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
+from swiftkv_platform.control_plane.files.file import FilesOf, no_files
+from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for
 from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate
-from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Job,
     JobStatus,
     Reason,
     Speed,
-    new_id,
     requeue,
     status_event,
     transition,
 )
 from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, check_spec_bytes
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
-from swiftkv_platform.control_plane.jobs.ports import Clock, Idempotency, JobFilter, JobRepository, Page, StoredJobs
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter, JobRepository, StoredJobs
 from swiftkv_platform.control_plane.jobs.validation import ReadObject, validate
-from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
+from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import NO_RULES, SourceRules
 from swiftkv_platform.sources.relative import refuse_relative_paths
@@ -45,14 +45,6 @@ _MEASURED_JOBS = 100
 NO_WEBHOOKS = WebhookRules()
 
 _UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
-
-
-@dataclass(frozen=True)
-class Caller:
-    """Tenant and name of a caller."""
-
-    tenant: str
-    name: str
 
 
 def _nothing(_job: Job) -> None:

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
-from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.errors import ConflictError
 
 _LIVE = [status.value for status in JobStatus if not status.is_terminal]
 _MODEL = re.compile(r"mdl_[0-9A-Za-z]{1,36}")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
+from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate, estimate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate, estimate
 from swiftkv_platform.planning import has_fp8_weights, read_architecture, student_layer_map
 from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.planning.machines import Machines

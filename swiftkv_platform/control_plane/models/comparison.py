@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from swiftkv_platform.control_plane.jobs.job import Model
+from swiftkv_platform.control_plane.models.model import Model
 
 _STUDENT = ".student"
 """Ends the name of a student's score on a task."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from swiftkv_platform.contract.verdicts import undecided
-from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
-from swiftkv_platform.control_plane.merge_patches import Expected
+from swiftkv_platform.control_plane.base import Clock, Page, Slice, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
-from swiftkv_platform.control_plane.jobs.job import Model, new_id
-from swiftkv_platform.control_plane.jobs.ports import Clock, Page, Slice
+from swiftkv_platform.control_plane.merge_patches import Expected
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"

@@ -8,6 +8,12 @@ from fastapi import APIRouter, Depends, Path, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.jobs.answers import JobAnswer
+from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
+from swiftkv_platform.control_plane.jobs.routes import Present, Submit, place
 from swiftkv_platform.control_plane.models.answers import (
     AliasAnswer,
     ComparisonAnswer,
@@ -18,14 +24,18 @@ from swiftkv_platform.control_plane.models.answers import (
     PromotionRequest,
     RollbackRequest,
 )
-from swiftkv_platform.control_plane.http.changes import IfMatch, tag
-from swiftkv_platform.control_plane.parts import Deletions, Deployer, NewestFirst, Parts, Reader, TheParents, Writer, paged
-from swiftkv_platform.control_plane.jobs.routes import Present, Submit, place
-from swiftkv_platform.control_plane.jobs.answers import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.control_plane.models.comparison import compare
-from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
-from swiftkv_platform.control_plane.jobs.ports import Page
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
+from swiftkv_platform.control_plane.parts import (
+    Deletions,
+    Deployer,
+    NewestFirst,
+    Parts,
+    Reader,
+    TheParents,
+    Writer,
+    paged,
+)
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 

@@ -6,10 +6,10 @@ from sqlalchemy import ColumnElement, exists, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from swiftkv_platform.control_plane.base import Fence
 from swiftkv_platform.control_plane.database.paging import Store
 from swiftkv_platform.control_plane.database.tables import LeaseRow
 from swiftkv_platform.errors import LeaseLostError
-from swiftkv_platform.control_plane.jobs.ports import Fence
 
 _NOT_HELD = ""
 

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
+from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.ports import Clock
 
 
 @dataclass

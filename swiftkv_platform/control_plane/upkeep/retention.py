@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.errors import ConflictError
 
 DAY_S = 86400.0
 SWEEPER = "retention"

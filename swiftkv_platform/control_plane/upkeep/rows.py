@@ -9,8 +9,6 @@ from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.control_plane.deployments.rows import deployments_turn, promotions_of
-from swiftkv_platform.control_plane.hooks.rows import PENDING
 from swiftkv_platform.control_plane.database.paging import Store, owned
 from swiftkv_platform.control_plane.database.tables import (
     AuditRow,
@@ -27,8 +25,10 @@ from swiftkv_platform.control_plane.database.tables import (
     SessionRow,
     UseRow,
 )
-from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.control_plane.deployments.rows import deployments_turn, promotions_of
+from swiftkv_platform.control_plane.hooks.rows import PENDING
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.control_plane.models.registry import superseded
 from swiftkv_platform.control_plane.upkeep.retention import Holders, Kind, check_unheld
 

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
-from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
-from swiftkv_platform.logs import get_logger
-from swiftkv_platform.control_plane.jobs.ports import Clock
+from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.upkeep.retention import (
     DAY_S,
     SWEEPER,
@@ -27,6 +25,8 @@ from swiftkv_platform.control_plane.upkeep.retention import (
     Retention,
     Swept,
 )
+from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
+from swiftkv_platform.logs import get_logger
 
 _PAGE = 100
 """Jobs or models that are looked up at a time."""

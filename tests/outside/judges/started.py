@@ -19,8 +19,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import tests.integration.conftest
-from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.specs.deployment import ResolvedDeployment

@@ -19,8 +19,7 @@ from tests.outside.vllm.engines import DEFAULTS
 
 HEAVY = ("ray", "obstore", "sqlalchemy", "alembic", "wandb", "datasets")
 OURS = tuple(
-    f"swiftkv_platform.{room}"
-    for room in ("model", "engine", "distillation", "control_plane", "storage", "cli")
+    f"swiftkv_platform.{room}" for room in ("model", "engine", "distillation", "control_plane", "storage", "cli")
 )
 
 

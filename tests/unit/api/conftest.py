@@ -16,15 +16,15 @@ from fastapi.testclient import TestClient
 from structlog.testing import capture_logs
 
 from swiftkv_platform.control_plane.app import create_app
-from swiftkv_platform.control_plane.parts import Components, prices, webhook_rules
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
 from swiftkv_platform.control_plane.files.file import files_of
+from swiftkv_platform.control_plane.hooks.sender import send_webhook
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer
 from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer
+from swiftkv_platform.control_plane.parts import Components, prices, webhook_rules
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.local_store import LocalObjectStore

@@ -14,13 +14,13 @@ import pytest
 from openai import OpenAI
 from openai.types import FileDeleted, FileObject
 
-from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.contract.attempts import file_key, new_file_id
+from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.files.file import File
+from swiftkv_platform.control_plane.files.routes import upload_places
+from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.data.uploads import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
-from swiftkv_platform.control_plane.files.file import File
-from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.files.service import FileSweeper
 from tests.unit.api.conftest import SPEC, URL, Server, Start, refusal, served_control_plane
 
 ROWS = "".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(3)).encode()

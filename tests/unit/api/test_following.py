@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from swiftkv_platform.control_plane.base import Page, Slice, new_id
+from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs import following
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
+from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError
-from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, new_id, start, transition
-from swiftkv_platform.control_plane.jobs.ports import Page, Slice
 from swiftkv_platform.settings import Settings
 from tests.records import make_job, store
 from tests.unit.api.conftest import SPEC, StillClock, make_parts, served_control_plane

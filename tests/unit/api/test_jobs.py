@@ -10,8 +10,8 @@ import httpx
 import pytest
 import yaml
 
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from tests.unit.api.conftest import SPEC, URL, Server, Start, refusal
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.parts import retention
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
-from swiftkv_platform.control_plane.models.comparison import Figure, compare
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
-from swiftkv_platform.control_plane.jobs.job import Model
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.control_plane.models.comparison import Figure, compare
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.parts import retention
 from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from tests.unit.api.conftest import SPEC, Server, Start, refusal
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.hooks.webhooks import recipients
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.security.webhooks import verify
 from tests.fakes.scripted_server import Answer, Request, Script, serve
 from tests.rays import free_port

@@ -10,9 +10,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus, transition
+from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.attempt_store import FakeWorker
 from tests.records import make_job, message, store

@@ -18,12 +18,12 @@ import ray
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL
+from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs import distill
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import refuse_unshared_store
 from swiftkv_platform.jobs.ray_train import _Trainer
-from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.requirements import required_module

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
+from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate, memory_by_phase
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run import DryRun, dry_run
-from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate, memory_by_phase
 from swiftkv_platform.planning.phases import PhaseMemory
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config

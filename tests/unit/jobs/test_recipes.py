@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.control_plane.jobs.estimates import estimate, memory_by_phase
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import phases
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
+from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue, held_by
 from swiftkv_platform.control_plane.jobs.job import (
@@ -19,13 +20,12 @@ from swiftkv_platform.control_plane.jobs.job import (
     JobStatus,
     Progress,
     Reason,
-    new_id,
     requeue,
     start,
     transition,
 )
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
+from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.records import standing_of
 from tests.unit.orchestration.conftest import Plane

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
-from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
 from swiftkv_platform.control_plane.jobs.demand import Placed
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.upkeep.leadership import LEASE_S, Leadership
+from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
 from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.orchestration.conftest import Plane
 
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import delete, text
 
-from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.scripted_server import Script, json_answer, serve

@@ -11,10 +11,11 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.errors import StorageError, UnreadableRowError
+from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.jobs.ports import Page, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.errors import StorageError, UnreadableRowError
 from tests.unit.orchestration.conftest import Plane
 
 SLOTS = 4

@@ -6,9 +6,10 @@ import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL
-from swiftkv_platform.errors import StorageError
+from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.jobs.job import JobStatus, Reason
-from swiftkv_platform.control_plane.jobs.ports import Page, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.errors import StorageError
 from tests.fakes.attempt_store import METRICS
 from tests.unit.orchestration.conftest import TENANT, Plane
 

@@ -8,7 +8,13 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
+from swiftkv_platform.control_plane.base import Caller, new_id
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.rows import SqlRegistry
+from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler, DeploymentService
+from swiftkv_platform.control_plane.merge_patches import Expected
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     InvalidInputError,
@@ -16,12 +22,6 @@ from swiftkv_platform.errors import (
     PreconditionFailedError,
     StaleVersionError,
 )
-from swiftkv_platform.control_plane.merge_patches import Expected
-from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler, DeploymentService
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
-from swiftkv_platform.control_plane.jobs.job import Model, new_id
-from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.jobs.service import Caller
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.unit.orchestration.conftest import TENANT, Plane

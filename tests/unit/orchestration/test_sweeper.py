@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
-from swiftkv_platform.errors import StorageError
+from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, new_id, start, transition
-from swiftkv_platform.control_plane.jobs.ports import Page, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
 from swiftkv_platform.control_plane.upkeep.retention import DAY_S, Counts, Kind, Retention, Swept
+from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.local_store import LocalObjectStore
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.unit.orchestration.conftest import TENANT, Plane
 

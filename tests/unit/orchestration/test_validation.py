@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.data.checks import SourceEstimate
-from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, ObjectNotFoundError, StorageError
 from swiftkv_platform.control_plane.jobs.estimates import Estimate
 from swiftkv_platform.control_plane.jobs.validation import validate
+from swiftkv_platform.data.checks import SourceEstimate
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec
 from tests.model_configs import llama_config
 from tests.requirements import required_module

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.phase_plans import PhasePlan
 from swiftkv_platform.planning.phases import refuse_writers_without_room, teacher_bytes

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.contract.serving import REVISION_HEADER
+from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe, _application, http_address
+from swiftkv_platform.control_plane.deployments.service import check_engine_options
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
@@ -22,8 +24,6 @@ from swiftkv_platform.errors import (
     UnreadableRowError,
 )
 from swiftkv_platform.model import export_adapter
-from swiftkv_platform.control_plane.deployments.service import check_engine_options
-from swiftkv_platform.control_plane.deployments.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
 from swiftkv_platform.serve.loading import Loaded, Surroundings, choose_backend, load

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.sources import Boundary, SourceRules
 from swiftkv_platform.sources.cards import check_card, check_saved, licence_of
 from swiftkv_platform.sources.gguf import read_gguf_config

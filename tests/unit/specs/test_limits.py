@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from ray.serve.autoscaling_policy import _apply_autoscaling_config, replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
-from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS, autoscaling_config, replicas_by_load
+from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import DeploymentSpec, ScalingSpec

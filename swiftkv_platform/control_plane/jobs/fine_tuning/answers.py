@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from swiftkv_platform.control_plane.jobs.answers import Answer, CheckpointAnswer, JobAnswer, JobError
 from swiftkv_platform.contract.events import Level
+from swiftkv_platform.control_plane.http.answers import Answer
+from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, JobAnswer, JobError
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 

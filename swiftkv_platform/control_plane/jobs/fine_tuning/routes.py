@@ -7,17 +7,19 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from swiftkv_platform.control_plane.parts import Components, NewestFirst, Parts, Reader, Writer, paged
-from swiftkv_platform.control_plane.jobs.fine_tuning.requests import CreateFineTuningJob, job_spec
+from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, page_of
 from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
     FineTuningCheckpointAnswer,
     FineTuningEventAnswer,
     FineTuningJobAnswer,
 )
-from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, check_metadata_keys
-from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, ListAnswer, list_answer, page_of
+from swiftkv_platform.control_plane.jobs.fine_tuning.requests import CreateFineTuningJob, job_spec
 from swiftkv_platform.control_plane.jobs.job import Job
-from swiftkv_platform.control_plane.jobs.ports import JobFilter, Page
+from swiftkv_platform.control_plane.jobs.ports import JobFilter
+from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, check_metadata_keys
+from swiftkv_platform.control_plane.parts import Components, NewestFirst, Parts, Reader, Writer, paged
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import ERROR_RESPONSES

@@ -1,0 +1,61 @@
+"""What all rooms of the control plane share: the clock, parts of lists, and fences of leases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+from ulid import ULID
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    def __call__(self) -> float:
+        """Unix seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Page:
+    """A request for part of a list."""
+
+    after: str | None = None
+    """Id of the last item already seen, in the chosen order."""
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+    """Order by time of creation."""
+
+
+@dataclass(frozen=True)
+class Slice(Generic[T]):
+    """Part of a list."""
+
+    items: Sequence[T]
+    has_more: bool
+    left_out: Sequence[str] = ()
+    """Ids of rows of this part that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Mark of a lease as it was held. What is stored with it is refused once the lease is another's."""
+
+    name: str
+    holder: str
+    token: int
+    """Rises each time that another holder takes the lease."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Tenant and name of a caller."""
+
+    tenant: str
+    name: str
+
+
+def new_id(prefix: Literal["job", "evt", "mdl", "dep", "prm"]) -> str:
+    """A fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
+    return f"{prefix}_{ULID()}"

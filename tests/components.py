@@ -7,13 +7,14 @@ from fastapi.routing import _IncludedRouter
 
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.rows import SqlCatalog, SqlRegistry
+from swiftkv_platform.control_plane.deployments.rows import SqlDeployments
 from swiftkv_platform.control_plane.files.rows import SqlFiles
 from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.loops.leases import SqlLeases
+from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.cluster import FakeCluster
@@ -43,7 +44,7 @@ def make_components(
     return Components(
         database=database,
         jobs=SqlJobRepository(database),
-        catalog=SqlCatalog(database),
+        deployments=SqlDeployments(database),
         registry=SqlRegistry(database),
         leases=SqlLeases(database),
         outbox=SqlOutbox(database),

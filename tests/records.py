@@ -3,8 +3,9 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.jobs.demand import Demand, Standing, Waiting
+from swiftkv_platform.control_plane.jobs.demand import Standing, Waiting
 from swiftkv_platform.control_plane.jobs.fair_queue import PRIORITIES, held_by
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
 from swiftkv_platform.control_plane.jobs.ports import Idempotency

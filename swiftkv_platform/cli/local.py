@@ -135,7 +135,7 @@ def prune(
     json: Json = False,
 ) -> None:
     """Remove what is kept no longer (SWIFTKV_RETENTION_*), as the control plane does every hour."""
-    from swiftkv_platform.control_plane.parts import retention
+    from swiftkv_platform.control_plane.upkeep.retention import retention
     from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 
     chosen = settings()

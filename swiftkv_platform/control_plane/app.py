@@ -16,24 +16,26 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.control_plane import health
-from swiftkv_platform.control_plane.access import quota, sign_in
+from swiftkv_platform.control_plane.access import sign_in
 from swiftkv_platform.control_plane.access import routes as audit
 from swiftkv_platform.control_plane.access.audit_middleware import Audit, Floods
+from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit
 from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
-from swiftkv_platform.control_plane.access.tenants import Policies, Tenants
+from swiftkv_platform.control_plane.access.tenants import Policies, Tenants, source_rules
 from swiftkv_platform.control_plane.deployments import routes as deployments
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
 from swiftkv_platform.control_plane.files import routes as files
 from swiftkv_platform.control_plane.files.file import files_of
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, webhook_rules
 from swiftkv_platform.control_plane.http import error_handlers
 from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, SecurityHeaders, too_large
-from swiftkv_platform.control_plane.jobs import history_routes, output_routes, recipes
+from swiftkv_platform.control_plane.jobs import history_routes, output_routes, quota, recipes
 from swiftkv_platform.control_plane.jobs import routes as jobs
 from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
+from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.fine_tuning import routes as fine_tuning
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
@@ -42,21 +44,13 @@ from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
+from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.control_plane.models import routes as models
-from swiftkv_platform.control_plane.parts import (
-    SIGN_IN_PATH,
-    Components,
-    admit,
-    build_components,
-    prices,
-    retention,
-    source_rules,
-    webhook_rules,
-)
-from swiftkv_platform.control_plane.upkeep.leadership import Leadership, Lease
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.control_plane.parts import Components, build_components
 from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
@@ -104,7 +98,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         reconciler = _reconciler(settings, parts, leaderships["jobs"], instruments)
         orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
         sweeper = _sweeper(settings, parts, orphans)
-        deploying = DeploymentReconciler(parts.catalog, parts.serving, leaderships["deployments"])
+        deploying = DeploymentReconciler(parts.deployments, parts.serving, leaderships["deployments"])
         steps = {
             "jobs": reconciler.tick,
             "deployments": deploying.tick,
@@ -221,7 +215,7 @@ def _reconciler(settings: Settings, parts: Components, lease: Lease, instruments
         prices=prices(settings),
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
-        deployments=lambda: parts.catalog.all_deployments().items,
+        deployments=lambda: parts.deployments.all_deployments().items,
         files=files_of(parts.files, parts.objects.uri),
         parents=Parents(parts.jobs, parts.registry, parts.attempts),
         attention=Attention(SPARING),

@@ -14,8 +14,8 @@ from swiftkv_platform.control_plane.deployments.service import DeploymentReconci
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import SwiftKVError
 

@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.rows import SqlCatalog
+from swiftkv_platform.control_plane.deployments.rows import SqlDeployments
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -63,5 +63,5 @@ def jobs(database: Database) -> SqlJobRepository:
 
 
 @pytest.fixture
-def catalog(database: Database) -> SqlCatalog:
-    return SqlCatalog(database)
+def catalog(database: Database) -> SqlDeployments:
+    return SqlDeployments(database)

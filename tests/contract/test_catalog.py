@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
     Holdings,
 )
-from swiftkv_platform.control_plane.deployments.rows import SqlCatalog, SqlRegistry
+from swiftkv_platform.control_plane.deployments.rows import SqlDeployments
 from swiftkv_platform.control_plane.files.file import File
 from swiftkv_platform.control_plane.files.rows import SqlFiles
 from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
@@ -24,6 +24,7 @@ from swiftkv_platform.control_plane.jobs.job import JobStatus, start, status_eve
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.errors import (
     ConflictError,
     InvalidInputError,
@@ -37,7 +38,7 @@ from tests.records import TENANT, make_job, make_model, store
 from tests.threads import at_once
 
 
-def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, catalog: SqlCatalog) -> None:
+def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, catalog: SqlDeployments) -> None:
     job = store(jobs, make_job())
     model = make_model(job)
     jobs.update(replace(job, distilled_model=model.id), model=model)
@@ -66,7 +67,7 @@ def make_deployment(model: Model, route_prefix: str = "/") -> Deployment:
     return Deployment(spec, TENANT, 300)
 
 
-def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: SqlCatalog, model: Model) -> None:
+def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: SqlDeployments, model: Model) -> None:
     holder = catalog.create_deployment(make_deployment(model))
     assert catalog.get_deployment(holder.spec.id, tenant=TENANT) == holder
     with pytest.raises(ConflictError, match=holder.spec.id):
@@ -77,7 +78,7 @@ def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: SqlCatal
     assert [item.spec.id for item in catalog.all_deployments().items] == [holder.spec.id, other.spec.id, heir.spec.id]
 
 
-def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlCatalog, model: Model) -> None:
+def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlDeployments, model: Model) -> None:
     deployment = catalog.create_deployment(make_deployment(model)).spec.id
     running = DeploymentState(DeploymentStatus.RUNNING, "ready", 2, {"fetch": 1.5, "load": 2.0, "check": 0.25})
     catalog.set_deployment_state(deployment, running)
@@ -91,7 +92,9 @@ def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlCatalog, model:
         catalog.get_deployment(deployment, tenant=TENANT)
 
 
-def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catalog: SqlCatalog, model: Model) -> None:
+def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(
+    catalog: SqlDeployments, model: Model
+) -> None:
     before = catalog.create_deployment(make_deployment(model)).spec
     after = before.model_copy(update={"engine": {"dtype": "float32"}, "max_replicas": 3})
     swapping = DeploymentState(DeploymentStatus.SWAPPING)
@@ -119,7 +122,7 @@ def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catal
 
 @pytest.mark.parametrize("damage", ['\'{"not": "a deployment"}\'', "'[]'"])
 def test_a_deployment_that_cannot_be_read_hides_no_other(
-    database: Database, catalog: SqlCatalog, model: Model, damage: str
+    database: Database, catalog: SqlDeployments, model: Model, damage: str
 ) -> None:
     damaged, sound = (catalog.create_deployment(make_deployment(model, path)) for path in ("/damaged", "/sound"))
     with database.writing() as session:
@@ -135,7 +138,7 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
 
 
 def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
-    database: Database, catalog: SqlCatalog, model: Model
+    database: Database, catalog: SqlDeployments, model: Model
 ) -> None:
     stored = catalog.create_deployment(make_deployment(model))
     document = json.dumps({**stored.spec.model_dump(mode="json"), "colour": "red"})
@@ -147,7 +150,7 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
 
 
 def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
-    database: Database, catalog: SqlCatalog, model: Model
+    database: Database, catalog: SqlDeployments, model: Model
 ) -> None:
     made = at_once(partial(catalog.create_deployment, make_deployment(model)) for _ in range(8))
     [holder] = [each for each in made if isinstance(each, Deployment)]

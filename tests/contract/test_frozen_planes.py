@@ -23,9 +23,9 @@ from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.upkeep.leadership import Leadership
-from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.control_plane.loops.leadership import Leadership
+from swiftkv_platform.control_plane.loops.leases import SqlLeases
+from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore

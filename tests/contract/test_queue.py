@@ -12,16 +12,17 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import PrimaryKeyConstraint, Table, UniqueConstraint, inspect, text, update
 
 from swiftkv_platform.contract.attempts import new_file_id
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Fence
 from swiftkv_platform.control_plane.database.session import Database, alembic_config
 from swiftkv_platform.control_plane.database.tables import Base, JobRow
-from swiftkv_platform.control_plane.deployments.rows import SqlRegistry
-from swiftkv_platform.control_plane.jobs.demand import Claim, Demand
+from swiftkv_platform.control_plane.jobs.demand import Claim
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.control_plane.loops.leases import SqlLeases
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.upkeep.leases import SqlLeases
+from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from tests.records import TENANT, make_job, make_model, standing_of, store
 from tests.threads import at_once

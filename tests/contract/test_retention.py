@@ -9,12 +9,12 @@ from swiftkv_platform.control_plane.access.rows import SqlSessions, StoredSessio
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.deployments.rows import SqlRegistry
 from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, MetricPoint, transition
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.control_plane.upkeep.retention import Kind
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 from swiftkv_platform.errors import ConflictError, NotFoundError

@@ -140,7 +140,7 @@ def test_a_deployment_that_was_asked_for_before_a_promotion_follows_it(plane: De
         alias="production",
         tenant="acme",
     )
-    stored = plane.parts.catalog.create_deployment(Deployment(spec, "acme", 1))
+    stored = plane.parts.deployments.create_deployment(Deployment(spec, "acme", 1))
     assert (stored.spec.model, stored.spec.artifact_uri) == (after, "s3://bucket/artifact")
     assert get(plane, f"/deployments/{spec.id}")["model"] == after
 

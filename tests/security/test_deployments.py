@@ -82,7 +82,7 @@ def test_no_deployment_takes_requests_of_another(tmp_path: Path, sqlite_database
             assert holder["id"] in refused.text, "its own deployment may be named"
             other = plane.deployed("default", route_prefix="/a/b")  # takes nothing of either
             for gone in (holder, other):
-                plane.parts.catalog.remove_deployment(gone["id"])
+                plane.parts.deployments.remove_deployment(gone["id"])
 
 
 def test_of_many_who_want_a_route_at_once_one_gets_it(plane: DeploymentPlane) -> None:
@@ -132,7 +132,7 @@ def test_metrics_of_replicas_are_read_with_the_callers_key(tmp_path: Path, sqlit
     with serve(script) as serve_url, deployment_plane(tmp_path, sqlite_database, serve_url=serve_url) as plane:
         deployment = plane.deployed("acme")["id"]
         state = DeploymentState(DeploymentStatus.RUNNING, "", 1)
-        plane.parts.catalog.set_deployment_state(deployment, state)
+        plane.parts.deployments.set_deployment_state(deployment, state)
         path = f"/deployments/{deployment}/metrics"
         assert plane.ask("acme", "GET", path).json()["replicas"] == [{"replica": "one", "values": {}}]
         assert plane.ask("other", "GET", path).status_code == 404
@@ -159,7 +159,7 @@ def test_a_number_that_would_stop_everybodys_deployments_is_refused(plane: Deplo
         ):
             refused = plane.client.request(method, path, content=body, headers=headers)
             assert refusal(refused)["field"] == field
-    assert [item.spec.engine for item in plane.parts.catalog.all_deployments().items] == [{}]
+    assert [item.spec.engine for item in plane.parts.deployments.all_deployments().items] == [{}]
 
 
 TENANTS = """
@@ -235,7 +235,7 @@ def test_deployments_hold_what_they_may_grow_to(granted: DeploymentPlane) -> Non
     assert granted.deploy("other", route_prefix="/b", max_replicas=9).status_code == 201
     granted.ask("acme", "DELETE", path)
     assert granted.deploy("acme", route_prefix="/b", engine=GPU).status_code == 429, "its replicas have yet to go"
-    granted.parts.catalog.remove_deployment(path.rpartition("/")[2])
+    granted.parts.deployments.remove_deployment(path.rpartition("/")[2])
     assert granted.deploy("acme", route_prefix="/b", engine=GPU).status_code == 201
 
 
@@ -244,7 +244,7 @@ def test_of_many_deployments_at_once_no_more_pass_than_the_quota_holds(granted: 
     answers = at_once(partial(deploy, route_prefix=f"/at{number}") for number in range(20))
     assert Counter(answer.status_code for answer in answers) == {201: 4, 429: 16}
     deployments = [item["id"] for item in granted.ask("acme", "GET", "/deployments").json()["data"]]
-    granted.parts.catalog.remove_deployment(deployments.pop())
+    granted.parts.deployments.remove_deployment(deployments.pop())
     patch = partial(granted.ask, "acme", "PATCH", body={"max_replicas": 2})
     changes = at_once(partial(patch, f"/deployments/{deployment}") for deployment in deployments)
     assert Counter(answer.status_code for answer in changes) == {200: 1, 429: 2}
@@ -280,7 +280,7 @@ def test_a_job_waits_while_deployments_hold_its_gpus(tmp_path: Path, sqlite_data
         held_back, free = (submit(plane, tenant) for tenant in ("acme", "free"))
         wait_for_start(plane, "free", free)
         assert plane.ask("acme", "GET", f"/jobs/{held_back}").json()["status"] == "queued"
-        plane.parts.catalog.remove_deployment(deployment)
+        plane.parts.deployments.remove_deployment(deployment)
         wait_for_start(plane, "acme", held_back)
         assert quota(plane)["held_by_jobs"]["gpus"] == 4
         refused = plane.deploy("acme", max_replicas=3, engine=GPU)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftkv_platform.control_plane.parts import SESSION_COOKIE
+from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
 from tests.unit.api.conftest import SPEC, Start, StillClock
 

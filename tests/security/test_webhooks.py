@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.hooks.sender import send_webhook
 from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, SecretFiles, WebhookRules
 from swiftkv_platform.control_plane.jobs.job import Job, status_event
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
+from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.specs import JobSpec
 
 PATIENCE_S = 30.0

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Depends, Query, Request, Security
 
 from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter
+from swiftkv_platform.control_plane.access.callers import get_caller
 from swiftkv_platform.control_plane.access.rows import SqlAudit
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
-from swiftkv_platform.control_plane.parts import NewestFirst, get_caller
+from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.errors import ForbiddenError
 from swiftkv_platform.security.principals import Principal, Scope
 

@@ -10,8 +10,8 @@ from fastapi.responses import FileResponse
 from pydantic import Field
 
 from swiftkv_platform.control_plane.access.audit_middleware import record_of
+from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE, SIGN_IN_PATH, current_session
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
-from swiftkv_platform.control_plane.parts import SESSION_COOKIE, SIGN_IN_PATH, current_session
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.web.bodies import BodyRoute

@@ -15,6 +15,8 @@ from pydantic import Field
 
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.publish import WebhookSpec
 
@@ -103,3 +105,14 @@ def _parse(content: bytes) -> _TenantsFile:
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     return _TenantsFile.model_validate(document if document is not None else {})
+
+
+def source_rules(settings: Settings) -> SourceRules:
+    return SourceRules(settings.resolved_source_roots, code_tasks=settings.allow_code_tasks)
+
+
+def tenant_access(rules: SourceRules, policies: Policies, tenant: str | None) -> Access:
+    """Sources that a tenant may read; without a tenant only the hub, where sources have rules."""
+    if tenant is None:
+        return Access(roots=None if rules.roots is None else ())
+    return rules.access(tenant, policies.policy(tenant).hub_organizations)

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
 from swiftkv_platform.control_plane.base import Page, Slice
-from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -137,14 +136,8 @@ def _check_segments(route_prefix: str) -> None:
         )
 
 
-class Catalog(Protocol):
-    """Distilled models and their deployments. Each method is one transaction."""
-
-    def get_model(self, model_id: str, *, tenant: str) -> Model:
-        """Raises `NotFoundError`."""
-        ...
-
-    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
+class Deployments(Protocol):
+    """Deployments of all tenants. Each method is one transaction."""
 
     def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
         """Store a deployment, while no other is stored or changed of the tenant's. `admit`: raises if there is no room

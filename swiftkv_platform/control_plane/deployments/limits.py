@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
-from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 

@@ -11,6 +11,8 @@ from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
+from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Reader, Streamed, authorization
+from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.deployments.answers import (
     DeploymentAnswer,
@@ -24,19 +26,9 @@ from swiftkv_platform.control_plane.deployments.replica_metrics import read_repl
 from swiftkv_platform.control_plane.deployments.service import DeploymentService
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.parts import (
-    Asker,
-    Deployer,
-    NewestFirst,
-    Parts,
-    Reader,
-    Streamed,
-    TheSettings,
-    authorization,
-    source_rules,
-    tenant_access,
-)
+from swiftkv_platform.control_plane.parts import Parts, TheSettings
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from swiftkv_platform.web.bodies import BodyRoute
@@ -53,7 +45,9 @@ def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService
     routes = RouteRules(below_tenant=has_keys, policies=parts.policies)
     limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies, grants_templates=has_keys)
     access = partial(tenant_access, source_rules(settings), parts.policies)
-    return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes, limits=limits, access=access)
+    return DeploymentService(
+        parts.deployments, registry, clock=parts.clock, routes=routes, limits=limits, access=access
+    )
 
 
 Service = Annotated[DeploymentService, Depends(deployment_service)]
@@ -75,7 +69,7 @@ def list_deployments(
     parts: Parts, caller: Reader, settings: TheSettings, page: NewestFirst
 ) -> ListAnswer[DeploymentAnswer]:
     """Deployments, newest first."""
-    found = parts.catalog.list_deployments(page, tenant=caller.tenant)
+    found = parts.deployments.list_deployments(page, tenant=caller.tenant)
     return list_answer(
         found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id, page.order
     )
@@ -86,7 +80,7 @@ def get_deployment(
     deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings, response: Response
 ) -> DeploymentAnswer:
     """One deployment. `ETag` names its version, which `status` and `replicas` do not change."""
-    found = parts.catalog.get_deployment(deployment_id, tenant=caller.tenant)
+    found = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
     tag(response, found.version)
     return DeploymentAnswer.of(found, settings.serve_url)
 
@@ -96,7 +90,7 @@ async def get_deployment_metrics(
     deployment_id: str, request: Request, parts: Parts, caller: Reader, settings: TheSettings
 ) -> DeploymentMetricsAnswer:
     """Metrics of the deployment's replicas now, for pages that have no Prometheus to ask. None where none runs."""
-    found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
+    found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
     replicas = []
     if found.state.replicas:
         url = DeploymentAnswer.of(found, settings.serve_url).url
@@ -165,7 +159,7 @@ async def _ask(
     settings: TheSettings,
 ) -> StreamingResponse:
     """Pass a request on to a route of the deployment's own, and its answer back as it comes."""
-    found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
+    found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
     url = DeploymentAnswer.of(found, settings.serve_url).url
     client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
     try:

@@ -9,10 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import (
-    Catalog,
     Deployment,
+    Deployments,
     DeploymentState,
     DeploymentStatus,
     Holdings,
@@ -20,11 +21,10 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     ServeCluster,
 )
 from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
-from swiftkv_platform.control_plane.jobs.demand import Demand
+from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService, changed
-from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.sources import OPEN, Access
@@ -39,7 +39,7 @@ UNLIMITED = DeploymentLimits()
 class DeploymentService:
     """Putting models into service and taking them out."""
 
-    catalog: Catalog
+    deployments: Deployments
     registry: RegistryService
     _: KW_ONLY
     clock: Clock
@@ -71,7 +71,7 @@ class DeploymentService:
         def admit(held: Holdings) -> None:
             self.limits.check(spec, caller.tenant, _demand(held))
 
-        return self.catalog.create_deployment(Deployment(spec, caller.tenant, int(self.clock())), admit=admit)
+        return self.deployments.create_deployment(Deployment(spec, caller.tenant, int(self.clock())), admit=admit)
 
     def update(
         self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
@@ -91,7 +91,7 @@ class DeploymentService:
         is changed to something else at the same time, `ConflictError` for a deployment that is being deleted, and as
         `DeploymentLimits.check`.
         """
-        seen = self.catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        seen = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolved(changes, caller)
 
         def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
@@ -103,7 +103,7 @@ class DeploymentService:
             self.limits.check(spec, caller.tenant, _demand(held), before=present.spec)
             return changed(present, spec)
 
-        return self.catalog.change_deployment(deployment_id, change, tenant=caller.tenant)
+        return self.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
 
     def _resolved(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
         """The changes with the artifacts of the models that they name."""
@@ -134,9 +134,9 @@ class DeploymentService:
 
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:
         """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""
-        deployment = self.catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        deployment = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         deleting = DeploymentState(DeploymentStatus.DELETING)
-        self.catalog.set_deployment_state(deployment_id, deleting)
+        self.deployments.set_deployment_state(deployment_id, deleting)
         return replace(deployment, state=deleting)
 
 
@@ -202,7 +202,7 @@ _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has 
 class DeploymentReconciler:
     """Applies the set of wanted deployments whenever it, or what is served, has changed."""
 
-    catalog: Catalog
+    deployments: Deployments
     cluster: ServeCluster
     lease: Lease = UNDISPUTED
     """The right to change anything; without one there is no other control plane."""
@@ -214,7 +214,7 @@ class DeploymentReconciler:
     def tick(self) -> None:
         """Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next tick makes up for
         it."""
-        found = self.catalog.all_deployments()
+        found = self.deployments.all_deployments()
         deployments, kept = found.items, found.left_out
         if kept and list(kept) != list(self.unreadable):
             get_logger(loop="deployments").error("deployments that cannot be read are served on as they are", ids=kept)
@@ -239,11 +239,11 @@ class DeploymentReconciler:
         self.lease.check()
         deleting = deployment.state.status is DeploymentStatus.DELETING
         if state is None and deleting:
-            self.catalog.remove_deployment(deployment.spec.id)
+            self.deployments.remove_deployment(deployment.spec.id)
         elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
-            self.catalog.set_deployment_state(deployment.spec.id, _FORGOTTEN)
+            self.deployments.set_deployment_state(deployment.spec.id, _FORGOTTEN)
         elif state is not None and state != deployment.state and not deleting:
-            self.catalog.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
+            self.deployments.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
 
 
 def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:

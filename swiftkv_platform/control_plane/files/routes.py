@@ -12,11 +12,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
+from swiftkv_platform.control_plane.access.callers import Reader, Streamed, Writer
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.files.file import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileLimits, FileService
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
-from swiftkv_platform.control_plane.parts import Parts, Reader, Streamed, TheSettings, Writer, paged
+from swiftkv_platform.control_plane.http.lists import paged
+from swiftkv_platform.control_plane.parts import Parts, TheSettings
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.web.places import Places, Share
 from swiftkv_platform.web.problems import ERROR_RESPONSES

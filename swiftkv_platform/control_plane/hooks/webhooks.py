@@ -23,6 +23,7 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, Secret
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.publish import WebhookSpec
 
 Recipients = Callable[[Job], Sequence[WebhookSpec]]
@@ -251,3 +252,7 @@ def _body(delivery: Delivery) -> bytes:
         },
     }
     return json.dumps(document, separators=(",", ":")).encode()
+
+
+def webhook_rules(settings: Settings) -> WebhookRules:
+    return WebhookRules(settings.webhook_origins, SecretFiles(settings.secrets_dir))

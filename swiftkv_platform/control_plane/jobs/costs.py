@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
-from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.job import Job, Speed
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
 _HOUR = 3600.0
@@ -95,3 +96,7 @@ def _workers(spec: JobSpec) -> tuple[object, ...]:
         sharding.cpu_offload,
         spec.training.compile,
     )
+
+
+def prices(settings: Settings) -> Prices:
+    return Prices(settings.gpu_hour_price, settings.cpu_hour_price)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Policies
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.demand import Demand, Standing, Waiting
+from swiftkv_platform.control_plane.jobs.demand import Standing, Waiting
 from swiftkv_platform.control_plane.jobs.job import Job
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}

@@ -13,20 +13,14 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
+from swiftkv_platform.control_plane.access.callers import Reader, Streamed, wants_events
 from swiftkv_platform.control_plane.base import Caller, Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.lists import OldestFirst
 from swiftkv_platform.control_plane.jobs.answers import EventAnswer, MetricPointAnswer
 from swiftkv_platform.control_plane.jobs.following import Followers
 from swiftkv_platform.control_plane.jobs.logs import LogFollowers, read_logs, read_tail
-from swiftkv_platform.control_plane.parts import (
-    Components,
-    OldestFirst,
-    Parts,
-    Reader,
-    Streamed,
-    TheWatches,
-    wants_events,
-)
+from swiftkv_platform.control_plane.parts import Components, Parts, TheWatches
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 

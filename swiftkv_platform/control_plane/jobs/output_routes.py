@@ -8,7 +8,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
+from swiftkv_platform.control_plane.access.callers import Reader, Streamed
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.lists import OldestFirst
 from swiftkv_platform.control_plane.jobs.answers import (
     ArtifactFileAnswer,
     CheckpointAnswer,
@@ -16,7 +18,7 @@ from swiftkv_platform.control_plane.jobs.answers import (
     page_of,
 )
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
-from swiftkv_platform.control_plane.parts import Components, OldestFirst, Parts, Reader, Streamed
+from swiftkv_platform.control_plane.parts import Components, Parts
 from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
 from swiftkv_platform.storage.object_store import ObjectInfo

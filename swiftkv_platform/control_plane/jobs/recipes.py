@@ -11,9 +11,9 @@ from typing import Literal
 import yaml
 from fastapi import APIRouter
 
+from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.base import Slice
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
-from swiftkv_platform.control_plane.parts import Reader
 from swiftkv_platform.specs import JobSpec
 
 router = APIRouter(tags=["jobs"])

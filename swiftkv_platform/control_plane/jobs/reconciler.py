@@ -38,8 +38,8 @@ from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLi
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
 from swiftkv_platform.control_plane.jobs.ports import AttemptStore, JobCluster, JobRepository, Submission
 from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
-from swiftkv_platform.control_plane.upkeep.leadership import UNDISPUTED, Lease
-from swiftkv_platform.control_plane.upkeep.loop import Backoff
+from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
+from swiftkv_platform.control_plane.loops.loop import Backoff
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,

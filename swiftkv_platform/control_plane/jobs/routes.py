@@ -8,9 +8,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from pydantic import TypeAdapter, ValidationError
 
+from swiftkv_platform.control_plane.access.callers import Reader, Writer
+from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.files.file import files_of
+from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
+from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.estimates import machines
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.limits import JobLimits
@@ -20,17 +25,11 @@ from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.parts import (
     Deletions,
     JobSpans,
-    NewestFirst,
     Parts,
-    Reader,
     TheParents,
     TheSettings,
     TheWatches,
-    Writer,
-    prices,
     read_object,
-    source_rules,
-    webhook_rules,
 )
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec

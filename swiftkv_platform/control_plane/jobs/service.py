@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
 from swiftkv_platform.contract.events import ReasonCode
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
 from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for
 from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
-from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate
 from swiftkv_platform.control_plane.jobs.job import (
     Event,

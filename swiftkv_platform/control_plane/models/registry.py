@@ -1,5 +1,5 @@
 """Names for models in use: which model an alias such as `production` stands for, who put it there and why. Knows the
-catalog alone.
+registry alone.
 
 A deployment made of an alias follows it: what is promoted is swapped in, what is rolled back as well.
 """
@@ -51,6 +51,8 @@ class Registry(Protocol):
     def get_model(self, model_id: str, *, tenant: str) -> Model:
         """Raises `NotFoundError`."""
         ...
+
+    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
 
     def model_of_job(self, job_id: str, *, tenant: str) -> Model | None: ...
 

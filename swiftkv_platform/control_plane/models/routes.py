@@ -8,9 +8,11 @@ from fastapi import APIRouter, Depends, Path, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Writer
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
+from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
 from swiftkv_platform.control_plane.jobs.answers import JobAnswer
 from swiftkv_platform.control_plane.jobs.parents import copying_spec, publishing_spec
 from swiftkv_platform.control_plane.jobs.routes import Present, Submit, place
@@ -26,16 +28,7 @@ from swiftkv_platform.control_plane.models.answers import (
 )
 from swiftkv_platform.control_plane.models.comparison import compare
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
-from swiftkv_platform.control_plane.parts import (
-    Deletions,
-    Deployer,
-    NewestFirst,
-    Parts,
-    Reader,
-    TheParents,
-    Writer,
-    paged,
-)
+from swiftkv_platform.control_plane.parts import Deletions, Parts, TheParents
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
 
@@ -57,7 +50,7 @@ _NEWEST_CHANGES = 20
 @router.get("/models")
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
-    found = parts.catalog.list_models(page, tenant=caller.tenant)
+    found = parts.registry.list_models(page, tenant=caller.tenant)
     return list_answer(found, ModelAnswer.model_validate, lambda model: model.id)
 
 
@@ -81,14 +74,14 @@ def create_model(
 @router.get("/models/{model_id}")
 def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
     """One model."""
-    return ModelAnswer.model_validate(parts.catalog.get_model(model_id, tenant=caller.tenant))
+    return ModelAnswer.model_validate(parts.registry.get_model(model_id, tenant=caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
 def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader, service: Service) -> LineageAnswer:
     """Lineage from the data and the teacher to what serves the model."""
-    model = parts.catalog.get_model(model_id, tenant=caller.tenant)
-    deployments = parts.catalog.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
+    model = parts.registry.get_model(model_id, tenant=caller.tenant)
+    deployments = parts.deployments.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
     history = [item for items in service.aliases(caller.tenant).values() for item in items]
     own = [item for item in deployments if item.spec.model == model.id]
     return LineageAnswer.of(model, own, history, parents.ancestors(model.job_id, caller.tenant))
@@ -97,7 +90,7 @@ def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader
 @router.get("/models/{model_id}/compare/{other_id}")
 def compare_models(model_id: str, other_id: str, parts: Parts, caller: Reader) -> ComparisonAnswer:
     """Quality, prefill compute and cache of two models side by side, and how their jobs differ."""
-    a, b = (parts.catalog.get_model(each, tenant=caller.tenant) for each in (model_id, other_id))
+    a, b = (parts.registry.get_model(each, tenant=caller.tenant) for each in (model_id, other_id))
     return ComparisonAnswer.of(compare(a, b))
 
 
@@ -117,7 +110,7 @@ def publish_model(
 
     Where the operator opens no such place, the request is answered with 422.
     """
-    model = parts.catalog.get_model(model_id, tenant=caller.tenant)
+    model = parts.registry.get_model(model_id, tenant=caller.tenant)
     return place(response, present(submit(copying_spec(parents.find(model.id, caller.tenant), body))))
 
 

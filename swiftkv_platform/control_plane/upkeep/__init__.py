@@ -1,1 +1,1 @@
-"""Loops, the leases that elect who runs them, and retention: what is kept for how long."""
+"""Retention: what is kept for how long, and the sweeper that removes the rest."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.settings import Settings
 
 DAY_S = 86400.0
 SWEEPER = "retention"
@@ -247,3 +248,14 @@ class RetainedObjects(Protocol):
     def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
         """Number and bytes of some of all objects by kind, and the key to go on after, None at the end."""
         ...
+
+
+def retention(settings: Settings) -> Retention:
+    """Times for which things are kept."""
+    days = ("deliveries", "idempotency_keys", "promotions", "audit", "models", "jobs")
+    return Retention(
+        ended_jobs={kind: getattr(settings, f"retention_{kind}_days") for kind in Kind},
+        metric_points=settings.retention_metric_points,
+        rollbacks=settings.retention_rollbacks,
+        **{name: getattr(settings, f"retention_{name}_days") for name in days},
+    )

@@ -25,11 +25,12 @@ from swiftkv_platform.control_plane.database.tables import (
     SessionRow,
     UseRow,
 )
-from swiftkv_platform.control_plane.deployments.rows import deployments_turn, promotions_of
+from swiftkv_platform.control_plane.deployments.rows import deployments_turn
 from swiftkv_platform.control_plane.hooks.rows import PENDING
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.control_plane.models.registry import superseded
+from swiftkv_platform.control_plane.models.rows import promotions_of
 from swiftkv_platform.control_plane.upkeep.retention import Holders, Kind, check_unheld
 
 _ENDED = [status.value for status in JobStatus if status.is_terminal]

@@ -20,11 +20,12 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
 from swiftkv_platform.control_plane.files.file import files_of
 from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer
+from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, webhook_rules
+from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.parts import Components, prices, webhook_rules
+from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.local_store import LocalObjectStore
@@ -84,7 +85,7 @@ class Server:
             files=files_of(self.parts.files, self.parts.objects.uri),
             parents=Parents(self.parts.jobs, self.parts.registry, self.parts.attempts),
         )
-        self._deployments = DeploymentReconciler(self.parts.catalog, self.serving)
+        self._deployments = DeploymentReconciler(self.parts.deployments, self.serving)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 
     def wait(self, seconds: float) -> None:

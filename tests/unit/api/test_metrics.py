@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
-from swiftkv_platform.control_plane.upkeep.loop import ControlLoop
 from swiftkv_platform.settings import Settings
 from tests.fakes.attempt_store import FakeWorker
 from tests.unit.api.conftest import SPEC, URL, Start, StillClock, make_parts, refusal

@@ -10,8 +10,8 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.models.comparison import Figure, compare
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.parts import retention
 from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from tests.unit.api.conftest import SPEC, Server, Start, refusal

@@ -8,11 +8,11 @@ import pytest
 
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.rows import SqlRegistry
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore

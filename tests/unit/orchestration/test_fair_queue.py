@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.jobs.demand import Demand
 from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue, held_by
 from swiftkv_platform.control_plane.jobs.job import (
     TRANSITIONS,

@@ -10,11 +10,11 @@ from structlog.testing import capture_logs
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.base import Caller, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
-from swiftkv_platform.control_plane.deployments.rows import SqlRegistry
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler, DeploymentService
 from swiftkv_platform.control_plane.merge_patches import Expected
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
+from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     InvalidInputError,

@@ -7,8 +7,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
+from swiftkv_platform.control_plane.access.callers import Reader, Writer
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
+from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
 from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, page_of
 from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
     FineTuningCheckpointAnswer,
@@ -19,7 +21,7 @@ from swiftkv_platform.control_plane.jobs.fine_tuning.requests import CreateFineT
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.ports import JobFilter
 from swiftkv_platform.control_plane.jobs.routes import Present, Service, Submit, check_metadata_keys
-from swiftkv_platform.control_plane.parts import Components, NewestFirst, Parts, Reader, Writer, paged
+from swiftkv_platform.control_plane.parts import Components, Parts
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import ERROR_RESPONSES

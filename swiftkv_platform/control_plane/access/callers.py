@@ -1,0 +1,134 @@
+"""The caller of a request: who it is, what it may do, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
+from starlette.concurrency import run_in_threadpool
+
+from swiftkv_platform.control_plane.access.audit_middleware import record_of
+from swiftkv_platform.control_plane.access.sessions import Session, Sessions
+from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.security.principals import Authenticator, Principal, Scope
+from swiftkv_platform.web.bodies import Sender
+from swiftkv_platform.web.places import Places
+
+SESSION_COOKIE = "swiftkv_session"
+"""Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
+
+
+_LOCAL_CALLER = Caller(tenant="default", name="local")
+"""Caller of every request while no API key is configured."""
+
+
+_CHANGING = frozenset({Scope.JOBS_WRITE, Scope.DEPLOY})
+"""Scopes of routes that change something."""
+
+
+SIGN_IN_PATH = "/session"
+
+
+def identified(request: Request) -> Principal | None:
+    """The caller of a request, counted once; None where no keys are needed.
+
+    Raises `UnauthenticatedError` and `RateLimitedError`.
+    """
+    authenticator: Authenticator | None = request.app.state.authenticator
+    record = record_of(request)
+    if authenticator is None:
+        record.identify(request, None, name=_LOCAL_CALLER.name, tenant=_LOCAL_CALLER.tenant)
+        return None
+    if not hasattr(request.state, "principal"):
+        key = request.state.principal = authenticator.authenticate(authorization(request))
+        record.identify(request, key, name=key.name, tenant=key.tenant)
+        request.app.state.rate_limit.take(key.name)
+        request.app.state.key_uses.note(key)
+    principal: Principal = request.state.principal
+    return principal
+
+
+async def admit(request: Request) -> Sender:
+    """Let a request in before its body is read. Raises as `identified`, and for sign-ins as `sign_ins.take`."""
+    if request.url.path == SIGN_IN_PATH:
+        address = request.client.host if request.client else "unknown"
+        if request.app.state.authenticator is not None:
+            request.app.state.sign_ins.take(address)
+        return Sender("", address)
+    key = await run_in_threadpool(identified, request)
+    caller = _LOCAL_CALLER if key is None else Caller(key.tenant, key.name)
+    return Sender(caller.tenant, caller.name)
+
+
+def get_caller(
+    request: Request,
+    scopes: SecurityScopes,
+    _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+) -> Caller:
+    """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
+    key = identified(request)
+    if key is not None:
+        for scope in scopes.scopes:
+            key.require(Scope(scope))
+        if request.method not in ("GET", "HEAD"):
+            get_logger().info("audit", tenant=key.tenant, key=key.name, method=request.method, path=request.url.path)
+    record_of(request).open(only_asks=_CHANGING.isdisjoint(map(Scope, scopes.scopes)))
+    caller = request.state.caller = _LOCAL_CALLER if key is None else Caller(tenant=key.tenant, name=key.name)
+    return caller
+
+
+async def hold_stream(request: Request) -> AsyncIterator[None]:
+    """Hold one of the caller's streams until the answer is sent. Raises `OverloadedError`.
+
+    A route's caller comes before it in the parameters. Routes that answer with a stream of events where one is wanted
+    hold none for a page of them.
+    """
+    caller: Caller = request.state.caller
+    streams: Places = request.app.state.streams
+    if request.scope["route"].path.endswith("/events") and not wants_events(request):
+        yield
+        return
+    with streams.place(caller.tenant, caller.name):
+        yield
+
+
+def wants_events(request: Request) -> bool:
+    """Whether the caller accepts a stream of events."""
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+def authorization(request: Request) -> str | None:
+    """The caller's `Authorization`, or that of the dashboard's session. Raises `UnauthenticatedError`."""
+    header = request.headers.get("authorization")
+    found = current_session(request) if header is None else None
+    return header if found is None else found.authorization
+
+
+def current_session(request: Request) -> Session | None:
+    """The session that the request's cookie names, looked up once. Raises `UnauthenticatedError` where it has ended."""
+    cookie = request.cookies.get(SESSION_COOKIE)
+    sessions: Sessions | None = request.app.state.sessions
+    if not cookie or sessions is None:
+        return None
+    if not hasattr(request.state, "session"):
+        request.state.session = sessions.find(cookie)
+    session: Session = request.state.session
+    return session
+
+
+Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]
+
+
+Writer = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
+
+
+Asker = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
+
+
+Deployer = Annotated[Caller, Security(get_caller, scopes=[Scope.DEPLOY])]
+
+
+Streamed = Annotated[None, Depends(hold_stream)]

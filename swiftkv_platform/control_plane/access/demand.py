@@ -1,0 +1,57 @@
+"""Resources that jobs and deployments hold or ask for, against a tenant's limits on them."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from swiftkv_platform.contract.autoscaling import replica_resources
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+_LIMITS = {"max_running_jobs": "jobs", "max_gpus": "gpus", "max_cpus": "cpus", "max_replicas": "replicas"}
+"""Parts of a demand by the limit of a tenant's policy on them."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Share of the cluster that jobs and deployments hold, or ask for, counted with the most they may grow to."""
+
+    jobs: int = 0
+    gpus: float = 0.0
+    cpus: float = 0.0
+    replicas: int = 0
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Demand:
+        trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
+        workers = spec.resources.max_workers * trials
+        # A worker's thread takes a core, however small a share it reserves.
+        return cls(1, workers * spec.resources.gpus_per_worker, workers * max(spec.resources.cpus_per_worker, 1))
+
+    @classmethod
+    def of_deployment(cls, spec: ResolvedDeployment) -> Demand:
+        resources, replicas = replica_resources(spec.engine), spec.max_replicas
+        return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def beyond(self, other: Demand) -> Demand:
+        """Return what this has more than `other`; nothing of what it has less."""
+        return Demand(*(max(ours - theirs, 0) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    def exceeded_limit(self, policy: TenantPolicy, *, adding: Demand | None = None) -> tuple[str, float, float] | None:
+        """Name, demand and limit of the first of a tenant's limits that this is above; None if it is within all. Only
+        what the new part, `adding`, has something of counts, even where what was there before is above a limit.
+        """
+        for limit, part in _LIMITS.items():
+            asked, most = getattr(self, part), getattr(policy, limit)
+            if most is not None and asked > most and (adding is None or getattr(adding, part) > 0):
+                return limit, asked, most
+        return None
+
+    def share(self, total: Demand) -> float:
+        """The largest of its parts of `total`."""
+        parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
+        return max((part / whole for part, whole in parts if whole), default=0.0)

@@ -1,0 +1,31 @@
+"""Parts of lists as routes ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from fastapi import Depends, Query
+
+from swiftkv_platform.control_plane.base import Page
+
+Order = Literal["asc", "desc"]
+
+
+def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page]:
+    """The part of a list that a query asks for, of `default` items without a word."""
+
+    def page(
+        after: str | None = Query(None, description="`last_id` of the page before"),
+        limit: int = Query(default, ge=1, le=most),
+        order: Order = first,
+    ) -> Page:
+        return Page(after, limit, order)
+
+    return page
+
+
+NewestFirst = Annotated[Page, Depends(paged(20, "desc"))]
+
+
+OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]

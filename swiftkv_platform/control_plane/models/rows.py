@@ -1,0 +1,86 @@
+"""Models and promotions in SQL: what is promoted is swapped into the deployments that follow its alias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.control_plane.database.paging import fetch, owned, page_of, readable, value_of
+from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
+from swiftkv_platform.control_plane.deployments.deployment import (
+    DeploymentStatus,
+)
+from swiftkv_platform.control_plane.deployments.rows import SqlDeployments, read_deployment, write_deployment
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.registry import Change, Promotion
+
+
+class SqlRegistry(SqlDeployments):
+    """`Registry` on a `Database`."""
+
+    def get_model(self, model_id: str, *, tenant: str) -> Model:
+        with self._database.reading() as session:
+            return value_of(Model, owned(session, ModelRow, model_id, tenant))
+
+    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
+        with self._database.reading() as session:
+            rows = page_of(session, ModelRow, page, tenant)
+            return Slice([value_of(Model, row) for row in rows.items], rows.has_more)
+
+    def model_of_job(self, job_id: str, *, tenant: str) -> Model | None:
+        query = select(ModelRow).where(ModelRow.job_id == job_id, ModelRow.tenant == tenant)
+        with self._database.reading() as session:
+            row = session.scalar(query)
+            return None if row is None else value_of(Model, row)
+
+    def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
+        with self._database.reading() as session:
+            return promotions_of(session, tenant, alias)
+
+    def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
+        query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
+        rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
+        with self._database.reading() as session:
+            names = fetch(session, query, PromotionRow.alias, page, after=page.after)
+            ranked = select(PromotionRow.sequence, rank.label("rank")).where(
+                PromotionRow.tenant == tenant, PromotionRow.alias.in_(names.items)
+            )
+            kept = ranked.subquery()
+            rows = session.scalars(
+                select(PromotionRow)
+                .join(kept, kept.c.sequence == PromotionRow.sequence)
+                .where(kept.c.rank <= newest)
+                .order_by(PromotionRow.sequence)
+            )
+            found: dict[str, list[Promotion]] = {name: [] for name in names.items}
+            for row in rows:
+                found[row.alias].append(value_of(Promotion, row))
+        return Slice(list(found.values()), has_more=names.has_more)
+
+    def promote(
+        self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
+    ) -> None:
+        with self._database.writing() as session:
+            self._await_turn(session, tenant)
+            history = promotions_of(session, tenant, alias)
+            promotion = decide(history)
+            if promotion in history:
+                return
+            session.add(PromotionRow(**vars(promotion)))
+            model = value_of(Model, session.get_one(ModelRow, promotion.model))
+            following = select(DeploymentRow).where(DeploymentRow.tenant == tenant).with_for_update()
+            rows = {row.id: row for row in session.scalars(following)}
+            for deployment in readable(rows.values(), read_deployment)[0]:
+                row = rows[deployment.spec.id]
+                if deployment.spec.alias == alias and deployment.state.status is not DeploymentStatus.DELETING:
+                    write_deployment(row, *change(deployment, model))
+
+
+def promotions_of(session: Session, tenant: str, alias: str | None) -> list[Promotion]:
+    query = select(PromotionRow).where(PromotionRow.tenant == tenant).order_by(PromotionRow.sequence)
+    if alias is not None:
+        query = query.where(PromotionRow.alias == alias)
+    return [value_of(Promotion, row) for row in session.scalars(query)]

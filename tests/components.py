@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.files.rows import SqlFiles
 from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.loops.leases import SqlLeases
+from swiftkv_platform.control_plane.loops.rows import SqlLeases
 from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -5,10 +5,9 @@ from typing import Any
 
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.jobs.demand import Standing, Waiting
-from swiftkv_platform.control_plane.jobs.fair_queue import PRIORITIES, held_by
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
 from swiftkv_platform.control_plane.jobs.ports import Idempotency
+from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Standing, Waiting, held_by
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.specs import JobSpec

@@ -1,80 +1,40 @@
-"""The control plane as an ASGI application: routes, guards, and the loops that live as long as it does."""
+"""The control plane as an ASGI application: its routes, and the guards before them."""
 
 from __future__ import annotations
 
 import ipaddress
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from uuid import uuid4
+from functools import partial
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
-from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.control_plane import health
-from swiftkv_platform.control_plane.access import sign_in
-from swiftkv_platform.control_plane.access import routes as audit
-from swiftkv_platform.control_plane.access.audit_middleware import Audit, Floods
+from swiftkv_platform.control_plane.access import audit_routes, sign_in
+from swiftkv_platform.control_plane.access.audit import Audit
 from swiftkv_platform.control_plane.access.callers import SIGN_IN_PATH, admit
-from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
-from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
-from swiftkv_platform.control_plane.access.tenants import Policies, Tenants, source_rules
 from swiftkv_platform.control_plane.deployments import routes as deployments
-from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
 from swiftkv_platform.control_plane.files import routes as files
-from swiftkv_platform.control_plane.files.file import files_of
-from swiftkv_platform.control_plane.files.service import FileSweeper
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, webhook_rules
 from swiftkv_platform.control_plane.http import error_handlers
 from swiftkv_platform.control_plane.http.guards import OriginGuard, PageGuard, SecurityHeaders, too_large
 from swiftkv_platform.control_plane.jobs import history_routes, output_routes, quota, recipes
 from swiftkv_platform.control_plane.jobs import routes as jobs
-from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
-from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.fine_tuning import routes as fine_tuning
-from swiftkv_platform.control_plane.jobs.following import Followers, Watches
-from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
-from swiftkv_platform.control_plane.jobs.logs import LogFollowers
-from swiftkv_platform.control_plane.jobs.orphans import Orphans
-from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
-from swiftkv_platform.control_plane.jobs.reading import Instruments
-from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
-from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
+from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms
 from swiftkv_platform.control_plane.models import routes as models
-from swiftkv_platform.control_plane.parts import Components, build_components
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
-from swiftkv_platform.control_plane.upkeep.retention import retention
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
-from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
-from swiftkv_platform.logs import get_logger
-from swiftkv_platform.security.credentials import Credentials, open_credentials
+from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.control_plane.running import running
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.traces import Spans, configured_provider
 from swiftkv_platform.web.bodies import Bodies
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PageFiles, RequestTimes
-from swiftkv_platform.web.places import Places, Share
+from swiftkv_platform.web.places import Share
 from swiftkv_platform.web.problems import Problem
-from swiftkv_platform.web.rate_limits import RateLimit
 from swiftkv_platform.web.swagger import LICENSE, add_docs
 
-_STOP_TIMEOUT_S = 20.0
-_SIGN_INS_PER_MINUTE = 30
-"""Sign-ins of one address in a minute."""
-_SIGN_INS_AT_ONCE = 10
 _SIGN_IN_BYTES = 1 << 16
-_JOBS_AT_ONCE = 16
-"""Jobs that the reconciler looks at, or submits, at the same time."""
-LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -86,69 +46,12 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     if credentials is None:
         _check_host(settings.host)
     histograms = ControlPlaneHistograms()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        parts = await run_in_threadpool(build_components, settings) if components is None else components
-        holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
-        leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
-        deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
-        spans = app.state.spans = Spans(configured_provider("swiftkv-control-plane"))
-        instruments = replace(histograms.orchestration, spans=spans)
-        reconciler = _reconciler(settings, parts, leaderships["jobs"], instruments)
-        orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
-        sweeper = _sweeper(settings, parts, orphans)
-        deploying = DeploymentReconciler(parts.deployments, parts.serving, leaderships["deployments"])
-        steps = {
-            "jobs": reconciler.tick,
-            "deployments": deploying.tick,
-            "webhooks": deliverer.tick,
-            "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
-            "retention": sweeper.tick,
-        }
-        loops = _loops(settings, parts, leaderships, steps, histograms)
-        app.state.settings = settings
-        app.state.authenticator = credentials
-        app.state.key_uses = KeyUses(SqlKeyUses(parts.database), parts.clock)
-        app.state.sessions = credentials and Sessions(
-            SqlSessions(parts.database), credentials, parts.clock, lifetime_s=settings.session_lifetime_s
-        )
-        app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
-        app.state.audit = SqlAudit(parts.database)
-        app.state.floods = Floods(parts.clock)
-        app.state.watches = Watches(parts.jobs, parts.clock)
-        app.state.followers = Followers(app.state.watches.events)
-        app.state.streams = Places(
-            "streams",
-            Share(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams),
-        )
-        app.state.log_followers = LogFollowers(parts, _followed_logs(settings))
-        app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
-        app.state.components = parts
-        app.state.upload_places = files.upload_places()
-        operator_files = _operator_files(credentials, parts.policies)
-        app.state.readiness = health.Readiness(parts, loops)
-        app.state.metrics = CollectorRegistry()
-        histograms.register(app.state.metrics)
-        app.state.metrics.register(
-            ControlPlaneMetrics(parts, loops, reconciler, operator_files, sweeper, orphans, deploying)
-        )
-        for loop in loops:
-            loop.start()
-        try:
-            yield
-        finally:
-            for loop in loops:
-                await run_in_threadpool(loop.stop, _STOP_TIMEOUT_S)
-            await run_in_threadpool(deliverer.close)
-            await run_in_threadpool(_resign, leaderships.values())
-            parts.database.close()
-            await run_in_threadpool(spans.close)
-
     app = FastAPI(
         title="SwiftKV platform",
         description="Distil and serve SwiftKV models.",
-        lifespan=lifespan,
+        lifespan=partial(
+            running, settings=settings, credentials=credentials, histograms=histograms, components=components
+        ),
         docs_url=None,
         redoc_url=None,
         license_info=LICENSE,
@@ -180,7 +83,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         fine_tuning,
         quota,
         recipes,
-        audit,
+        audit_routes,
         health,
         sign_in,
     )
@@ -194,79 +97,6 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
 def _body_share(settings: Settings) -> Share:
     most = max(settings.max_body_bytes_at_once, settings.max_request_bytes)
     return Share(of_key=most // 8, of_tenant=most // 4, of_all=most)
-
-
-def _followed_logs(settings: Settings) -> Share:
-    return Share(settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs)
-
-
-def _reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:
-    return Reconciler(
-        jobs=parts.jobs,
-        cluster=parts.cluster,
-        store=parts.attempts,
-        digest=manifest_digest,
-        clock=parts.clock,
-        entrypoint=parts.entrypoint,
-        max_running_jobs=settings.max_running_jobs,
-        policies=parts.policies,
-        rules=source_rules(settings),
-        publishing=PublishRules(settings.publish_targets),
-        prices=prices(settings),
-        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
-        interval_s=settings.reconcile_interval_s,
-        deployments=lambda: parts.deployments.all_deployments().items,
-        files=files_of(parts.files, parts.objects.uri),
-        parents=Parents(parts.jobs, parts.registry, parts.attempts),
-        attention=Attention(SPARING),
-        concurrency=_JOBS_AT_ONCE,
-        lease=lease,
-        instruments=instruments,
-    )
-
-
-def _sweeper(settings: Settings, parts: Components, orphans: Orphans) -> Sweeper:
-    return Sweeper(
-        SqlRetention(parts.database),
-        StoredObjects(parts.objects),
-        retention(settings),
-        parts.clock,
-        interval_s=settings.sweep_interval_s,
-        also=orphans.tick,
-    )
-
-
-def _loops(
-    settings: Settings,
-    parts: Components,
-    leaderships: Mapping[str, Leadership],
-    steps: Mapping[str, Callable[[], None]],
-    histograms: ControlPlaneHistograms,
-) -> list[ControlLoop]:
-    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
-    interval_s = settings.reconcile_interval_s
-    return [
-        ControlLoop(
-            name, leaderships[name].guard(histograms.timed(name, step)), interval_s=interval_s, clock=parts.clock
-        )
-        for name, step in steps.items()
-    ]
-
-
-def _operator_files(credentials: Credentials | None, policies: Policies) -> Mapping[str, Callable[[], bool]]:
-    """Whether each of the operator's files is usable, by name."""
-    files = {} if credentials is None else dict(credentials.operator_files)
-    if isinstance(policies, Tenants):
-        files["tenants"] = lambda: policies.is_usable
-    return files
-
-
-def _resign(leaderships: Iterable[Leadership]) -> None:
-    for leadership in leaderships:
-        try:
-            leadership.resign()
-        except DatabaseUnavailableError as error:
-            get_logger().info("lease not given up; it runs out", reason=error.message)
 
 
 def _check_host(host: str) -> None:

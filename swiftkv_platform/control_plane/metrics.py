@@ -40,7 +40,7 @@ class ControlPlaneHistograms:
         self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
         self._waits = _histogram("swiftkv_job_queue_wait_seconds", "In the queue, by attempt that left it.", _WAITS_S)
         self._lags = _histogram("swiftkv_event_lag_seconds", "From an event's time until it was read.", _LAGS_S)
-        self.orchestration = Instruments(queue_wait=self._waits.observe, event_lag=self._lags.observe)
+        self.reconciler = Instruments(queue_wait=self._waits.observe, event_lag=self._lags.observe)
         """Listeners for the reconciler."""
 
     def register(self, registry: CollectorRegistry) -> None:

@@ -27,7 +27,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.loops.leadership import Leases
-from swiftkv_platform.control_plane.loops.leases import SqlLeases
+from swiftkv_platform.control_plane.loops.rows import SqlLeases
 from swiftkv_platform.control_plane.models.registry import Registry
 from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention

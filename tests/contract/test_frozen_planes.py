@@ -24,8 +24,8 @@ from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStat
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.loops.leadership import Leadership
-from swiftkv_platform.control_plane.loops.leases import SqlLeases
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
+from swiftkv_platform.control_plane.loops.rows import SqlLeases
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -16,11 +16,11 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Fence
 from swiftkv_platform.control_plane.database.session import Database, alembic_config
 from swiftkv_platform.control_plane.database.tables import Base, JobRow
-from swiftkv_platform.control_plane.jobs.demand import Claim
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.queue import Claim
 from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.control_plane.jobs.uses import live_users
-from swiftkv_platform.control_plane.loops.leases import SqlLeases
+from swiftkv_platform.control_plane.loops.rows import SqlLeases
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError

@@ -9,7 +9,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.access.audit_middleware import record_of
+from swiftkv_platform.control_plane.access.audit import record_of
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.logs import get_logger

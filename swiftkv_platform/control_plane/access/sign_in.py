@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import FileResponse
 from pydantic import Field
 
-from swiftkv_platform.control_plane.access.audit_middleware import record_of
+from swiftkv_platform.control_plane.access.audit import record_of
 from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE, SIGN_IN_PATH, current_session
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
 from swiftkv_platform.errors import UnauthenticatedError

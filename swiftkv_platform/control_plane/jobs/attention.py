@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swiftkv_platform.control_plane.jobs.demand import Placed
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.jobs.queue import Placed
 
 _URGENT = (JobStatus.PAUSING, JobStatus.CANCELLING)
 _AT_ONCE = float("-inf")

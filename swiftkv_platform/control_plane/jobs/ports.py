@@ -15,8 +15,8 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.control_plane.base import Fence, Page, Slice
-from swiftkv_platform.control_plane.jobs.demand import Claim, Placed, Standing, Usage
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, MetricPoint
+from swiftkv_platform.control_plane.jobs.queue import Claim, Placed, Standing, Usage
 from swiftkv_platform.control_plane.models.model import Model
 
 # Database

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.http.answers import Answer
-from swiftkv_platform.control_plane.jobs.fair_queue import held_by
+from swiftkv_platform.control_plane.jobs.queue import held_by
 from swiftkv_platform.control_plane.parts import Parts
 
 router = APIRouter(tags=["operations"])

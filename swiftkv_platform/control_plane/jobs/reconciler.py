@@ -32,11 +32,11 @@ from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
 from swiftkv_platform.control_plane.jobs.attention import Attention
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
-from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
 from swiftkv_platform.control_plane.jobs.ports import AttemptStore, JobCluster, JobRepository, Submission
+from swiftkv_platform.control_plane.jobs.queue import FairQueue
 from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.loops.loop import Backoff

@@ -31,12 +31,11 @@ from swiftkv_platform.control_plane.deployments.rows import deployments_demand, 
 from swiftkv_platform.control_plane.files.rows import check_present, take_turn
 from swiftkv_platform.control_plane.hooks.rows import delivery_rows, with_points, without_points
 from swiftkv_platform.control_plane.hooks.webhooks import Recipients, recipients
-from swiftkv_platform.control_plane.jobs.demand import Claim, Placed, Standing, Usage, Waiting
-from swiftkv_platform.control_plane.jobs.fair_queue import PRIORITIES
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.ports import UNLIMITED, Idempotency, JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Claim, Placed, Standing, Usage, Waiting
 from swiftkv_platform.control_plane.jobs.uses import check_publication, uses_of
-from swiftkv_platform.control_plane.loops.leases import check_fence, holds
+from swiftkv_platform.control_plane.loops.rows import check_fence, holds
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError, StaleVersionError
 from swiftkv_platform.sources.access import file_ids

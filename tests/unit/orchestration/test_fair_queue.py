@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import new_id
-from swiftkv_platform.control_plane.jobs.fair_queue import FairQueue, held_by
 from swiftkv_platform.control_plane.jobs.job import (
     TRANSITIONS,
     Job,
@@ -25,6 +24,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     transition,
 )
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.queue import FairQueue, held_by
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.records import standing_of

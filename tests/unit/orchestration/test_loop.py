@@ -10,11 +10,11 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
-from swiftkv_platform.control_plane.jobs.demand import Placed
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.jobs.queue import Placed
 from swiftkv_platform.control_plane.loops.leadership import LEASE_S, Leadership
-from swiftkv_platform.control_plane.loops.leases import SqlLeases
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
+from swiftkv_platform.control_plane.loops.rows import SqlLeases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.orchestration.conftest import Plane
 

@@ -7,7 +7,7 @@ from alembic import op
 from pydantic import ValidationError
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.jobs.fair_queue import PRIORITIES
+from swiftkv_platform.control_plane.jobs.queue import PRIORITIES
 from swiftkv_platform.specs import JobSpec
 
 revision = "0008"

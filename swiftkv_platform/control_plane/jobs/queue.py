@@ -9,13 +9,14 @@ time, the tenant that has been given the least since this process began goes fir
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Policies
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.demand import Standing, Waiting
-from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 """Ranks of `limits.priority`; the lowest goes first."""
@@ -78,3 +79,49 @@ class FairQueue:
         """A tenant that did not wait until now has saved nothing up."""
         least = min((self._given[tenant] for tenant in queues if tenant in self._given), default=0.0)
         self._given = {tenant: max(self._given.get(tenant, least), least) for tenant in queues}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A job that may have an attempt on the cluster, as the columns of its row tell."""
+
+    id: str
+    status: JobStatus
+    version: int
+    watched_until: float
+    """Unix seconds until which it is followed."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job of the queue."""
+
+    id: str
+    demand: Demand
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The queue, and what is held of the cluster."""
+
+    held: Mapping[str, Demand]
+    """Sum over each tenant's jobs on the cluster."""
+    total: Demand
+    """Sum over all jobs on the cluster and in the queue."""
+    waiting: Mapping[str, Sequence[Waiting]]
+    """First jobs of each tenant that may start now: by priority, then by age."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Jobs of one tenant that have not ended."""
+
+    waiting: int
+    """Jobs that wait or are paused."""
+    held: Demand
+
+
+class Claim(Protocol):
+    def __call__(self, tenant: str, held: Demand, demand: Demand, /) -> bool:
+        """Whether a tenant that holds this much of the cluster may have this much more."""
+        ...

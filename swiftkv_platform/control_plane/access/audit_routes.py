@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, Query, Request, Security
 
-from swiftkv_platform.control_plane.access.audit import AuditEntry, AuditFilter
 from swiftkv_platform.control_plane.access.callers import get_caller
-from swiftkv_platform.control_plane.access.rows import SqlAudit
+from swiftkv_platform.control_plane.access.rows import AuditEntry, AuditFilter, SqlAudit
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst

@@ -1,1 +1,3 @@
 """Uploaded files that jobs train on."""
+
+__all__ = ["file", "rows"]

@@ -1,1 +1,3 @@
 """Webhooks: deliveries of a job's changes, signed and repeated until they arrive."""
+
+__all__ = ["rows", "webhooks"]

@@ -1,1 +1,3 @@
 """HTTP parts that every room's routes share."""
+
+__all__ = ["answers", "changes", "lists"]

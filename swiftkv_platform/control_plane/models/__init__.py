@@ -1,1 +1,3 @@
 """Distilled models: lineage, comparison, and the aliases that name those in use."""
+
+__all__ = ["model", "registry", "rows"]

@@ -1,1 +1,3 @@
 """Ray's dashboard over HTTP, for jobs and deployments alike."""
+
+__all__ = ["dashboard"]

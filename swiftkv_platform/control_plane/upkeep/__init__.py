@@ -1,1 +1,3 @@
 """Retention: what is kept for how long, and the sweeper that removes the rest."""
+
+__all__ = []

@@ -1,0 +1,45 @@
+"""Rooms of the control plane meet through the modules that their `__all__` names, and through no others."""
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+from swiftkv_platform import control_plane
+
+HOUSE = Path(control_plane.__file__).parent
+NAME = control_plane.__name__
+ROOMS = sorted(path.parent.name for path in HOUSE.glob("*/__init__.py"))
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names that a file imports, names of modules as well as of what is in them."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def meetings() -> Iterator[tuple[str, str, str]]:
+    """File, room and module of each import of a room's module from another room."""
+    for file in HOUSE.rglob("*.py"):
+        room = file.relative_to(HOUSE).parts[0]
+        if room not in ROOMS:
+            continue
+        for name in imports(file):
+            if name.startswith(f"{NAME}."):
+                met, *rest = name.removeprefix(f"{NAME}.").split(".")
+                if met in ROOMS and met != room:
+                    yield str(file.relative_to(HOUSE)), met, rest[0]
+
+
+def test_rooms_meet_through_the_modules_that_they_name() -> None:
+    named = {room: import_module(f"{NAME}.{room}").__all__ for room in ROOMS}
+    assert [meeting for meeting in meetings() if meeting[2] not in named[meeting[1]]] == []
+
+
+def test_no_room_names_a_module_that_nobody_meets() -> None:
+    """What `__all__` names is read as what others depend on."""
+    named = {(room, module) for room in ROOMS for module in import_module(f"{NAME}.{room}").__all__}
+    assert named == {(room, module) for _, room, module in meetings()}

@@ -1,4 +1,4 @@
-"""What all rooms of the control plane share: the clock, parts of lists, and fences of leases."""
+"""Values that all rooms of the control plane share: callers, the clock, parts of lists, fences of leases, ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lives as long as the control plane: its parts, the state of its guards, and the loops that do the work."""
+"""The loops of a control plane, and the state of its guards, for as long as the application runs."""
 
 from __future__ import annotations
 

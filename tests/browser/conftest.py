@@ -7,7 +7,7 @@ import pytest
 
 from tests.browser.scenes import busy_replica, control_plane
 from tests.browsers import browser, page
-from tests.unit.api.conftest import Server
+from tests.unit.control_plane.routes.conftest import Server
 
 __all__ = ["browser", "page", "server"]
 

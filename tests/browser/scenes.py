@@ -19,7 +19,7 @@ from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.browsers import playwright
 from tests.components import make_components
 from tests.fakes.scripted_server import Answer, Request, Script, event_stream, serve
-from tests.unit.api.conftest import SPEC, Server, served_control_plane
+from tests.unit.control_plane.routes.conftest import SPEC, Server, served_control_plane
 
 expect = playwright.expect
 Page = playwright.Page

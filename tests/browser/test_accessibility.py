@@ -11,7 +11,7 @@ import pytest
 
 from tests.browser.scenes import Page, address, expect, team
 from tests.browsers import playwright
-from tests.unit.api.conftest import Server
+from tests.unit.control_plane.routes.conftest import Server
 
 AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
 FOUND = """async () => (await axe.run(document, {resultTypes: ["violations"]})).violations

@@ -21,7 +21,7 @@ from tests.browser.scenes import (
     write_artifact,
 )
 from tests.browsers import playwright
-from tests.unit.api.conftest import SPEC, Server, make_parts, served_control_plane
+from tests.unit.control_plane.routes.conftest import SPEC, Server, make_parts, served_control_plane
 
 
 @pytest.mark.soak("a long scene")

@@ -7,7 +7,7 @@ import yaml
 
 from tests.browser.scenes import PUBLISH_TARGET, Page, address, editor, evaluated, expect, paste, trained
 from tests.browsers import playwright
-from tests.unit.api.conftest import Server
+from tests.unit.control_plane.routes.conftest import Server
 
 
 def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.browser.scenes import Page, address, deploy, expect, trained
 from tests.browsers import playwright
-from tests.unit.api.conftest import Server
+from tests.unit.control_plane.routes.conftest import Server
 
 
 def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page) -> None:

@@ -38,14 +38,15 @@ from tests.records import TENANT, make_job, make_model, store
 from tests.threads import at_once
 
 
-def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, catalog: SqlDeployments) -> None:
+def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, database: Database) -> None:
+    registry = SqlRegistry(database)
     job = store(jobs, make_job())
     model = make_model(job)
     jobs.update(replace(job, distilled_model=model.id), model=model)
-    assert catalog.get_model(model.id, tenant=TENANT) == model
-    assert catalog.list_models(Page(), tenant=TENANT).items == [model]
+    assert registry.get_model(model.id, tenant=TENANT) == model
+    assert registry.list_models(Page(), tenant=TENANT).items == [model]
     with pytest.raises(NotFoundError):
-        catalog.get_model(model.id, tenant="other")
+        registry.get_model(model.id, tenant="other")
 
 
 @pytest.fixture

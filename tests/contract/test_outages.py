@@ -27,7 +27,7 @@ from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
 from tests.requirements import missing, required_module
 from tests.s3_servers import Front, client_environment, run_moto
-from tests.unit.api.conftest import SPEC, Clock, Server, control_plane
+from tests.unit.control_plane.routes.conftest import SPEC, Clock, Server, control_plane
 
 OUTAGE_S = 600.0
 """Length of an outage of the store by the control plane's clock."""

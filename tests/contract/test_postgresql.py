@@ -19,7 +19,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
 from tests.postgres import emptied
-from tests.unit.api.conftest import SPEC, control_plane
+from tests.unit.control_plane.routes.conftest import SPEC, control_plane
 
 
 class Wire:

@@ -254,7 +254,7 @@ def test_the_way_back_is_a_command_that_refuses_what_there_is_not(database: Data
 def test_check_schema_names_the_way_out_for_an_old_database(database: Database) -> None:
     with database.writing() as session:
         session.execute(text("DELETE FROM alembic_version"))
-    with pytest.raises(InvalidInputError, match=r"python -m swiftkv_platform\.database"):
+    with pytest.raises(InvalidInputError, match=r"python -m swiftkv_platform\.control_plane\.database"):
         database.check_schema()
 
 

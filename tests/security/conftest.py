@@ -24,7 +24,7 @@ from tests.components import make_components
 from tests.records import make_job, make_model, store
 from tests.servers import serving
 from tests.threads import MOST_THREADS
-from tests.unit.api.conftest import parts, short_logs, start
+from tests.unit.control_plane.routes.conftest import parts, short_logs, start
 
 __all__ = ["parts", "short_logs", "start"]
 

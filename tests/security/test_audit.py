@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 from swiftkv_platform.control_plane.upkeep.snapshots import tables
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
-from tests.unit.api.conftest import SPEC, Start, StillClock
+from tests.unit.control_plane.routes.conftest import SPEC, Start, StillClock
 
 ADMIN = frozenset({Scope.ADMIN})
 

@@ -17,7 +17,7 @@ from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.web import hostile_json
 from swiftkv_platform.web.hostile_json import exceeds, load_json
-from tests.unit.api.conftest import SPEC, Server, Start
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start
 
 JSON = {"Content-Type": "application/json"}
 DIGITS, LONG = "1" + "0" * 400, json.dumps("x" * 5000)

@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.http.server import server_options
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.servers import serving
-from tests.unit.api.conftest import Start
+from tests.unit.control_plane.routes.conftest import Start
 
 PATIENCE_S = 30.0
 ENDED = threading.Event()

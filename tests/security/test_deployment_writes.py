@@ -11,7 +11,7 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.security.conftest import DeploymentPlane
 from tests.threads import at_once
-from tests.unit.api.conftest import refusal
+from tests.unit.control_plane.routes.conftest import refusal
 
 FIELDS: list[dict[str, Any]] = [
     {"model": ""},

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from tests.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.security.conftest import DeploymentPlane, deployment_plane
 from tests.threads import at_once
-from tests.unit.api.conftest import refusal
+from tests.unit.control_plane.routes.conftest import refusal
 
 
 def test_a_tenants_routes_live_below_its_own(plane: DeploymentPlane) -> None:

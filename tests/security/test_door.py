@@ -21,7 +21,7 @@ from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.web import bodies
 from swiftkv_platform.web.bodies import Bodies, BodyRoute
 from swiftkv_platform.web.places import Places, Share
-from tests.unit.api.conftest import Start, StillClock
+from tests.unit.control_plane.routes.conftest import Start, StillClock
 
 JSON = {"Content-Type": "application/json"}
 MANY_LISTS = b"[" + b"[]," * 340_000 + b"[]]"

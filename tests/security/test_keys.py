@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, UnauthenticatedError
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
 from swiftkv_platform.serve.access import Gate
-from tests.unit.api.conftest import Start, StillClock
+from tests.unit.control_plane.routes.conftest import Start, StillClock
 
 ALL = frozenset({Scope.ADMIN})
 

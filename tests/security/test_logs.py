@@ -23,7 +23,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.ray_logs import FakeRayLogs, RayLog
 from tests.servers import serving
-from tests.unit.api.conftest import Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.control_plane.access.callers import SESSION_COOKIE
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
-from tests.unit.api.conftest import SPEC, Start, StillClock
+from tests.unit.control_plane.routes.conftest import SPEC, Start, StillClock
 
 URL = "https://swiftkv.example"
 

@@ -16,7 +16,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.attempt.downloads import access_of
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
-from tests.unit.api.conftest import Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 
 IMPOSSIBLE = [
     "~nosuchuser/rows",

@@ -30,7 +30,7 @@ from swiftkv_platform.security.signing_keys import REFETCH_INTERVAL_S
 from swiftkv_platform.security.tokens import TokenVerifier
 from swiftkv_platform.serve.access import Gate
 from tests.fakes.oidc_issuer import Issuer, make_key, public_jwk, run_issuer
-from tests.unit.api.conftest import SPEC, Start, StillClock
+from tests.unit.control_plane.routes.conftest import SPEC, Start, StillClock
 
 Craft = Callable[[Issuer], str]
 

@@ -19,7 +19,7 @@ from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.settings import Settings
 from tests.infra_files import INFRA, documents, pod_templates
 from tests.prometheus import program
-from tests.unit.api.conftest import URL, make_parts
+from tests.unit.control_plane.routes.conftest import URL, make_parts
 from tests.unit.engine.tiny_models import save_swiftkv
 
 MONITORING = INFRA / "monitoring"

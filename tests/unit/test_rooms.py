@@ -40,6 +40,6 @@ def test_rooms_meet_through_the_modules_that_they_name() -> None:
 
 
 def test_no_room_names_a_module_that_nobody_meets() -> None:
-    """What `__all__` names is read as what others depend on."""
+    """A reader takes `__all__` for the list of modules that other rooms depend on."""
     named = {(room, module) for room in ROOMS for module in import_module(f"{NAME}.{room}").__all__}
     assert named == {(room, module) for _, room, module in meetings()}

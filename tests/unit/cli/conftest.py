@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from tests.fakes.scripted_server import Script, serve
-from tests.unit.api.conftest import parts, start
+from tests.unit.control_plane.routes.conftest import parts, start
 
 __all__ = ["parts", "start"]
 

@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.parts import Components
 from tests.fakes.scripted_server import Answer, Script, event_stream, serve
 from tests.servers import serving
-from tests.unit.api.conftest import SPEC, Start
+from tests.unit.control_plane.routes.conftest import SPEC, Start
 
 Call = Callable[[Client, dict[str, str]], Any]
 

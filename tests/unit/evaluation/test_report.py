@@ -183,7 +183,7 @@ def test_what_is_lost_is_points_of_shares_and_percent_of_other_scores(
 def test_points_lost_are_judged_only_with_samples_enough(
     student: float, margin: float | None, outcome: str, samples: int | None
 ) -> None:
-    """An undecided gate refuses no model; it keeps it from being promoted (`tests/unit/api/test_registry.py`)."""
+    """An undecided gate refuses no model; it keeps it from being promoted (`routes/test_registry.py`)."""
     built = report(0.25, score(0.5, student, margin=margin), max_drop=1.0)
     (gate,) = built.gates
     assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)

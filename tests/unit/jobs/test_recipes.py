@@ -19,7 +19,7 @@ from swiftkv_platform.planning import phases
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
 from tests.recipes import RECIPES, TEACHERS, teacher_config
-from tests.unit.api.conftest import control_plane, make_parts
+from tests.unit.control_plane.routes.conftest import control_plane, make_parts
 
 LAYERS = {
     "builtin-python-5m": (6, 9),

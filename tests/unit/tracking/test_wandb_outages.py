@@ -19,7 +19,7 @@ from swiftkv_platform.tracking.background import BackgroundTracker
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
 from tests.requirements import required_module
-from tests.unit.api.conftest import SPEC, make_parts, served_control_plane
+from tests.unit.control_plane.routes.conftest import SPEC, make_parts, served_control_plane
 from tests.wandb_server import Outage, WandbServer, wandb_server
 
 required_module("wandb")

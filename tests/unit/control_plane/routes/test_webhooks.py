@@ -15,7 +15,7 @@ from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.security.webhooks import verify
 from tests.fakes.scripted_server import Answer, Request, Script, serve
 from tests.rays import free_port
-from tests.unit.api.conftest import SPEC, Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 SECRET = "a secret that signs webhooks"
 

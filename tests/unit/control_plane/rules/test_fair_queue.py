@@ -28,7 +28,7 @@ from swiftkv_platform.control_plane.jobs.queue import FairQueue, held_by
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.records import standing_of
-from tests.unit.orchestration.conftest import Plane
+from tests.unit.control_plane.rules.conftest import Plane
 
 
 @dataclass

@@ -13,7 +13,7 @@ import yaml
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
-from tests.unit.api.conftest import SPEC, URL, Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal
 
 JOB_KEYS = {
     *("id", "object", "name", "status", "status_reason", "created_at", "started_at", "finished_at"),

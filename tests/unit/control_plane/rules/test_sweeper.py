@@ -21,7 +21,7 @@ from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
-from tests.unit.orchestration.conftest import TENANT, Plane
+from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 EVERYTHING = Retention(
     ended_jobs=dict.fromkeys(Kind, 1.0),

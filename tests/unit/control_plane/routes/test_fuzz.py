@@ -9,7 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
 from swiftkv_platform.settings import Settings
-from tests.unit.api.conftest import Server, control_plane, make_parts, served_control_plane
+from tests.unit.control_plane.routes.conftest import Server, control_plane, make_parts, served_control_plane
 
 EXAMPLES = 200 if "SWIFTKV_SOAK" in os.environ else 3
 """Examples of each route."""

@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.loops.leadership import LEASE_S, Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.loops.rows import SqlLeases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
-from tests.unit.orchestration.conftest import Plane
+from tests.unit.control_plane.rules.conftest import Plane
 
 
 @pytest.mark.parametrize("error", [DatabaseUnavailableError("away"), ZeroDivisionError("a bug")])

@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.data.uploads import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
-from tests.unit.api.conftest import SPEC, URL, Server, Start, refusal, served_control_plane
+from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal, served_control_plane
 
 ROWS = "".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(3)).encode()
 

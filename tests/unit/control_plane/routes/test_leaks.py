@@ -12,7 +12,7 @@ from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.redaction import REDACTED, redact, secrets_of
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
-from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
+from tests.unit.control_plane.routes.conftest import SPEC, Server, control_plane, make_parts
 
 WEBHOOK = "webhook-secret-1f0c7a"
 ENVIRONMENT = {

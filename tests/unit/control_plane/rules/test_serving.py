@@ -24,7 +24,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec
-from tests.unit.orchestration.conftest import TENANT, Plane
+from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
 

@@ -12,7 +12,7 @@ from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.errors import IllegalTransitionError
 from tests.old_home import old_attempts
-from tests.unit.orchestration.conftest import TENANT, Plane
+from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
 

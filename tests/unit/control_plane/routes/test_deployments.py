@@ -6,7 +6,7 @@ import pytest
 
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.unit.api.conftest import Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 
 
 @pytest.fixture

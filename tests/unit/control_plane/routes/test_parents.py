@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from tests.unit.api.conftest import SPEC, Server, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, Server, refusal
 
 
 def continuing(parent: str, **sections: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from tests.unit.api.conftest import SPEC, URL, Server
+from tests.unit.control_plane.routes.conftest import SPEC, URL, Server
 
 ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
 

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from swiftkv_platform.errors import DatabaseUnavailableError
-from tests.unit.api.conftest import SPEC, Server
+from tests.unit.control_plane.routes.conftest import SPEC, Server
 
 
 def problem(response: Any, status: int) -> dict[str, Any]:

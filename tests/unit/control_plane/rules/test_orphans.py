@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.unit.orchestration.conftest import Plane
+from tests.unit.control_plane.rules.conftest import Plane
 
 STORE = "memory://test"
 

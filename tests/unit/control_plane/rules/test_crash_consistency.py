@@ -18,7 +18,7 @@ from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.jobs.service import JobService
 from tests.parameters import WIDE
-from tests.unit.orchestration.conftest import TENANT, Plane
+from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
 

@@ -10,7 +10,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.estimates import PROCESS_MEMORY
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from tests.unit.api.conftest import SPEC, Server, Start, StillClock, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
 TRAINING = {"max_steps": 40, "batch_size": 4, "micro_batch_size": 2}
 

@@ -19,7 +19,7 @@ from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from tests.records import make_job, store
-from tests.unit.api.conftest import SPEC, StillClock, make_parts, served_control_plane
+from tests.unit.control_plane.routes.conftest import SPEC, StillClock, make_parts, served_control_plane
 
 FOLLOWERS = 50
 

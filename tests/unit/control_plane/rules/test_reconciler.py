@@ -11,7 +11,7 @@ from swiftkv_platform.control_plane.jobs.job import JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.errors import StorageError
 from tests.fakes.attempt_store import METRICS
-from tests.unit.orchestration.conftest import TENANT, Plane
+from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 
 def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:

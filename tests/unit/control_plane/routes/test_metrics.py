@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.settings import Settings
 from tests.fakes.attempt_store import FakeWorker
-from tests.unit.api.conftest import SPEC, URL, Start, StillClock, make_parts, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, URL, Start, StillClock, make_parts, refusal
 
 DEADLINE_S = 60.0
 

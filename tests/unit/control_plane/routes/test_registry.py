@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
 from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
-from tests.unit.api.conftest import SPEC, Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 
 @pytest.fixture

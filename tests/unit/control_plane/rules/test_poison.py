@@ -16,7 +16,7 @@ from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.errors import StorageError, UnreadableRowError
-from tests.unit.orchestration.conftest import Plane
+from tests.unit.control_plane.rules.conftest import Plane
 
 SLOTS = 4
 

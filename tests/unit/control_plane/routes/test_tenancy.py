@@ -15,7 +15,7 @@ from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.rate_limits import RateLimit
 from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.unit.api.conftest import SPEC, Server, Start, StillClock, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
 OPEN = {"/healthz", "/readyz", "/readyz/{check}", "/metrics"}
 """Nothing of any tenant's is told there."""

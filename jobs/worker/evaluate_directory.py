@@ -27,6 +27,7 @@ from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
 from swiftkv_platform.specs.defaults import resolve_defaults
+from swiftkv_platform.specs.limits import STORED
 
 _LONGEST_ROW = 2048
 """Tokens a row of other text than the job's, where the model's context allows them."""
@@ -56,7 +57,7 @@ def evaluate_directory(
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     lineage = _lineage(path)
-    job = JobSpec.model_validate(lineage["spec"]) if "spec" in lineage else None
+    job = JobSpec.model_validate(lineage["spec"], context=STORED) if "spec" in lineage else None
     settings = (job.evaluation if job else EvaluationSpec()).model_dump(mode="json") | (evaluation or {})
     spec = EvaluationSpec.model_validate(settings)
     student, tokenizer = _load(path)

@@ -24,12 +24,14 @@ import re
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import to_json
 from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.job import with_former_defaults
 
 MANIFEST = "manifest.json"
 ADAPTER_LINEAGE = "base_digest"
@@ -62,14 +64,30 @@ class AttemptRequest(FrozenModel):
     traceparent: str | None = None
     """W3C context of the trace that the attempt belongs to."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_the_form(cls, value: Any) -> Any:
+        """A request that names no form of the student is for one in the paper's: `to_json`."""
+        return (
+            {**value, "spec": with_former_defaults(value["spec"])}
+            if isinstance(value, dict) and "spec" in value
+            else value
+        )
+
     @property
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.job_id, self.attempt)
 
     def to_json(self) -> bytes:
         """The request without what stands at its default: workers of an older version refuse fields that they do not
-        know, and need none of them."""
-        return self.model_dump_json(exclude_defaults=True).encode()
+        know, and need none of them. Of the student's form they know the paper's, so that one goes unnamed."""
+        document = self.model_dump(mode="json", exclude_defaults=True)
+        swiftkv = document["spec"].pop("swiftkv", {}) | {"decode_key_value": self.spec.swiftkv.decode_key_value}
+        if swiftkv["decode_key_value"] == "shared":
+            del swiftkv["decode_key_value"]
+        if swiftkv:
+            document["spec"]["swiftkv"] = swiftkv
+        return to_json(document)
 
 
 ManifestKind = Literal["artifact", "checkpoint", "data"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.specs.base import (
@@ -19,6 +19,7 @@ from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.documents import load_yaml
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.specs.limits import (
+    STORED,
     Cores,
     Count,
     Gpus,
@@ -53,6 +54,13 @@ class ModelSpec(Spec):
     """Compute dtype of forward and backward; trained weights and optimizer state are always float32."""
 
 
+_DecodeKeyValue = Literal["shared", "own"]
+
+
+def _form_of_a_new_student(given: dict[str, Any]) -> _DecodeKeyValue:
+    return "shared" if given.get("initialization") == "refitted" else "own"
+
+
 class SwiftKVSpec(Spec):
     """The transformation (paper, section 3)."""
 
@@ -71,16 +79,17 @@ class SwiftKVSpec(Spec):
     """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
     which is trained with q, k and v. It makes up for most of what a group loses, and costs nothing when it is served;
     engines other than this project's do not know it."""
-    decode_key_value: Literal["shared", "own"] = "shared"
-    """Origin of K and V in layers >= l of tokens that run through them: of a prompt's last token and of all that is
-    generated. `shared`: x, as for the rest of a prompt (the paper's form). `own`: their own hidden state in the first
-    layer of each group, as in the teacher, by projections that are trained too; prefill costs the same, and far less of
-    the teacher's quality is lost. A text of which all tokens count is then split at random into a prompt, which is read
-    and not counted, and the rest."""
     initialization: Literal["calibrated", "copied", "refitted"] = "calibrated"
     """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
     `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's
     own states; for `own_output_projection`."""
+    decode_key_value: _DecodeKeyValue = Field(default_factory=_form_of_a_new_student)
+    """Origin of K and V in layers >= l of tokens that run through them: of a prompt's last token and of all that is
+    generated. `own`, the default: their own hidden state in the first layer of each group, as in the teacher, by
+    projections that are trained too; prefill costs the same, and far less of the teacher's quality is lost. A text of
+    which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
+    x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
+    student in this form."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 
@@ -228,6 +237,15 @@ class LimitsSpec(Spec):
 JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+def with_former_defaults(document: Any) -> Any:
+    """A job spec that was stored, with the values named that its version took for granted: every student had the
+    paper's form."""
+    if not isinstance(document, dict):
+        return document
+    given = document.get("swiftkv", {})
+    return {**document, "swiftkv": {"decode_key_value": "shared", **given}} if isinstance(given, dict) else document
+
+
 class JobSpec(Spec):
     """A distillation job, as POSTed to `/jobs`."""
 
@@ -252,6 +270,11 @@ class JobSpec(Spec):
     """Receiver that is told of the job's changes of status."""
     metadata: dict[Label, LabelValue] = Field(default={}, max_length=32)
     """Free key/value pairs, kept with the job and its model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_what_was_stored(cls, value: Any, info: ValidationInfo) -> Any:
+        return with_former_defaults(value) if info.context == STORED else value
 
     @property
     def only_publishes(self) -> bool:

@@ -19,6 +19,7 @@ from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.sources import Boundary
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.limits import STORED
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
 
@@ -263,7 +264,7 @@ def _trained_by(model: Model, job: Job) -> JobSpec:
     if job.spec.sweep is None:
         return job.spec
     try:
-        return JobSpec.model_validate(model.lineage.get("spec"))
+        return JobSpec.model_validate(model.lineage.get("spec"), context=STORED)
     except ValidationError as error:
         raise _refused(model.id, "its lineage does not say by which spec of the sweep it was trained") from error
 

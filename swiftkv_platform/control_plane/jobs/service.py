@@ -127,6 +127,9 @@ class JobService:
         """The same, once what the spec continues from is known to fit."""
         parent = self.parents(spec, caller.tenant)
         if parent is not None:
+            if "decode_key_value" not in spec.swiftkv.model_fields_set:
+                form = {"decode_key_value": parent.spec.swiftkv.decode_key_value}
+                spec = spec.model_copy(update={"swiftkv": spec.swiftkv.model_copy(update=form)})
             check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
             training = spec.training.model_copy(update={"from_": parent.parent.name})
             spec = spec.model_copy(update={"training": training})

@@ -28,7 +28,8 @@ UNMEASURED = {"gradient_checkpointing": True, "batch_size": 32, "max_steps": 100
 
 
 def job(**sections: Any) -> JobSpec:
-    fixed = {"name": "planned", "model": {"name_or_path": "org/teacher"}, "resources": GPUS}
+    fixed: dict[str, Any] = {"name": "planned", "model": {"name_or_path": "org/teacher"}, "resources": GPUS}
+    fixed["swiftkv"] = {"decode_key_value": "shared"}
     fixed["training"] = {"gradient_checkpointing": True, "batch_size": 32, "max_steps": 1000}
     fixed["checkpoint"] = {"every_steps": 300, "keep": 2}
     return JobSpec.model_validate({**fixed, **sections})

@@ -14,6 +14,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 from swiftkv_platform.specs.documents import load_yaml
+from swiftkv_platform.specs.limits import STORED
 
 
 def spec(**fields: Any) -> JobSpec:
@@ -44,6 +45,22 @@ def test_a_field_that_needs_another_is_refused_without_it(
     with pytest.raises(ValidationError, match=message) as caught:
         spec(**refused)
     assert caught.value.errors()[0]["ctx"]["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("swiftkv", "form"),
+    [
+        ({}, "own"),
+        ({"initialization": "refitted", "own_output_projection": True}, "shared"),
+        ({"decode_key_value": "shared"}, "shared"),
+    ],
+)
+def test_new_students_keep_what_they_write_and_stored_ones_stay_as_they_were(swiftkv: Any, form: str) -> None:
+    new = JobSpec.model_validate({"name": "n", "swiftkv": swiftkv})
+    assert new.swiftkv.decode_key_value == form
+    assert JobSpec.model_validate(new.model_dump(mode="json"), context=STORED) == new
+    for document in ({"name": "n", "swiftkv": swiftkv}, {"name": "n"}):
+        assert JobSpec.model_validate(document, context=STORED).swiftkv.decode_key_value == "shared"
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\0b"])

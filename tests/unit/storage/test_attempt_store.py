@@ -67,10 +67,11 @@ def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectSt
         asked = AttemptRequest(job_id=JOB, attempt=1, spec=load_spec(recipe), run_id="r")
         attempts.write_request(asked)
         assert attempts.read_request(FIRST) == asked
-    everything = JobSpec.model_validate(JobSpec(name="x").model_dump())
+    everything = JobSpec.model_validate(JobSpec(name="x").model_dump() | {"swiftkv": {"decode_key_value": "shared"}})
     attempts.write_request(AttemptRequest(job_id=JOB, attempt=2, spec=everything, run_id="r"))
     stored = json.loads(store.get_bytes(SECOND.request_key))
     assert stored == {"job_id": JOB, "attempt": 2, "spec": {"name": "x"}, "run_id": "r"}
+    assert attempts.read_request(SECOND).spec == everything, "who names no form means the paper's"
 
 
 def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:

@@ -48,6 +48,16 @@ def test_a_job_continues_from_a_model(server: Server, parent: dict[str, Any]) ->
     assert request.parent.key == AttemptId(parent["id"], 1).artifact_prefix
 
 
+def test_a_job_has_its_parents_form_unless_it_names_another(server: Server) -> None:
+    parent = server.succeed(swiftkv={**SIX, "decode_key_value": "shared"})
+    job = server.submit(**continuing(parent["distilled_model"], **L6))
+    assert job["spec"]["swiftkv"]["decode_key_value"] == "shared"
+    own = continuing(parent["distilled_model"], swiftkv={**SIX, "decode_key_value": "own"})
+    error = refusal(server.client.post("/jobs", json={**SPEC, **own}))
+    assert error["field"] == "swiftkv.decode_key_value"
+    assert "use 'shared'" in error["message"]
+
+
 REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("nonsense", {}, "training.from", "JOB:STEP"),
     ("mdl_nobodys", L6, "training.from", "there is no such model"),

@@ -14,8 +14,8 @@ _HEAD = """\
 
 <!-- Written by `python -m swiftkv_platform.serve.openai.compatibility > docs/compatibility.md`. -->
 
-`/v1/completions` and `/v1/chat/completions` take OpenAI's fields and vLLM's extensions. A field is served, accepted
-without effect, or refused. `null` is the same as leaving a field out, and `16.0` as `16`.
+`/v1/completions` and `/v1/chat/completions` take OpenAI's fields, and some of vLLM's and our own. A field is served,
+accepted without effect, or refused. `null` is the same as leaving a field out, and `16.0` as `16`.
 
 An unknown field is refused with 400, and the message names the nearest known one. A deployment's `ignored_fields`
 (`swiftkv deploy --ignored-fields NAME`) lists refused or unknown fields to accept without effect; `*` stands for all
@@ -44,7 +44,7 @@ def _lines() -> Iterator[str]:
     yield _HEAD
     for treatment, remark in _SECTIONS.items():
         yield from (f"## {treatment.capitalize()}", "", *([remark, ""] if remark else []))
-        yield from ("| field | of | route | |", "|---|---|---|---|")
+        yield from ("| field | from | only on | |", "|---|---|---|---|")
         rows: dict[str, list[str]] = {}
         for field in FIELDS:
             if field.treatment is treatment:
@@ -55,8 +55,9 @@ def _lines() -> Iterator[str]:
 
 def _remarks(field: RequestField) -> str:
     """Cells of a field beside its name; fields with equal ones share a row."""
-    route = "both" if len(field.routes) > 1 else field.routes[0]
-    return f"{field.origin} | {route} | {field.note}"
+    origin = "" if field.origin == "OpenAI" else field.origin
+    route = "" if len(field.routes) > 1 else field.routes[0]
+    return f"{origin} | {route} | {field.note}"
 
 
 if __name__ == "__main__":

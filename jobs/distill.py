@@ -119,7 +119,7 @@ def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
 
 
 def distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
-    """The phases of an attempt; returns the manifest of the model, None for a job that only publishes one."""
+    """Run the phases of an attempt. Returns the manifest of the model, None for a job that only publishes one."""
     spans = spans_of_jobs()
     try:
         with spans.span("attempt", request.traceparent, job_id=request.job_id, attempt=request.attempt) as context:
@@ -156,8 +156,8 @@ def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
 
 
 def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
-    """Copy the model to where the spec publishes it. The model is made, so a place that does not take it is told of,
-    and undoes nothing."""
+    """Copy the model to where the spec publishes it. A place that does not take it is reported, and does not
+    fail the job."""
     try:
         publish_copy(store, request, reporter, request.attempt_id.artifact_prefix)
     except StoppedError:

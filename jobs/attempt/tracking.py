@@ -23,8 +23,7 @@ from swiftkv_platform.tracking.wandb_tracker import create_tracker
 
 
 class TrackedRun:
-    """Begins, or goes on with, the run of `request`; nothing it does fails the job, and nothing but `save` and `close`
-    waits.
+    """Tracked run of an attempt, begun or continued. Its errors do not fail the job, and only `save` and `close` wait.
 
     Args:
         on_info: told, on another thread, where the run is; again some seconds later after a `StorageError`.

@@ -164,7 +164,7 @@ def fields_of(route: Route) -> dict[str, RequestField]:
 def names_without_effect(
     route: Route, extra: Mapping[str, Any], nested: Iterable[str], n: int, ignored: Collection[str]
 ) -> tuple[str, ...]:
-    """Names of the fields that a request gives in vain, at most `MAX_NAMES` of them.
+    """Names of the fields of a request that have no effect, at most `MAX_NAMES` of them.
 
     Args:
         extra: the fields that the body's model does not have.

@@ -62,7 +62,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         return self
 
     def without_effect(self, route: Route, ignored: Collection[str], unread: Collection[str] = ()) -> tuple[str, ...]:
-        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be, `unread`: those
+        """Names of the fields that have no effect; `ignored`: those that the operator sets to be, `unread`: those
         that the model has no use for. Raises `InvalidInputError`: a field that would change the answer, or an unknown
         one."""
         nested = [*unknown_keys(self), *unread, *(self._unknown_constraints() if ANY in ignored else ())]

@@ -160,7 +160,7 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
         function, where = tool.function, f"tools.{number}.function"
         if function.name in functions:
             raise InvalidInputError(
-                f"{where}.name is {function.name!r}, as of another tool; names must differ",
+                f"{where}.name is {function.name!r}, the name of another tool too; names must differ",
                 field=f"{where}.name",
                 value=function.name,
             )

@@ -39,7 +39,7 @@ Piece = Text | CallBegin | Arguments
 
 @dataclass
 class Call:
-    """A call as far as it has come."""
+    """Tool call, as far as it has been parsed."""
 
     name: str
     arguments: str = ""

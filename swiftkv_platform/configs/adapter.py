@@ -47,7 +47,7 @@ class BaseModelReference(FrozenModel):
     revision: str | None = None
     """Hub revision."""
     digest: str
-    """SHA-256 over names, types, shapes and digests of all its tensors, however they are spread over files."""
+    """SHA-256 over the lines `name dtype [2, 3] sha256` of all its tensors, by name, each ended by a newline."""
     tensors: dict[str, BaseTensor]
     """Every tensor of its weight files, by name."""
 

@@ -160,7 +160,7 @@ def chosen_step(course: Course, spec: TrainingSpec) -> int | None:
 
 @dataclass(frozen=True)
 class CourseNote:
-    """A turn of a run, to be told of."""
+    """Event of kind `course`: what a run did, and why."""
 
     message: str
     data: CourseData

@@ -80,9 +80,9 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens of prompts, of waiting sequences and of those that are being read, whose KV is not computed yet.
+        """Prompt tokens of waiting and running sequences whose KV is not computed yet.
 
-        May be read from another thread than the one that schedules: it is then a step old at most.
+        Another thread than the one that schedules may read it: it is then at most one step old.
         """
         being_read = [sequence for sequence in list(self._running) if not sequence.is_decoding]
         return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in [*self._waiting, *being_read])

@@ -18,7 +18,7 @@ class Parts(Protocol):
     """Results of an evaluation by name, and a listener to how far it is. Only the first worker asks."""
 
     def get(self, name: str) -> bytes | None:
-        """A part that has been measured, by this evaluation or one that was cut off."""
+        """A finished part of this evaluation, or of an interrupted one before it; None if it is not measured yet."""
 
     def put(self, name: str, data: bytes) -> None:
         """Keep a part."""

@@ -93,7 +93,7 @@ def recording(layers: Mapping[int, Any], method: Method) -> Iterator[_Recorder]:
 
 
 def decoder_inputs(batch: TokenBatch, decoder: Any) -> dict[str, torch.Tensor]:
-    """A batch as the decoder takes it. Raises `InvalidInputError`."""
+    """Arguments that the decoder takes for a batch. Raises `InvalidInputError`: it holds no ids of this model."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids, vocab_size = given.get("input_ids"), decoder.config.vocab_size
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype not in (torch.int64, torch.int32):

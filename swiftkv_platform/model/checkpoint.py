@@ -170,7 +170,7 @@ class StoredTensors(LazyTensors):
 
 
 def ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
-    """The range of each dimension of a tensor that is in `part`; None: the whole tensor."""
+    """Range of each dimension of a tensor that lies in `part`; None selects the whole tensor."""
     given = part if isinstance(part, tuple) else (slice(None) if part is None else part,)
     return (*given, *[slice(None)] * (num_dims - len(given)))
 

@@ -106,7 +106,7 @@ class StructuredOutputs:
         return self.source or f"structured_outputs.{self.kind}"
 
     def check_followed(self) -> None:
-        """Raises `InvalidInputError`: naming the place of a constraint in a schema that no answer could be held to."""
+        """Raises `InvalidInputError` for a constraint of a schema that cannot be enforced, naming its place."""
         if self.kind == "json":
             check_followed(json.loads(self.text), self.name)
 

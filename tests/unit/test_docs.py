@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import DeploymentSpec
 
 DOCS = Path("docs")
 MADE_BY_THE_READER = {"infra/.env", "infra/kubernetes/production/values.env", "jobs/recipes/NAME.yaml"}
@@ -94,6 +96,124 @@ def test_commands_for_ray_serve_llm_say_whether_a_test_runs_them() -> None:
 def test_the_picture_of_a_job_has_every_status() -> None:
     picture = (DOCS / "images" / "job.svg").read_text()
     assert [status for status in JobStatus if f">{status}</text>" not in picture] == []
+
+
+PAGES = {
+    str(page).removeprefix("docs/"): page
+    for page in (Path("README.md"), Path("SECURITY.md"), Path("infra/README.md"), *DOCS.glob("*.md"))
+}
+
+FIGURES = [
+    # The row and column of README's table, then the page that is the figure's home: row, column, number in the cell.
+    ("half the layers skipped", "KL to", "performance.md", "g = 2 (the demo)", "KL:", 0),
+    ("projections calibrated", "KL to", "performance.md", "g = 2 (the demo)", "KL:", 1),
+    ("distilled, 0.4 M", "KL to", "performance.md", "g = 2 (the demo)", "distilled", 0),
+    ("distilled, 0.4 M", "perplexity", "performance.md", "g = 2 (the demo)", "perplexity ratio", 0),
+    ("distilled, 0.4 M", "top-1", "performance.md", "g = 2 (the demo)", "agreement", 0),
+    ("distilled, 0.4 M", "prefill", "performance.md", "g = 2", "prefill", 0),
+    ("distilled, 0.4 M", "KV bytes", "performance.md", "g = 2", "KV bytes", 0),
+    ("in the paper's form, 0.8 M", "perplexity", "performance.md", "g = 2, the paper's form", "perplexity ratio", 0),
+    ("in the paper's form, 0.8 M", "KL to", "performance.md", "g = 2, the paper's form", "distilled", 0),
+    ("in the paper's form, 0.8 M", "top-1", "performance.md", "g = 2, the paper's form", "agreement", 0),
+    ("in the paper's form, 0.8 M", "time", "performance.md", "g = 2", "time", 2),
+    ("SmolLM2-135M-Instruct, half", "perplexity", "quality.md", "agreement; perplexity ratio", "up to 64", 1),
+    ("SmolLM2-135M-Instruct, half", "KL to", "quality.md", "KL", "up to 64", 0),
+    ("SmolLM2-135M-Instruct, half", "top-1", "quality.md", "agreement; perplexity ratio", "up to 64", 0),
+    ("SmolLM2-135M-Instruct, half", "prefill", "quality.md", "FLOPs of a prompt", "-l15", 0),
+    ("in the paper's form, 0.2 M", "KL to", "quality.md", "distilled, 223,410", "the paper's form", 0),
+    ("in the paper's form, 0.2 M", "top-1", "quality.md", "distilled, 223,410", "the paper's form", 1),
+    ("in the paper's form, 0.2 M", "perplexity", "quality.md", "distilled, 223,410", "the paper's form", 2),
+    ("in the paper's form, 0.2 M", "time", "performance.md", "8,000", "ratio", 0),
+    ("SmolLM2-135M-Instruct, 27%", "perplexity", "quality.md", "perplexity ratio; agreement", "-l22", 0),
+    ("SmolLM2-135M-Instruct, 27%", "KL to", "quality.md", "KL, all held-out text", "-l22", 0),
+    ("SmolLM2-135M-Instruct, 27%", "top-1", "quality.md", "perplexity ratio; agreement", "-l22", 1),
+    ("SmolLM2-135M-Instruct, 27%", "prefill", "quality.md", "FLOPs of a prompt", "-l22", 0),
+]
+
+STATEMENTS = {
+    # Patterns of every statement of a figure, on any page; of two numbers their quotient is the figure.
+    "our dense engine over vLLM": (
+        r"dense engine reads prompts ([\d.]+) times",
+        r"\| dense \| \d+ ms \| ([\d.]+)x",
+        r"\| vLLM, dense \| (\d+) ms .*? \| dense \| (\d+) ms",
+    ),
+    "SwiftKV over our dense engine": (
+        r"makes it ([\d.]+) times",
+        r"\| dense \| (\d+) ms .*? \| SwiftKV, g = 2 \| (\d+) ms",
+    ),
+    "vLLM over our engine, least": (
+        r"vLLM is ([\d.]+) to [\d.]+ times",
+        r"\| 1024 tokens \| \d+ ms \| (\d+) ms \|(?:[^|]*\|){2} (\d+) ms",
+    ),
+    "vLLM over our engine, most": (
+        r"vLLM is [\d.]+ to ([\d.]+) times",
+        r"\| 8000 \| \d+ ms \| (\d+) ms \|(?:[^|]*\|){2} (\d+) ms",
+    ),
+    "time of SmolLM2 at l = 22": (r"27% skipped, distilled \|(?:[^|]*\|){5} ([\d.]+)", r"at l = 22 takes ([\d.]+) of"),
+    "time of the demo": (r"0\.4 M counted tokens \|(?:[^|]*\|){5} ([\d.]+)", r"the demo's student took ([\d.]+)"),
+}
+
+
+def plain(page: str) -> str:
+    """Text of a page without bold marks, and without commas in numbers."""
+    return re.sub(r"(?<=\d),(?=\d{3})", "", PAGES[page].read_text(encoding="utf-8").replace("**", ""))
+
+
+def cell(page: str, row: str, column: str) -> list[str]:
+    """Numbers of a cell of a page's table. `row` and `column` begin the row's first cell and the column's head."""
+    row, head = row.replace(",", ""), []
+    for line in plain(page).splitlines():
+        cells = [each.strip(" `") for each in line.strip("|").split("|")] if line.startswith("|") else []
+        head = head if head and cells else cells
+        places = [place for place, name in enumerate(head) if name.startswith(column)]
+        if places and cells and cells[0].replace(",", "").startswith(row):
+            return re.findall(r"\d+(?:\.\d+)?", cells[places[0]])
+    raise AssertionError(f"{page} has no row {row!r} with a column {column!r}")
+
+
+def agree(one: str, other: str) -> bool:
+    """Whether two numbers are one figure, rounded to the digits of the shorter."""
+    digits = min(len(text.partition(".")[2]) for text in (one, other))
+    return abs(float(one) - float(other)) <= 0.5001 * 10.0**-digits
+
+
+def test_no_figure_stands_in_two_places_with_two_values() -> None:
+    found = {
+        f"{row}: {column} ({number})": [cell("README.md", row, column)[-1], cell(page, home, of)[number]]
+        for row, column, page, home, of, number in FIGURES
+    }
+    text = " ".join(" ".join(plain(page).split()) for page in PAGES)
+    for name, patterns in STATEMENTS.items():
+        stated = [match.groups() for pattern in patterns for match in re.finditer(pattern, text)]
+        found[name] = [one[0] if len(one) == 1 else f"{int(one[0]) / int(one[1]):.4f}" for one in stated]
+        assert len(stated) >= len(patterns), name
+    assert {name: values for name, values in found.items() if not all(agree(values[0], one) for one in values)} == {}
+
+
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "hours": 3600, "days": 86400}
+DEFAULT = re.compile(r"`([A-Za-z_.-]+)` \((\d[\d.]*)(?: (KiB|MiB|GiB|hours|days|s))?[;,)]")
+"""A name with its default behind it, as in `max_rollbacks` (3)."""
+
+
+def test_a_default_is_the_same_on_every_page_and_in_the_code() -> None:
+    accepted: dict[str, set[float]] = {}
+    objects = [JobSpec.model_json_schema(), DeploymentSpec.model_json_schema()]
+    schemas = [each for document in objects for each in (document, *document["$defs"].values())]
+    fields = [
+        (name, field.get("default")) for schema in schemas for name, field in schema.get("properties", {}).items()
+    ]
+    fields += [(f"SWIFTKV_{name.upper()}", field.default) for name, field in Settings.model_fields.items()]
+    for name, default in fields:
+        if isinstance(default, int | float):
+            accepted.setdefault(name, set()).add(float(default))
+    differing = []
+    stated = [(page, *found) for page in PAGES for found in DEFAULT.findall(plain(page))]
+    assert len(stated) > 10
+    for page, name, number, unit in stated:
+        value = float(number) * UNITS.get(unit, 1)
+        if value not in accepted.setdefault(name, {value}):
+            differing.append(f"{page}: {name} is {value}, elsewhere {accepted[name]}")
+    assert differing == []
 
 
 ROOT = Path(__file__).parents[2]

@@ -8,14 +8,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import click
 import jsonschema
 import pytest
 import typer
 import typer.main
 import yaml
 from typer._completion_classes import BashComplete
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli import context
@@ -140,19 +141,43 @@ def test_documented_commands_are_accepted_and_name_files_of_the_repository() -> 
         assert [path for path in named if not Path(path).exists()] == [], place
 
 
-APP: click.Command = typer.main.get_command(app)
+APP: Any = typer.main.get_command(app)
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that words lead to, and the words behind it. `a|b` stands for either of two commands."""
+    command, rest = APP, list(words)
+    while isinstance(command, TyperGroup) and rest and not rest[0].startswith("-"):
+        alternatives = [command.commands[name] for name in rest.pop(0).split("|")]
+        command = alternatives[0]
+    return command, rest
 
 
 def check_accepted(place: str, command: str) -> None:
-    arguments, parsed = shlex.split(command, comments=True)[1:], APP
-    context = None
+    parsed, arguments = command_of(shlex.split(command.replace("\\\n", ""), comments=True)[1:])
+    assert not isinstance(parsed, TyperGroup), f"{place}: {command} is no whole command"
     try:
-        while isinstance(parsed, click.Group):
-            context = parsed.make_context(parsed.name, arguments, parent=context)
-            _, subcommand, arguments = parsed.resolve_command(context, [*context._protected_args, *context.args])
-            assert subcommand is not None, f"{place}: {command}"
-            parsed = subcommand
-        parsed.make_context(parsed.name, arguments, parent=context)
-    except click.BadParameter as refused:
+        parsed.make_context(parsed.name, arguments)
+    except typer.BadParameter as refused:
         if _STANDS_FOR_A_FILE.search(refused.message) is None:
             raise AssertionError(f"{place}: {command}: {refused.format_message()}") from refused
+
+
+def unknown_options(span: str) -> list[str]:
+    """Options of a command line that its command does not have."""
+    command, words = command_of(shlex.split(span))
+    known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+    return [word for word in words if re.match(r"-{1,2}[a-z]", word) and word not in known]
+
+
+def test_sentences_name_commands_options_and_targets_that_exist() -> None:
+    """Commands within a sentence may leave arguments out."""
+    pages = [*PAGES, Path("CONTRIBUTING.md"), Path("SECURITY.md"), Path("CHANGELOG.md")]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    targets = set(re.findall(r"^([a-z-]+):", Path("Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    made = [line for text in texts.values() for line in re.findall(r"(?:`|^|\n)make ([a-z -]+)", text)]
+    assert len(made) > 10
+    assert [name for line in made for name in line.split() if name not in targets] == []
+    inline = [(page, span) for page, text in texts.items() for span in re.findall(r"(?<!`)`swiftkv ([^`]+)`", text)]
+    assert len(inline) > 40
+    assert [f"{page}: swiftkv {span}: {word}" for page, span in inline for word in unknown_options(span)] == []

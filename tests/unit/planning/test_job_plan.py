@@ -60,7 +60,9 @@ def test_teachers_are_fetched_by_every_node_once(tmp_path: Path) -> None:
     again = stored["evaluate"].downloaded_bytes - found["evaluate"].downloaded_bytes
     assert again == 2 * TEACHER, "a stored teacher is fetched again to be measured"
     assert list(found) == ["prepare", "calibrate", "train", "evaluate", "publish"]
-    local = phases(job(model={"name_or_path": str(tmp_path)}, swiftkv={"initialization": "copied"}))
+    local = phases(
+        job(model={"name_or_path": str(tmp_path)}, swiftkv={"initialization": "copied", "decode_key_value": "shared"})
+    )
     assert list(local) == ["prepare", "train", "evaluate", "publish"]
     assert local["prepare"].downloaded_bytes == 0
     assert local["train"].downloaded_bytes == 2 * 5 * TEXT // 4

@@ -14,11 +14,10 @@ from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, RateLimitedError, SwiftKVError
-from swiftkv_platform.serve.access import Caller
+from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.quotas import Reservation
 from swiftkv_platform.serve.shadow import Shadow
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
+    from swiftkv_platform.engine.detokenizer import Vocabulary
     from swiftkv_platform.engine.requests import RequestReader
-    from swiftkv_platform.engine.vocabulary import Vocabulary
 
 CONTEXT = 8
 """Tokens before an answer that show whether a space stands between."""

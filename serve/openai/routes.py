@@ -22,7 +22,7 @@ from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.chat import about_messages, chat_prompt, unread_variables
 from swiftkv_platform.serve.openai.answers import CompletionChoices, chat_choice, chat_delta, prompt_logprobs, usage
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
-from swiftkv_platform.serve.sampling import prompts_of
+from swiftkv_platform.serve.schemas import prompts_of
 from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
 from swiftkv_platform.serve.tools.calling import tool_calling
 from swiftkv_platform.web.bodies import BodyRoute

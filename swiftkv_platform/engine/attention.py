@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries, VarlenCall
+from swiftkv_platform.engine.batch import PagedAttention, SequenceQueries, VarlenCall
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run
 
 PAGED = "swiftkv_paged"

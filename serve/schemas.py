@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, PlainValidator, model_validator
 
-from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
+from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.base import (
@@ -168,11 +168,8 @@ class SamplingFields(FrozenModel, strict=True):
     def params(self, **others: Any) -> SamplingParams:
         """Sampling parameters for the engine, with the fields that routes name in their own ways. Raises
         `InvalidInputError`: a value out of range."""
-        same = set(SamplingFields.model_fields) & {field.name for field in fields(SamplingParams)}
-        given: dict[str, Any] = {name: getattr(self, name) for name in same}
-        given |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
-        given |= {"early_exit": EarlyExit.parse(self.early_exit), "structured_outputs": self.constraint()}
-        return SamplingParams(**given, **others)
+        given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{**given, **others, "structured_outputs": self.constraint()})
 
     def constraint(self) -> StructuredOutputs | None:
         """The constraint on the answer's text. Raises `InvalidInputError`."""
@@ -186,6 +183,10 @@ class SamplingFields(FrozenModel, strict=True):
                 value=self.structured_outputs,
             )
         return StructuredOutputs.parse(self.structured_outputs)
+
+
+_SAME = SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingParams)}
+"""Fields that the engine's parameters have by the same name; None is their default."""
 
 
 def check_generates(max_tokens: int, otherwise: str) -> None:

@@ -53,12 +53,6 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     return tokens
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """The tokens that `choose` finds."""
-    tokens: list[int] = choose(logits, rows).tolist()
-    return tokens
-
-
 def _put(values: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     """`values` with other `rows` at `places`, ascending."""
     return rows if len(places) == len(values) else values.index_copy(0, index_tensor(places, values.device), rows)

@@ -107,7 +107,7 @@ def test_a_request_drafts_beside_others_in_small_caches_with_samples_and_chunks(
     outputs = engine.generate(asked, drafting)
     engine.check()
     assert tokens(outputs) == tokens(expected)
-    assert engine.num_preemptions > 0
+    assert engine.state.num_preemptions > 0
     assert engine.num_free_blocks == engine.num_blocks
 
 

@@ -120,7 +120,7 @@ def test_random_schedules_follow_their_constraints(subjects: dict[str, Subject])
         with free_drafts():
             engine = LLMEngine(subject.loaded, config)
         finished = run(engine, arrivals)
-        seen["preemptions"] += engine.num_preemptions
+        seen["preemptions"] += engine.state.num_preemptions
         for number, arrival in enumerate(arrivals):
             outputs, params = finished[str(number)], arrival.params
             assert arrival.abort_after is not None or len(outputs) == params.n

@@ -278,7 +278,7 @@ async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
     assert await held
     for stream in streams:
         assert [output async for output in stream][-1].finish_reason == "length"
-    assert engine.engine.num_waiting_tokens == 0
+    assert engine.state.num_waiting_tokens == 0
     assert (await answer(engine, [3])).finished
     await engine.aclose()
 

@@ -245,7 +245,7 @@ def test_abort_frees_what_a_request_holds(model_dir: Path, when: str) -> None:
     assert engine.abort(aborted.request_id) is None
     remaining = stream(engine, first if when == "waiting" else second)
     assert remaining[-1].finish_reason == "length"
-    assert (engine.num_requests_running, engine.num_requests_waiting) == (0, 0)
+    assert (engine.state.num_running, engine.state.num_waiting) == (0, 0)
     assert engine.num_free_blocks == engine.num_blocks
     engine.check()
 

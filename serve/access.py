@@ -76,11 +76,6 @@ class Gate:
         self._tenant = tenant
         self._quotas = Quotas()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether every caller is let in."""
-        return self._authenticator is None
-
     def _check_tenant(self, key: Principal) -> None:
         if self._tenant not in (None, key.tenant):
             raise ForbiddenError(

@@ -93,7 +93,7 @@ def create_http_app(
     # The last one is the first that a request comes to: what is refused for its size was let in and counted before.
     app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or current.body_limits[0], refuse=too_large)
     app.add_middleware(Door, gate=gate, refuse=refusal)
-    if gate.is_open:
+    if key_ring is None:
         app.add_middleware(HostGuard, allowed=allowed_hosts, refuse=refusal)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)

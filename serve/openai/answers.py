@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.serve.tools.calling import ToolCalling
-from swiftkv_platform.serve.tools.parser import Arguments, Assembled, CallBegin, Piece, Text, ToolCallParser
+from swiftkv_platform.serve.tools.parser import Assembled, Call, CallBegin, Piece, Text, ToolCallParser
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -170,18 +170,12 @@ def with_calls(choice: dict[str, Any], calling: ToolCalling) -> dict[str, Any]:
     parser, answer = calling.parser(), Assembled()
     answer.add(parser.feed(choice["message"]["content"]))
     answer.add(parser.finish())
-    if not answer.calls:
-        return {**choice, "message": {**choice["message"], "content": answer.text}}
-    calls = [
-        {
-            "id": calling.family.new_id(),
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in answer.calls
-    ]
-    message = {**choice["message"], "content": answer.text or None, "tool_calls": calls}
-    return {**choice, "message": message, "finish_reason": _reason(choice, [call.arguments for call in answer.calls])}
+    message = {**choice["message"], "content": answer.text}
+    if answer.calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+        calls = [{"id": calling.family.new_id(), "type": "function", "function": function} for function in functions]
+        message |= {"content": answer.text or None, "tool_calls": calls}
+    return {**choice, "message": message, "finish_reason": _reason(choice, answer.calls)}
 
 
 class CallStreams:
@@ -190,23 +184,19 @@ class CallStreams:
     def __init__(self, calling: ToolCalling) -> None:
         self._calling = calling
         self._parsers: dict[int, ToolCallParser] = {}
-        self._arguments: dict[int, list[str]] = {}
-        """Arguments of each choice's calls, so far."""
+        self._answers: dict[int, Assembled] = {}
+        """Each choice, so far."""
 
     def delta(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The next chunk of a choice; each is taken once, in order."""
         parser = self._parsers.setdefault(choice["index"], self._calling.parser())
+        answer = self._answers.setdefault(choice["index"], Assembled())
         pieces = parser.feed(choice["delta"]["content"])
         if choice["finish_reason"] is not None:
             pieces += parser.finish()
+        answer.add(pieces)
         delta = {name: value for name, value in choice["delta"].items() if name != "content"}
-        arguments = self._arguments.setdefault(choice["index"], [])
-        for piece in pieces:
-            if isinstance(piece, CallBegin):
-                arguments.append("")
-            elif isinstance(piece, Arguments):
-                arguments[piece.index] += piece.text
-        return {**choice, "delta": delta | self._added(pieces), "finish_reason": _reason(choice, arguments)}
+        return {**choice, "delta": delta | self._added(pieces), "finish_reason": _reason(choice, answer.calls)}
 
     def _added(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """A delta's content and calls: one entry a call, since clients join deltas by position in the first of them."""
@@ -224,10 +214,10 @@ class CallStreams:
         return ({"content": text} if text else {}) | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-def _reason(choice: dict[str, Any], arguments: Sequence[str]) -> str | None:
+def _reason(choice: dict[str, Any], calls: Sequence[Call]) -> str | None:
     """The reason of an end: calls, unless the answer was cut off in them, by its length or by a stop."""
     reason: str | None = choice["finish_reason"]
-    return "tool_calls" if reason == "stop" and arguments and all(map(_is_object, arguments)) else reason
+    return "tool_calls" if reason == "stop" and calls and all(_is_object(call.arguments) for call in calls) else reason
 
 
 def _is_object(text: str) -> bool:

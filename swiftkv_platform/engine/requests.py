@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString, Vocabulary
@@ -268,7 +268,8 @@ class RequestReader:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
         self._check_length(len(token_ids))
         for token_id in token_ids:
-            if not self._is_token_id(token_id):
+            is_number = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not (is_number and 0 <= token_id < self._vocab_size):
                 raise InvalidInputError(
                     f"prompt has the token id {token_id!r}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
                     field="prompt",
@@ -285,9 +286,6 @@ class RequestReader:
                 value=num_tokens,
                 most=self._max_model_len,
             )
-
-    def _is_token_id(self, token_id: Any) -> bool:
-        return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
 
     def _tokenize(self, text: str) -> list[int]:
         assert self._tokenizer is not None, "checked before"

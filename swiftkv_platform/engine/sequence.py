@@ -137,11 +137,6 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
-    def may_reuse_prefix(self) -> bool:
-        """The prefix cache holds K and V, not the hidden states that prompt log-probabilities are made of."""
-        return not self.wants_prompt_logprobs
-
-    @property
     def text(self) -> str:
         return self._detokenizer.text if self._detokenizer else ""
 

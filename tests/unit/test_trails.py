@@ -15,6 +15,7 @@ from tests.surface.replicas import application, asgi_client, version_of
 from tests.unit.engine.tiny_models import save_swiftkv
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("jobs", "serve", "swiftkv_platform")
 MOST_FILES_TO_A_TOKEN = 12
 
 
@@ -28,14 +29,14 @@ def tables(heading: str) -> list[list[str]]:
 
 @cache
 def file_of_ours(path: str) -> str | None:
-    """Path from the top of the repository; None for a library's."""
+    """Path of a program's file from the top of the repository; None for a test's or a library's."""
     resolved = Path(path).resolve()
-    ours = resolved.is_relative_to(ROOT) and resolved.is_file()
+    ours = resolved.is_file() and any(resolved.is_relative_to(ROOT / room) for room in ROOMS)
     return str(resolved.relative_to(ROOT)) if ours else None
 
 
 class Entered:
-    """Files of this repository, tests apart, whose functions run while `recording`, by their first call."""
+    """Files of ours whose functions run while `recording`, by their first call."""
 
     def __init__(self, until: str) -> None:
         """`until`: `FILE:FUNCTION` with whose return the recording ends."""
@@ -46,7 +47,7 @@ class Entered:
     def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
         if not self.recording or (file := file_of_ours(frame.f_code.co_filename)) is None:
             return
-        if event == "call" and not file.startswith("tests/"):
+        if event == "call":
             self.files.setdefault(file)
         elif event == "return" and f"{file}:{frame.f_code.co_name}" == self._until:
             self.recording = False

@@ -147,9 +147,11 @@ class HostGuard(Middleware):
         await self._refuse(error, scope["path"])(scope, receive, send)
 
 
-async def get_caller(
-    request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> Caller:
+_Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+"""The key, for the document of the routes; the gate reads it by itself."""
+
+
+async def get_caller(request: Request, _header: _Header) -> Caller:
     """The caller: whom the door let in, or, of what has no body, who is at the gate. Raises as `Gate.admit`."""
     known: Caller | None = getattr(request.state, "caller", None)
     gate: Gate = request.app.state.gate
@@ -159,9 +161,7 @@ async def get_caller(
 TheCaller = Annotated[Caller, Depends(get_caller)]
 
 
-def get_viewer(
-    request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> bool:
+def get_viewer(request: Request, _header: _Header) -> bool:
     """Whether the caller may see what is served. Raises nothing."""
     gate: Gate = request.app.state.gate
     try:
@@ -171,9 +171,7 @@ def get_viewer(
     return True
 
 
-def check_viewer(
-    request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> None:
+def check_viewer(request: Request, _header: _Header) -> None:
     """Raises as `Gate.check_sees`."""
     gate: Gate = request.app.state.gate
     gate.check_sees(request)

@@ -1,29 +1,43 @@
-"""Callers of a replica: the tenant of an API key, where the deployment has keys. Knows no model."""
+"""Callers of a replica: the tenant of an API key, where the deployment has keys, its limits per minute, and the
+spellings and origins of its requests. Knows no model."""
 
 from __future__ import annotations
 
+import math
+import re
+import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
-from swiftkv_platform.errors import ForbiddenError, SwiftKVError, UnauthenticatedError
+from swiftkv_platform.errors import ForbiddenError, RateLimitedError, SwiftKVError, UnauthenticatedError
 from swiftkv_platform.security.credentials import shows_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
-from swiftkv_platform.serve.quotas import Quota, Quotas
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.origins import foreign_host
+from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
 REPLICA_HEADER = "x-replica"
 """Header of every answer: Serve's name of the replica that gave it."""
 IGNORED_FIELDS_HEADER = "x-swiftkv-ignored-fields"
 """Header of an answer to a body with fields that were accepted without effect: their names, comma-separated."""
+
+
+Limits = tuple[int | None, int | None]
+"""Requests and tokens a minute."""
+_MOST_QUOTAS = 10_000
+"""Callers whose quotas are kept; the one that asked longest ago is given up."""
+_SLASHES = re.compile("/{2,}")
+_LIMITS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
 
 
 @dataclass(frozen=True)
@@ -61,11 +75,6 @@ class Gate:
         self._authenticator = authenticator
         self._tenant = tenant
         self._quotas = Quotas()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether every caller is let in."""
-        return self._authenticator is None
 
     def _check_tenant(self, key: Principal) -> None:
         if self._tenant not in (None, key.tenant):
@@ -138,9 +147,11 @@ class HostGuard(Middleware):
         await self._refuse(error, scope["path"])(scope, receive, send)
 
 
-async def get_caller(
-    request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> Caller:
+_Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+"""The key, for the document of the routes; the gate reads it by itself."""
+
+
+async def get_caller(request: Request, _header: _Header) -> Caller:
     """The caller: whom the door let in, or, of what has no body, who is at the gate. Raises as `Gate.admit`."""
     known: Caller | None = getattr(request.state, "caller", None)
     gate: Gate = request.app.state.gate
@@ -150,9 +161,7 @@ async def get_caller(
 TheCaller = Annotated[Caller, Depends(get_caller)]
 
 
-def get_viewer(
-    request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> bool:
+def get_viewer(request: Request, _header: _Header) -> bool:
     """Whether the caller may see what is served. Raises nothing."""
     gate: Gate = request.app.state.gate
     try:
@@ -162,9 +171,7 @@ def get_viewer(
     return True
 
 
-def check_viewer(
-    request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> None:
+def check_viewer(request: Request, _header: _Header) -> None:
     """Raises as `Gate.check_sees`."""
     gate: Gate = request.app.state.gate
     gate.check_sees(request)
@@ -197,3 +204,121 @@ class AnswerHeaders(Middleware):
             await send(message)
 
         await self._app(scope, receive, tell)
+
+
+class Origins(CORSMiddleware):
+    """Lets pages of some origins ask (CORS), by key alone: no cookie is sent. `allowed`: the origins at the moment, `*`
+    for all of them; with none it is as if it was not there."""
+
+    def __init__(self, app: ASGIApp, allowed: Callable[[], Collection[str]]) -> None:
+        exposed = [REPLICA_HEADER, IGNORED_FIELDS_HEADER, "retry-after", *_LIMITS]
+        methods = ["GET", "HEAD", "POST"]
+        super().__init__(app, allow_methods=methods, allow_headers=["*"], expose_headers=exposed)
+        self._allowed = allowed
+
+    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+        await (super().__call__ if self._allowed() else self.app)(scope, receive, send)
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        """Whether the deployment has it."""
+        allowed = self._allowed()
+        return origin in allowed or "*" in allowed
+
+
+class Spelling(Middleware):
+    """Reads `//models` and `/models/` as `/models`, and answers HEAD as GET, without the body."""
+
+    async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+        changed: dict[str, Any] = {"path": _SLASHES.sub("/", scope["path"]).rstrip("/") or "/"}
+        if scope["method"] != "HEAD":
+            await self._app({**scope, **changed}, receive, send)
+            return
+
+        async def head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, **changed, "method": "GET"}, receive, head)
+
+
+class Quota:
+    """The buckets of one caller: of requests and of tokens a minute. A limit that is None is none.
+
+    A bucket holds a minute's worth and fills evenly, so that a limit is no cliff at the full minute. Each replica
+    counts for itself: a caller that is routed to several of them may ask each of them for as much.
+    """
+
+    def __init__(self, principal: Principal, clock: Clock = time.monotonic) -> None:
+        limits = (principal.requests_per_minute, principal.tokens_per_minute)
+        self._name = principal.name
+        self._requests, self._tokens = (None if limit is None else TokenBucket(limit, clock) for limit in limits)
+
+    def count_request(self) -> None:
+        """Raises `RateLimitedError` for one too many, which then does not count."""
+        if self._requests is not None:
+            self._check(self._requests, 1, "requests")
+            self._requests.take(1)
+
+    def reserve_tokens(self, amount: int) -> Reservation:
+        """Hold `amount` tokens, at most a minute's, for an answer that begins. Raises `RateLimitedError`."""
+        if self._tokens is None:
+            return Reservation()
+        amount = min(amount, self._tokens.per_minute)
+        self._check(self._tokens, amount, "tokens")
+        self._tokens.take(amount)
+        return Reservation(self._tokens, amount)
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's `x-ratelimit` headers."""
+        headers = {}
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(math.floor(bucket.level), 0))
+                headers[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
+        return headers
+
+    def _check(self, bucket: TokenBucket, amount: int, what: str) -> None:
+        wait = bucket.seconds_until(amount)
+        if wait > 0.0:
+            raise RateLimitedError(
+                f"key {self._name!r} may use {bucket.per_minute} {what} a minute; try again in {wait:.1f} s",
+                field="Authorization",
+                retry_after_s=wait,
+            )
+
+
+class Reservation:
+    """Tokens held for an answer until it is known what it took."""
+
+    def __init__(self, bucket: TokenBucket | None = None, amount: int = 0) -> None:
+        self._bucket = bucket
+        self._amount = amount
+
+    def settle(self, used: int) -> None:
+        """Replace what was held by the `used` tokens; only the first call counts."""
+        if self._bucket is not None:
+            self._bucket.take(used - self._amount)
+            self._bucket = None
+
+
+class Quotas:
+    """The quota of every caller that has asked, kept while its limits stay; all keys of one caller share it."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._by_caller: dict[tuple[str, str, Limits], Quota] = {}
+        """Quotas; the one asked last comes last."""
+        self._lock = threading.Lock()
+
+    def of(self, principal: Principal) -> Quota | None:
+        """Return the quota of a caller; None for one without limits."""
+        limits = (principal.requests_per_minute, principal.tokens_per_minute)
+        if limits == (None, None):
+            return None
+        caller = (principal.tenant, principal.name, limits)
+        with self._lock:
+            quota = self._by_caller.pop(caller, None) or Quota(principal, self._clock)
+            self._by_caller[caller] = quota
+            if len(self._by_caller) > _MOST_QUOTAS:
+                del self._by_caller[next(iter(self._by_caller))]
+        return quota

@@ -7,19 +7,19 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, RateLimitedError, SwiftKVError
-from swiftkv_platform.serve.access import Caller
+from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.metrics import Metrics
-from swiftkv_platform.serve.quotas import Reservation
 from swiftkv_platform.serve.shadow import Shadow
+from swiftkv_platform.web.bodies import MAX_VALUES
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -30,6 +30,18 @@ T = TypeVar("T")
 _DRAIN_POLL_S = 0.05
 _BYTES_PER_TOKEN = 64
 """About what a log-probability takes in an answer, so that long ones go where long texts do."""
+MAX_BODY_BYTES = 16 << 20
+"""Largest body that is read, unless a deployment says otherwise; a larger one gets 413."""
+BASE_BODY_BYTES = 1 << 20
+"""Room for what is not a prompt: stop strings, schemas, names, spaces."""
+NUM_LONGEST_PROMPTS = 8
+"""Prompts of the longest text for which there is room in one body; there may be more that are shorter."""
+ESCAPED_BYTES = 6
+"""Most bytes that JSON takes for one byte of text."""
+MAX_PROMPT_VALUES = 1 << 18
+"""Token ids of one body, or those of one prompt where the context has more; other values come on top."""
+_MOST_VALUES = MAX_VALUES + MAX_PROMPT_VALUES
+"""Values of a body while no model is loaded."""
 
 
 class ModelCard(BaseModel):
@@ -85,6 +97,14 @@ class Version:
     """Origins whose pages may ask."""
     num_entering: int = field(default=0, init=False)
     """Requests that have chosen this version and are not in the engine yet, or not any more."""
+
+    @cached_property
+    def body_limits(self) -> tuple[int, int]:
+        """Most bytes, and most values, of a body that its context needs."""
+        text = self.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
+        max_model_len = self.engine.model.context_length
+        of_all = min(max_model_len * self.engine.max_sequences, MAX_PROMPT_VALUES)
+        return min(BASE_BODY_BYTES + text, MAX_BODY_BYTES), MAX_VALUES + max(max_model_len, of_all)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -199,6 +219,14 @@ class Current:
     def origins(self) -> frozenset[str]:
         """Origins whose pages may ask now."""
         return frozenset() if self._version is None else self._version.cors_origins
+
+    @property
+    def body_limits(self) -> tuple[int, int]:
+        """Most bytes, and most values, of a body, for the models that are served now."""
+        served = () if self._version is None else (self._version, self._version.candidate)
+        limits = [version.body_limits for version in served if version is not None]
+        most_bytes, most_values = zip(*limits, strict=True) if limits else ([MAX_BODY_BYTES], [_MOST_VALUES])
+        return max(most_bytes), max(most_values)
 
     @contextmanager
     def entering(self) -> Iterator[Version]:

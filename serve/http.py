@@ -19,24 +19,44 @@ from swiftkv_platform.contract.serving import REVISION_HEADER
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Authenticator
-from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, HostGuard, MustSee, Sees, TheCaller
+from swiftkv_platform.serve.access import (
+    AnswerHeaders,
+    Caller,
+    Door,
+    Gate,
+    HostGuard,
+    MustSee,
+    Origins,
+    Sees,
+    Spelling,
+    TheCaller,
+)
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.bodies import BodySizes
 from swiftkv_platform.serve.chat import about_messages, chat_prompt
-from swiftkv_platform.serve.clients import Origins, Spelling
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
 from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
-from swiftkv_platform.serve.sampling import encodable, prompts_of
-from swiftkv_platform.serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
-from swiftkv_platform.web.bodies import BodyRoute
+from swiftkv_platform.serve.schemas import (
+    GenerateRequest,
+    GenerateResponse,
+    Timings,
+    Usage,
+    encodable,
+    prompts_of,
+    to_choice,
+)
+from swiftkv_platform.web.bodies import Bodies, BodyRoute, Sender
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit
+from swiftkv_platform.web.places import Share
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
+
+MAX_BYTES_AT_ONCE = 64 << 20
+"""Bytes of bodies that a replica reads and parses at a time; a tenant has half of them, a key a quarter."""
 
 
 class TokenizeRequest(FrozenModel, strict=True):
@@ -68,13 +88,12 @@ def create_http_app(
     add_docs(app)
     app.router.route_class = BodyRoute
     app.state.gate = gate = Gate(key_ring, tenant)
-    sizes = BodySizes(current, max_body_bytes)
-    app.state.bodies = sizes.bodies()
+    app.state.bodies = _bodies(current, max_body_bytes)
     app.add_middleware(InputGuard)
     # The last one is the first that a request comes to: what is refused for its size was let in and counted before.
-    app.add_middleware(BodyLimit, max_bytes=lambda _path: sizes.max_bytes, refuse=too_large)
+    app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or current.body_limits[0], refuse=too_large)
     app.add_middleware(Door, gate=gate, refuse=refusal)
-    if gate.is_open:
+    if key_ring is None:
         app.add_middleware(HostGuard, allowed=allowed_hosts, refuse=refusal)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)
@@ -206,3 +225,17 @@ def _response(answers: Answers, model: str, choices: list[Any], complete: list[R
     closing = {"usage": Usage.of(complete), "timings": Timings.of(complete)} if complete else {}
     response = GenerateResponse(id=answers.id, model=model, choices=choices, **closing)
     return response.model_dump(mode="json", exclude_unset=True)
+
+
+def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
+    """The reading of bodies, within limits by the models that are served. A prompt may hold any character, and reaches
+    no database; once it is parsed, the engine bounds what waits."""
+    most = max(MAX_BYTES_AT_ONCE, own_max_bytes or 0)
+    share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)
+    return Bodies(_admit, share, max_values=lambda: current.body_limits[1], allow_nul=True, until_answered=False)
+
+
+async def _admit(request: Request) -> Sender:
+    """Whom the door has let in."""
+    caller: Caller = request.state.caller
+    return Sender(caller.tenant, caller.name)

@@ -6,8 +6,8 @@ page and where they are exported to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -17,17 +17,10 @@ from swiftkv_platform.errors import SwiftKVError
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.engine.frontend import EngineFrontend
+    from swiftkv_platform.serve.metrics_export import RayMetricsExport
     from swiftkv_platform.serve.shadow import Comparison
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
-
-
-class Export(Protocol):
-    """Second place for what is counted, by names without prefix."""
-
-    def count(self, name: str, what: str, amount: float, model: str, labels: dict[str, str]) -> None: ...
-
-    def observe(self, name: str, what: str, buckets: Sequence[float], seconds: float, model: str) -> None: ...
 
 
 class _Counter:
@@ -63,7 +56,7 @@ class _Histogram:
 class Metrics:
     """Counters that outlive a swap of models."""
 
-    def __init__(self, export: Export | None = None) -> None:
+    def __init__(self, export: RayMetricsExport | None = None) -> None:
         self.registry = CollectorRegistry()
         self.export = export
         self._engine: Callable[[], EngineFrontend | None] = lambda: None

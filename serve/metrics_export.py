@@ -35,7 +35,7 @@ class Gauges(Protocol):
 
 
 class RayMetricsExport:
-    """`swiftkv_platform.serve.metrics.Export` for one replica."""
+    """Second place for what `Metrics` of one replica count, by names without prefix."""
 
     def __init__(self, deployment: str, replica: str) -> None:
         self._constant = {"deployment": deployment, "replica": replica}

@@ -12,7 +12,7 @@ from swiftkv_platform.serve.prefixes import PrefixIndex, from_header
 ROUTER = "swiftkv_platform.serve.prefix_router.PrefixRouter"
 """Import path of the router, for Serve's `RequestRouterConfig`."""
 
-DEFAULT_MAX_IMBALANCE = 4
+MAX_IMBALANCE = 4
 """Requests that a replica may have more than the least busy one before its prefixes count no longer: reading a prompt
 again costs less than waiting behind that many."""
 
@@ -24,9 +24,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     forgotten a prefix, is only slower than was hoped.
     """
 
-    def initialize_state(self, max_imbalance: int = DEFAULT_MAX_IMBALANCE) -> None:
-        """Set the router up; Serve calls it with `request_router_kwargs`."""
-        self._max_imbalance = max_imbalance
+    def initialize_state(self) -> None:
+        """Set the router up; Serve calls it."""
         self._index = PrefixIndex()
 
     async def choose_replicas(
@@ -37,7 +36,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         if not loads:
             return []
         least = min(loads.values())
-        usable = {replica for replica, load in loads.items() if load <= least + self._max_imbalance}
+        usable = {replica for replica, load in loads.items() if load <= least + MAX_IMBALANCE}
         prints = [] if pending_request is None else from_header(pending_request.metadata.session_id)
         known = self._index.with_longest_prefix(prints, usable)
 

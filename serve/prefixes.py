@@ -1,5 +1,5 @@
-"""Work of Serve's proxy before it chooses a replica: it hashes a prompt's beginning for the router, in a header, and
-keeps the list of routes to itself. Imports no Ray.
+"""Work of Serve's proxy before it chooses a replica: it hashes a prompt's beginning for the router, in a header,
+answers probes that no replica answers yet, and keeps the list of routes to itself. Imports no Ray.
 
 Serve's proxy chooses a replica before it has read the body. `proxy_middlewares` (Serve calls it where
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it) reads its beginning first. Where it is not named, requests go to
@@ -8,6 +8,7 @@ the replica with the fewest.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections import OrderedDict
@@ -16,10 +17,10 @@ from collections.abc import Collection, Iterator, Sequence
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware as Installed
 from starlette.responses import PlainTextResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftkv_platform.serve.probes import Probes
 from swiftkv_platform.web.middleware import Middleware
+from swiftkv_platform.web.problems import make_problem, problem_response
 
 PROXY_CALLBACK = "swiftkv_platform.serve.prefixes:proxy_middlewares"
 SESSION_HEADER = "x-session-id"
@@ -34,6 +35,8 @@ MAX_SESSION_LENGTH = 128
 """Characters of a caller's own session header; a longer one is ignored."""
 MAX_PREFIXES = 1 << 16
 """Prefixes remembered; the one that was not seen for longest is forgotten."""
+PROBE_TIMEOUT_S = 2.0
+"""Seconds in which a replica that serves answers a probe."""
 
 _NOT_FOUND = PlainTextResponse("there is no such path", 404)
 _ASKS = ("/generate", "/completions")
@@ -130,3 +133,39 @@ class PrefixIndex:
             if found:
                 return found
         return set()
+
+
+class Probes(Middleware):
+    """Answers 503 to a probe of `/health` while the first model loads: Serve holds requests until a replica is ready.
+
+    Args:
+        timeout_s: seconds that a replica has for its answer.
+    """
+
+    def __init__(self, app: ASGIApp, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+        super().__init__(app)
+        self._timeout_s = timeout_s
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].rstrip("/")
+        if scope["method"] not in ("GET", "HEAD") or not path.endswith("/health"):
+            await self._app(scope, receive, send)
+            return
+        begun = asyncio.Event()
+
+        async def tell(message: Message) -> None:
+            begun.set()
+            await send(message)
+
+        answer = asyncio.ensure_future(self._app(scope, receive, tell))
+        try:
+            await asyncio.wait({answer}, timeout=self._timeout_s)
+            if answer.done() or begun.is_set():
+                await answer
+                return
+        finally:
+            answer.cancel()
+        detail = (
+            f"no replica has answered within {self._timeout_s:g} s: the first model is being loaded, or all are busy"
+        )
+        await problem_response(make_problem(path, 503, "loading", detail))(scope, receive, send)

@@ -34,7 +34,6 @@ class RequestLog:
     """Prompts and answers too. They are the callers' own."""
 
     def closed(self, answers: Answers, card: ModelCard) -> None:
-        """An answer that was begun has ended, one way or another."""
         outputs = answers.outputs
         fields: dict[str, Any] = {
             "request_id": answers.id,
@@ -54,7 +53,6 @@ class RequestLog:
         get_logger().info("request", **fields)
 
     def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
-        """A request was not admitted."""
         fields = {"tenant": caller.tenant, "path": caller.path, "model": card.model}
         get_logger().info("request", **fields, outcome=error.code, field=error.field)
 
@@ -76,7 +74,6 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def closed(self, answers: Answers, card: ModelCard) -> None:
-        """An answer that was begun has ended, one way or another."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         caller, outputs = answers.context.caller, answers.outputs

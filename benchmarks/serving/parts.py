@@ -202,7 +202,7 @@ def _take_turns(
 
 def _kv_cache(engines: dict[str, LLMEngine], num_rounds: int) -> Report:
     return {
-        name: {"num_blocks": engine.num_blocks, "preemptions_per_round": engine.num_preemptions / num_rounds}
+        name: {"num_blocks": engine.num_blocks, "preemptions_per_round": engine.state.num_preemptions / num_rounds}
         for name, engine in engines.items()
     }
 

@@ -1,16 +1,21 @@
-"""Outputs in OpenAI's shapes: completions, chat completions and the chunks of both. Knows no stream and no engine."""
+"""Outputs in OpenAI's shapes: completions, chat completions, their calls of tools, and the chunks of all. Knows no
+stream and no engine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from swiftkv_platform.serve.tools.calling import ToolCalling
+from swiftkv_platform.serve.tools.parser import Assembled, Call, CallBegin, Piece, Text, ToolCallParser
+
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
+    from swiftkv_platform.engine.detokenizer import Vocabulary
     from swiftkv_platform.engine.requests import RequestReader
-    from swiftkv_platform.engine.vocabulary import Vocabulary
 
 CONTEXT = 8
 """Tokens before an answer that show whether a space stands between."""
@@ -158,3 +163,65 @@ def _chat_logprobs(output: RequestOutput, vocabulary: Vocabulary, first: int, to
         ranked = sorted(found.items(), key=lambda item: -item[1])[:top]
         content.append({**entry(token, found[token]), "top_logprobs": [entry(*item) for item in ranked]})
     return {"content": content, "refusal": None}
+
+
+def with_calls(choice: dict[str, Any], calling: ToolCalling) -> dict[str, Any]:
+    """A whole choice whose message names its calls."""
+    parser, answer = calling.parser(), Assembled()
+    answer.add(parser.feed(choice["message"]["content"]))
+    answer.add(parser.finish())
+    message = {**choice["message"], "content": answer.text}
+    if answer.calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+        calls = [{"id": calling.family.new_id(), "type": "function", "function": function} for function in functions]
+        message |= {"content": answer.text or None, "tool_calls": calls}
+    return {**choice, "message": message, "finish_reason": _reason(choice, answer.calls)}
+
+
+class CallStreams:
+    """Deltas of a request's choices with the calls in their text told apart."""
+
+    def __init__(self, calling: ToolCalling) -> None:
+        self._calling = calling
+        self._parsers: dict[int, ToolCallParser] = {}
+        self._answers: dict[int, Assembled] = {}
+        """Each choice, so far."""
+
+    def delta(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The next chunk of a choice; each is taken once, in order."""
+        parser = self._parsers.setdefault(choice["index"], self._calling.parser())
+        answer = self._answers.setdefault(choice["index"], Assembled())
+        pieces = parser.feed(choice["delta"]["content"])
+        if choice["finish_reason"] is not None:
+            pieces += parser.finish()
+        answer.add(pieces)
+        delta = {name: value for name, value in choice["delta"].items() if name != "content"}
+        return {**choice, "delta": delta | self._added(pieces), "finish_reason": _reason(choice, answer.calls)}
+
+    def _added(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """A delta's content and calls: one entry a call, since clients join deltas by position in the first of them."""
+        text, calls = "", dict[int, dict[str, Any]]()
+        for piece in pieces:
+            if isinstance(piece, Text):
+                text += piece.text
+            elif isinstance(piece, CallBegin):
+                function = {"name": piece.name, "arguments": ""}
+                new_id = self._calling.family.new_id()
+                calls[piece.index] = {"index": piece.index, "id": new_id, "type": "function", "function": function}
+            else:
+                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        return ({"content": text} if text else {}) | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _reason(choice: dict[str, Any], calls: Sequence[Call]) -> str | None:
+    """The reason of an end: calls, unless the answer was cut off in them, by its length or by a stop."""
+    reason: str | None = choice["finish_reason"]
+    return "tool_calls" if reason == "stop" and calls and all(_is_object(call.arguments) for call in calls) else reason
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text, strict=False), dict)
+    except (ValueError, RecursionError):
+        return False

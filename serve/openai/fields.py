@@ -13,7 +13,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.serve.nested import MAX_NAME_LENGTH
+from swiftkv_platform.serve.schemas import MAX_NAME_LENGTH
 from swiftkv_platform.web.problems import short_value
 
 Route = Literal["completions", "chat/completions"]

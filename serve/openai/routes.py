@@ -20,10 +20,17 @@ from swiftkv_platform.errors import ModelNotFoundError, SwiftKVError
 from swiftkv_platform.serve.access import Caller, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
 from swiftkv_platform.serve.chat import about_messages, chat_prompt, unread_variables
-from swiftkv_platform.serve.openai.answers import CompletionChoices, chat_choice, chat_delta, prompt_logprobs, usage
+from swiftkv_platform.serve.openai.answers import (
+    CallStreams,
+    CompletionChoices,
+    chat_choice,
+    chat_delta,
+    prompt_logprobs,
+    usage,
+    with_calls,
+)
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
-from swiftkv_platform.serve.sampling import prompts_of
-from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
+from swiftkv_platform.serve.schemas import prompts_of
 from swiftkv_platform.serve.tools.calling import tool_calling
 from swiftkv_platform.web.bodies import BodyRoute
 from swiftkv_platform.web.problems import openai_error, problem_of

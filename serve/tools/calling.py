@@ -17,9 +17,8 @@ from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.chat import chat_template
-from swiftkv_platform.serve.nested import Nested
-from swiftkv_platform.serve.tools.families import FAMILIES, Family, family_of
-from swiftkv_platform.serve.tools.grammar import CallGrammar
+from swiftkv_platform.serve.schemas import Nested
+from swiftkv_platform.serve.tools.families import FAMILIES, CallGrammar, Family, family_of
 from swiftkv_platform.serve.tools.parser import ToolCallParser
 from swiftkv_platform.specs.structured_outputs import check_followed
 

@@ -1,18 +1,89 @@
-"""Model families by the way they write calls: which one a template is of, its parser, and its layout of a call."""
+"""Model families by the way they write calls: which one a template is of, its parser, its layout of a call, and
+grammars of answers that call tools, in llguidance's dialect of Lark, which both engines compile."""
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from swiftkv_platform.serve.tools.formats import HermesParser, Llama3Parser, MistralParser
+from swiftkv_platform.serve.tools.json_calls import Reading, read_arguments, read_call, read_calls
 from swiftkv_platform.serve.tools.parser import ToolCallParser
+from swiftkv_platform.specs.json_schema import settled
+from swiftkv_platform.specs.structured_outputs import WHITESPACE
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
 """Stand for both in a layout."""
 _LETTERS = string.ascii_letters + string.digits
+Schema = Mapping[str, Any]
+
+
+class HermesParser(ToolCallParser):
+    """Hermes 2 and 3, Qwen2.5 and Qwen3: an object, or a list of them (SmolLM2), between tags."""
+
+    marker = "<tool_call>"
+
+    def _read_calls(self) -> Reading[bool]:
+        yield from self._text.skip_space()
+        is_list = (yield from self._text.peek()) == "["
+        found = yield from (read_calls if is_list else read_call)(self._text, self)
+        if found:
+            yield from self._skip_closing("</tool_call>")
+        return found
+
+
+class MistralParser(ToolCallParser):
+    """Mistral: a list of objects behind the marker, or from its tokenizers v11 on `name[ARGS]{...}` behind each."""
+
+    marker = "[TOOL_CALLS]"
+
+    def _read_calls(self) -> Reading[bool]:
+        text = self._text
+        yield from text.skip_space()
+        first = yield from text.peek()
+        if first in ("[", "{"):
+            return (yield from (read_calls if first == "[" else read_call)(text, self))
+        start = text.at
+        while (character := (yield from text.peek())) and character not in "[{" and not character.isspace():
+            text.at += 1
+        name = text.since(start)
+        if not self.knows(name):
+            return False
+        if (yield from text.skip("[CALL_ID]")):
+            while (yield from text.peek()).isalnum():
+                text.at += 1
+        yield from text.skip("[ARGS]")
+        yield from text.skip_space()
+        return (yield from read_arguments(text, self, name))
+
+
+class Llama3Parser(ToolCallParser):
+    """Llama 3.1 and later: objects at the beginning of the answer, or behind the tag, with `;` between them."""
+
+    marker = "<|python_tag|>"
+
+    def _read_opening(self) -> Reading[None]:
+        yield from self._text.skip_space()
+        if not (yield from self._read_calls()):
+            self._text.at = 0
+
+    def _read_calls(self) -> Reading[bool]:
+        text, found = self._text, False
+        yield from text.skip_space()
+        while True:
+            start = text.at
+            yield from text.skip_space()
+            if found:
+                yield from text.skip(";")
+                yield from text.skip_space()
+            if not (yield from read_call(text, self)):
+                text.at = start
+                return found
+            found = True
 
 
 def _call_id() -> str:
@@ -91,3 +162,70 @@ def family_of(template: str) -> str | None:
         return "smollm2" if "<tool_call>[" in template else "hermes"
     is_llama = "<|python_tag|>" in template or ("<|start_header_id|>" in template and '"parameters"' in template)
     return "llama3" if is_llama else None
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """Grammar of calls by a family's layout."""
+
+    layout: Layout
+    schemas: Mapping[str, Schema]
+    """Schemas of arguments, by the names of the tools that may be called."""
+    special: Mapping[str, int]
+    """Ids of the layout's texts that are special tokens."""
+    parallel: bool = True
+    """Several calls may be made."""
+
+    def required(self) -> str:
+        """Calls, and nothing else."""
+        return self._with_calls("start: calls")
+
+    def or_answer(self, schema: Schema) -> str:
+        """Calls, or JSON that follows a schema."""
+        # Without a marker, what begins both is one brace, and a lexer does not go back.
+        tag = self._literal(self.layout.tag) if self.layout.marker is None else ""
+        return self._with_calls(f"start: {tag} calls | answer\nanswer: %json {_json(schema)}")
+
+    def or_text(self) -> str:
+        """Calls among text, in which nothing else begins as they do; or a single one behind text."""
+        marker = self.layout.marker
+        if marker is None:
+            return self._with_calls("start: calls | TEXT\n" + r"TEXT: /\s*([^\s{](.|\n)*)?/")
+        text = r"TEXT: /(.|\n)*/"
+        if marker in self.special:
+            start = "(TEXT calls)* TEXT" if self.parallel else "TEXT calls?"
+            return self._with_calls(f"start: {start}\n{text}")
+        start = "(lead calls)* rest" if self.parallel else "lead calls | rest"
+        lead = f"lead[lazy]: TEXT {json.dumps(marker)}\nrest: TEXT"
+        return self._with_calls(f"start: {start}\n{lead}\n{text}", without=marker)
+
+    def _with_calls(self, start: str, without: str = "") -> str:
+        """The grammar below a rule `start`. `without`: the marker, where that is read before the rule `calls`."""
+        begin, call = self.layout.begin, self.layout.call
+        several = self.parallel and not (without and not begin)  # each call behind a marker of its own
+        begin = begin.removeprefix(without) if begin else begin
+        call = call if begin or not without else call.removeprefix(without)
+        more = f" ({self._literal(self.layout.between)} call)*" if several else ""
+        rules = [start, f"calls: {self._literal(begin)} call{more} {self._literal(self.layout.end)}"]
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self.schemas))))
+        for number, (name, schema) in enumerate(self.schemas.items()):
+            before, after = call.replace(NAME, name).split(ARGUMENTS)
+            rules.append(f"call_{number}: {self._literal(before)} arguments_{number} {self._literal(after)}")
+            rules.append(f"arguments_{number}: %json {_json(schema)}")
+        return "%llguidance {}\n" + "\n".join(rules) + "\n"
+
+    def lines(self, grammar: str) -> dict[int, str]:
+        """Tools by the lines, counted from 1, of a grammar of these calls in which their arguments stand."""
+        numbers = {line.partition(":")[0]: number for number, line in enumerate(grammar.splitlines(), start=1)}
+        return {numbers[f"arguments_{number}"]: name for number, name in enumerate(self.schemas)}
+
+    def _literal(self, text: str) -> str:
+        """A text as the tokens and strings of a rule."""
+        tokens = "|".join(map(re.escape, self.special))
+        parts = re.split(f"({tokens})", text) if tokens else [text]
+        return " ".join(f"<[{self.special[one]}]>" if one in self.special else json.dumps(one) for one in parts if one)
+
+
+def _json(schema: Schema) -> str:
+    options = {"whitespace_pattern": WHITESPACE, **schema.get("x-guidance", {})}
+    return json.dumps({**settled(schema), "x-guidance": options}, allow_nan=False)

@@ -39,14 +39,7 @@ class AsyncLLMEngine(EngineFrontend):
 
     @property
     def state(self) -> EngineState:
-        engine = self.engine
-        return EngineState(
-            num_running=engine.num_requests_running,
-            num_waiting=engine.num_requests_waiting,
-            num_waiting_tokens=engine.num_waiting_tokens,
-            num_preemptions=engine.num_preemptions,
-            kv_cache_usage=1.0 - engine.num_free_blocks / engine.num_blocks,
-        )
+        return self.engine.state
 
     async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
         """`LLMEngine.score`, between two steps. Raises `EngineDeadError`."""

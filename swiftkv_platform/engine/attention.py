@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries, VarlenCall
+from swiftkv_platform.engine.batch import PagedAttention, SequenceQueries, VarlenCall
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run
 
 PAGED = "swiftkv_paged"
@@ -104,23 +104,16 @@ def _varlen(
     return output[None, ..., :dim]
 
 
-class _Context(Protocol):
-    """The keys and values of one sequence."""
-
-    def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Stored:
-    """Keys and values in slots of the cache."""
+    """Keys and values of one sequence, in slots of the cache."""
 
     key: PagedTensor
     value: PagedTensor
     sequence: SequenceQueries
 
     def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
         runs = self.sequence.slots(first, end)
         scattered = end - first < MIN_RUN_TOKENS * len(runs)
         together = [runs] if scattered or self.key.payload is not None else [[run] for run in runs]
@@ -129,7 +122,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Expanded:
-    """Keys and values in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
+    """Keys and values of one sequence, in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -138,6 +131,9 @@ class _Expanded:
     def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         keys, values = (x[:, :, self.start + first : self.start + end] for x in (self.key, self.value))
         return [(keys, _widened(values, keys))]
+
+
+_Context = _Stored | _Expanded
 
 
 def _widened(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

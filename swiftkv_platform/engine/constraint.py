@@ -9,26 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, Self
+from typing import Any
 
 FIRST_S = 0.5
 """CPU seconds that following one request's grammar may take, all its answers together, before its tokens count."""
 TOKEN_S = 0.002
 """CPU seconds that each token adds; grammars as they are meant take a tenth of it."""
-
-
-class Matcher(Protocol):
-    """The part of `llguidance.LLMatcher` that is used."""
-
-    def deep_copy(self) -> Self: ...
-    def try_consume_tokens(self, tokens: list[int]) -> int: ...
-    def validate_tokens(self, tokens: list[int]) -> int: ...
-    def rollback(self, num_tokens: int) -> bool: ...
-    def compute_bitmask(self) -> bytes: ...
-    def compute_ff_tokens(self) -> list[int]: ...
-    def is_stopped(self) -> bool: ...
-    def is_error(self) -> bool: ...
-    def get_error(self) -> str: ...
 
 
 class Work:
@@ -52,9 +38,9 @@ class Work:
 
 
 class Constraint:
-    """A grammar, and how far one answer has come in it."""
+    """A grammar, and how far one answer has come in it. `matcher`: an `llguidance.LLMatcher`."""
 
-    def __init__(self, matcher: Matcher, name: str, first: bytes, work: Work | None = None) -> None:
+    def __init__(self, matcher: Any, name: str, first: bytes, work: Work | None = None) -> None:
         self._matcher = matcher
         self.name = name
         """The request's field that it comes from."""

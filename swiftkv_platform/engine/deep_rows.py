@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from swiftkv_platform.engine.batch import index_tensor, take
 from swiftkv_platform.engine.kv_cache import StepCache
-from swiftkv_platform.engine.transfers import index_tensor, take
 from swiftkv_platform.model.attention import KeyValue
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection

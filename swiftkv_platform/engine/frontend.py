@@ -16,8 +16,7 @@ from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput
-from swiftkv_platform.engine.reading import Readers
-from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
+from swiftkv_platform.engine.requests import Prompt, Readers, ReadRequest, RequestReader
 from swiftkv_platform.engine.streams import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.logs import get_logger

@@ -22,7 +22,7 @@ from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
 from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks, worst_step
 from swiftkv_platform.engine.model_runner import ModelRunner
-from swiftkv_platform.engine.outputs import RequestOutput, StepResult
+from swiftkv_platform.engine.outputs import EngineState, RequestOutput, StepResult
 from swiftkv_platform.engine.ranks import Allocate, Leader, LeadingDecoder
 from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
@@ -228,22 +228,15 @@ class LLMEngine:
         return bool(self._running)
 
     @property
-    def num_requests_running(self) -> int:
-        return self._scheduler.num_running
-
-    @property
-    def num_requests_waiting(self) -> int:
-        return self._scheduler.num_waiting
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens that are not read yet."""
-        return self._scheduler.num_waiting_tokens
-
-    @property
-    def num_preemptions(self) -> int:
-        """Sequences pushed out of the KV cache so far, to be computed again."""
-        return self._scheduler.num_preemptions
+    def state(self) -> EngineState:
+        """Requests and memory at the moment. Any thread may ask; it is then a step old at most."""
+        return EngineState(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_waiting_tokens=self._scheduler.num_waiting_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            kv_cache_usage=1.0 - self.num_free_blocks / self.num_blocks,
+        )
 
     @property
     def num_free_blocks(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from swiftkv_platform.engine.attention import PAGED
-from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch
+from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch, take
 from swiftkv_platform.engine.deep_rows import DeepRows, write_shared
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
@@ -33,7 +33,6 @@ from swiftkv_platform.engine.speculative import (
     exiting,
     sampling_row,
 )
-from swiftkv_platform.engine.transfers import take
 from swiftkv_platform.model.decoder import DecoderContext
 
 

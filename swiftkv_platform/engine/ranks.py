@@ -25,8 +25,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from swiftkv_platform.engine.attention_metadata import PagedAttention
-from swiftkv_platform.engine.batch import begin_pass, place
+from swiftkv_platform.engine.batch import PagedAttention, begin_pass, place
 from swiftkv_platform.engine.deep_rows import DeepRows, write_shared
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext

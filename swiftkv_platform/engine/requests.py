@@ -1,30 +1,37 @@
 """Prompts and parameters to sequences; what cannot be answered is refused here, with the numbers. Knows no schedule.
 
 In three parts, so that a text of any length holds up no other request: `check` takes no time and tokenizes nothing,
-`read` takes as long as the text does, in any thread, and `sequences` belongs to the engine's own.
+`read` takes as long as the text does, in a thread of `Readers`, and `sequences` belongs to the engine's own. While it
+works, a tokenizer lets go of Python's lock: the model and the event loop go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from swiftkv_platform.engine.constraint import Constraint
-from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
+from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString, Vocabulary
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
-from swiftkv_platform.engine.vocabulary import Vocabulary
-from swiftkv_platform.errors import ContextLengthError, InvalidInputError
+from swiftkv_platform.errors import ContextLengthError, EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 from swiftkv_platform.specs.base import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 
+R = TypeVar("R")
+NUM_SHORT = 2
+"""Threads for short texts."""
+LONG_BYTES = 1 << 16
+"""A text of more has a thread that all long ones share, so that one at a time takes a tokenizer's memory."""
 Prompt = str | abc.Sequence[int]
 """Text, or token ids."""
 
@@ -261,7 +268,8 @@ class RequestReader:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
         self._check_length(len(token_ids))
         for token_id in token_ids:
-            if not self._is_token_id(token_id):
+            is_number = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not (is_number and 0 <= token_id < self._vocab_size):
                 raise InvalidInputError(
                     f"prompt has the token id {token_id!r}; this model's vocabulary accepts 0..{self._vocab_size - 1}",
                     field="prompt",
@@ -279,9 +287,6 @@ class RequestReader:
                 most=self._max_model_len,
             )
 
-    def _is_token_id(self, token_id: Any) -> bool:
-        return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
-
     def _tokenize(self, text: str) -> list[int]:
         assert self._tokenizer is not None, "checked before"
         token_ids: list[int] = self._tokenizer(text, return_attention_mask=False)["input_ids"]
@@ -293,3 +298,43 @@ def _sample_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") & MAX_SEED
+
+
+class Readers:
+    """Threads beside the engine's, in which texts become tokens and tokens text. A long text holds up other long ones,
+    never a short one.
+
+    Args:
+        max_waiting: calls that may run or wait and belong to no admitted request; one more is refused at once.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._short = ThreadPoolExecutor(NUM_SHORT, thread_name_prefix="reader")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="reader-long")
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._closed = False
+
+    async def run(self, call: Callable[[], R], num_bytes: int) -> R:
+        """Run `call`, for a request that was admitted; `num_bytes` is about how much it reads. Raises
+        `EngineDeadError` once closed."""
+        if self._closed:
+            raise EngineDeadError("the engine was shut down")
+        pool = self._long if num_bytes > LONG_BYTES else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+    async def run_unadmitted(self, call: Callable[[], R], num_bytes: int) -> R:
+        """Run `call` for a caller that no queue counts. Raises `QueueFullError`, and as `run`."""
+        if self._num_waiting >= self._max_waiting:
+            raise QueueFullError(f"queue full: {self._max_waiting} texts wait to be read; try again later")
+        self._num_waiting += 1
+        try:
+            return await self.run(call, num_bytes)
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Begin nothing more; callers that wait are cancelled. Returns at once."""
+        self._closed = True
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from swiftkv_platform.engine.batch import index_tensor, take, to_device
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.outputs import TokenLogprobs
-from swiftkv_platform.engine.transfers import index_tensor, take, to_device
 from swiftkv_platform.specs.sampling import SamplingParams
 
 
@@ -50,12 +50,6 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     for way, places in by_way.items():
         tokens = _put(tokens, places, way(take(logits, places), [rows[i] for i in places]))
-    return tokens
-
-
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """The tokens that `choose` finds."""
-    tokens: list[int] = choose(logits, rows).tolist()
     return tokens
 
 

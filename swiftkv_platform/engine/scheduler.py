@@ -191,7 +191,7 @@ class Scheduler:
             sequence = self._waiting[0]
             table, token_ids = sequence.block_table, sequence.token_ids
             matched = []
-            if sequence.may_reuse_prefix:
+            if not sequence.wants_prompt_logprobs:  # which are made of hidden states, and cached are K and V alone
                 known = token_ids[: self._num_shareable(sequence) + 1]  # one more, as one token is left to run
                 matched = self._blocks.match_prefix(table, known, sequence.tenant)
             # Each running sequence may soon need one block more: to admit what they then push out again is wasted work.

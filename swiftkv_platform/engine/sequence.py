@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from functools import cached_property
 
 from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.constraint import Constraint
@@ -75,7 +76,6 @@ class Sequence:
         """Positions of tokens that stopped at layer l, where the next one was chosen: they have shared K and V."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.drafts = DraftHistory()
         self.num_prefill_layers_skipped_tokens = 0
         self.max_output_tokens = min(params.max_tokens, max_model_len - len(prompt_token_ids))
         self._num_cached_tokens: int | None = None
@@ -90,6 +90,11 @@ class Sequence:
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._finished: float | None = None
+
+    @cached_property
+    def drafts(self) -> DraftHistory:
+        """Results of drafting; made for those that draft."""
+        return DraftHistory()
 
     @property
     def num_tokens(self) -> int:
@@ -130,11 +135,6 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         """Prompt log-probabilities are still to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
-
-    @property
-    def may_reuse_prefix(self) -> bool:
-        """The prefix cache holds K and V, not the hidden states that prompt log-probabilities are made of."""
-        return not self.wants_prompt_logprobs
 
     @property
     def text(self) -> str:

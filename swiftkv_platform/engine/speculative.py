@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out
+from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out, take
 from swiftkv_platform.engine.drafting import (
     Draft,
     DraftCosts,
@@ -32,7 +32,6 @@ from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.sampler import SamplingRow, choose
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence as EngineSequence
-from swiftkv_platform.engine.transfers import take
 from swiftkv_platform.model.exits import exit_confidence
 
 MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}

@@ -37,6 +37,7 @@ MAX_BIAS = 100.0
 """Largest bias of a logit, either way."""
 _MIN_TOP_P = 1e-6
 """Lowest `top_p` that is passed on; vLLM takes no 0, and the most probable token is all that either keeps."""
+_NO_EXIT = EarlyExit()
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class SamplingParams:
     """The same for the tokens of the prompt, which then all go through every layer."""
     truncate_prompt_tokens: int | None = None
     """Keep this number of tokens of a longer prompt, the last; -1: as many as fit beside `max_tokens`."""
-    early_exit: EarlyExit = field(default_factory=EarlyExit)
+    early_exit: EarlyExit = _NO_EXIT
     """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
     `EarlyExit(...)`."""
 
@@ -116,8 +117,10 @@ class SamplingParams:
                 raise _refusal("allowed_token_ids", self.allowed_token_ids, "left out, or name at least one token")
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
-        object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
-        object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
+        if self.early_exit is not _NO_EXIT:
+            object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
         _check_int("max_tokens", self.max_tokens, 0, None)
         _check_int("min_tokens", self.min_tokens, 0, None)
         if self.min_tokens > self.max_tokens:

@@ -69,7 +69,7 @@ def test_random_schedules_give_the_tokens_of_the_plain_forward(subjects: dict[st
             check_outputs(subject, arrivals, finished)
         except AssertionError as error:
             raise AssertionError(f"schedule {seed} on {name} with {config}: {error}") from error
-        seen["preemptions"] += engine.num_preemptions
+        seen["preemptions"] += engine.state.num_preemptions
         seen += happened([output for one in finished.values() for output in one])
     kinds = ("preemptions", "cached", "exited", "full", "accepted", "rejected", "prompt logprobs")
     assert all(seen[kind] > 0 for kind in kinds), f"a kind of event never happened: {seen}"

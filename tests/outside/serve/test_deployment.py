@@ -20,8 +20,7 @@ from swiftkv_platform.errors import ArtifactCorruptError, ModelError
 from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.serve.swaps import Swaps
-from swiftkv_platform.serve.versions import load_version
+from swiftkv_platform.serve.versions import Swaps, load_version
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.surface.generate import greedy

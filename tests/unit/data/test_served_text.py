@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.formats import FORMATS, find_format
 from swiftkv_platform.serve.chat import render_chat
-from swiftkv_platform.serve.openai.messages import ChatMessage
+from swiftkv_platform.serve.openai.schemas import ChatMessage
 from swiftkv_platform.serve.tools.calling import Tool
 from tests.fakes.tokenizers import byte_tokenizer
 

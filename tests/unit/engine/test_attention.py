@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, attention, memory
 from swiftkv_platform.engine.attention import paged_attention
-from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries, with_block_tables
+from swiftkv_platform.engine.batch import PagedAttention, SequenceQueries, with_block_tables
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run, StorageFormat, TensorShape
 from swiftkv_platform.engine.varlen import (
     Pages,

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from swiftkv_platform.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer
-from swiftkv_platform.engine.vocabulary import Vocabulary
+from swiftkv_platform.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer, Vocabulary
 from tests.fakes.tokenizers import BOS, EOS, WORDS, byte_tokenizer, sentence_tokenizer
 
 

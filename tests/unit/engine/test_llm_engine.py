@@ -234,18 +234,19 @@ def test_what_a_model_cannot_serve_is_refused(dense_engine: LLMEngine) -> None:
         assert caught.value.field == field
 
 
-@pytest.mark.parametrize("when", ["waiting", "running"])
-def test_abort_frees_what_a_request_holds(model_dir: Path, when: str) -> None:
-    engine = LLMEngine.from_pretrained(model_dir, EngineConfig(max_num_seqs=1))
-    first = engine.add_request([1], GREEDY)
-    second = engine.add_request([2], GREEDY)
-    engine.step()
+@pytest.mark.parametrize(("when", "num_steps"), [("waiting", 1), ("reading", 1), ("decoding", 3)])
+def test_abort_frees_what_a_request_holds(model_dir: Path, when: str, num_steps: int) -> None:
+    engine = LLMEngine.from_pretrained(model_dir, EngineConfig(max_num_seqs=1, max_num_batched_tokens=4))
+    first = engine.add_request([1] * 6, GREEDY)
+    second = engine.add_request([2] * 6, GREEDY)
+    for _ in range(num_steps):
+        engine.step()
     aborted = engine.abort(second if when == "waiting" else first)
     assert aborted.finish_reason == "abort"
     assert engine.abort(aborted.request_id) is None
     remaining = stream(engine, first if when == "waiting" else second)
     assert remaining[-1].finish_reason == "length"
-    assert (engine.num_requests_running, engine.num_requests_waiting) == (0, 0)
+    assert (engine.state.num_running, engine.state.num_waiting) == (0, 0)
     assert engine.num_free_blocks == engine.num_blocks
     engine.check()
 

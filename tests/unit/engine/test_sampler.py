@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.sampler import SamplingRow, _adjusted, logprobs, noise_of, sample, truncated
+from swiftkv_platform.engine.sampler import SamplingRow, _adjusted, choose, logprobs, noise_of, truncated
 
 PROBS = torch.tensor([0.05, 0.5, 0.3, 0.15])
 LOGITS = PROBS.log() + 3.0
@@ -20,7 +20,8 @@ def row(seed: int = 0, position: int = 0, prompt: tuple[int, ...] = (), **params
 
 def draws(count: int, seed: int = 0, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
     """Tokens at `count` positions, as if the logits were the same at all of them."""
-    return sample(logits.expand(count, -1), [row(seed, position, **params) for position in range(count)])
+    tokens: list[int] = choose(logits.expand(count, -1), [row(seed, at, **params) for at in range(count)]).tolist()
+    return tokens
 
 
 def test_greedy_and_equal_tokens() -> None:
@@ -36,9 +37,9 @@ def test_greedy_and_equal_tokens() -> None:
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
-    alone = [sample(LOGITS[None], [row(7, position)])[0] for position in range(20)]
+    alone = [choose(LOGITS[None], [row(7, position)])[0] for position in range(20)]
     others = [row(3, 1, top_k=2), row(4, 2, temperature=0.0), row(5, 3, top_p=0.5, frequency_penalty=0.3)]
-    among = [sample(LOGITS.expand(4, -1), [*others, row(7, position)])[-1] for position in range(20)]
+    among = [choose(LOGITS.expand(4, -1), [*others, row(7, position)])[-1] for position in range(20)]
     assert among == alone
     assert draws(50, seed=1) != draws(50, seed=2)
 

@@ -5,7 +5,6 @@ import itertools
 import random
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,21 +154,6 @@ def test_a_known_prefix_is_not_computed_again_unless_prompt_logprobs_need_it() -
     assert again.output().num_cached_tokens == 12
     line.add("scored", 13, max_tokens=1, after=known, prompt_logprobs=0)
     assert line.step() == {"scored": 13}
-
-
-@pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])
-def test_an_abort_in_any_state_frees_its_blocks(when: str) -> None:
-    line = Line(max_num_seqs=1, max_num_batched_tokens=4)
-    running = line.add("running", 6)
-    waiting = line.add("waiting", 6)
-    for _ in range({"waiting": 0, "reading": 1, "decoding": 3}[when]):
-        line.step()
-    aborted = waiting if when == "waiting" else running
-    aborted.finish("abort")
-    line.scheduler.remove(aborted)
-    line.scheduler.check()
-    line.run()
-    assert line.blocks.num_free_blocks == 64
 
 
 request = st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 2))

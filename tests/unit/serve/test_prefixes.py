@@ -19,12 +19,12 @@ from swiftkv_platform.serve.prefixes import (
     SESSION_HEADER,
     PrefixHeader,
     PrefixIndex,
+    Probes,
     fingerprints,
     from_header,
     in_header,
     proxy_middlewares,
 )
-from swiftkv_platform.serve.probes import Probes
 
 LONG = "a system prompt " * 64
 

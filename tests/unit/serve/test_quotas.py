@@ -10,7 +10,7 @@ import structlog
 from swiftkv_platform.engine import AsyncLLMEngine
 from swiftkv_platform.errors import RateLimitedError
 from swiftkv_platform.security.keys import ApiKey, KeyRing, Scope, create_key
-from swiftkv_platform.serve.quotas import Quota, Quotas
+from swiftkv_platform.serve.access import Quota, Quotas
 from swiftkv_platform.serve.tracing import RequestLog
 from tests.surface.replicas import application, asgi_client, version_of
 

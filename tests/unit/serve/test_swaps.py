@@ -20,8 +20,7 @@ from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.chat import render_chat
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.http import create_http_app
-from swiftkv_platform.serve.swaps import Swaps
-from swiftkv_platform.serve.versions import load_version
+from swiftkv_platform.serve.versions import Swaps, load_version
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.surface.replicas import asgi_client, version_of
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv

@@ -17,10 +17,15 @@ from transformers import AutoTokenizer
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.directories import copy_companions
-from swiftkv_platform.serve.openai.messages import ChatMessage
-from swiftkv_platform.serve.tools.families import FAMILIES, family_of
-from swiftkv_platform.serve.tools.formats import HermesParser, Llama3Parser, MistralParser
-from swiftkv_platform.serve.tools.grammar import CallGrammar
+from swiftkv_platform.serve.openai.schemas import ChatMessage
+from swiftkv_platform.serve.tools.families import (
+    FAMILIES,
+    CallGrammar,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    family_of,
+)
 from swiftkv_platform.serve.tools.parser import Arguments, Assembled, Call, CallBegin, Text, ToolCallParser
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName

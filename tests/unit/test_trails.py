@@ -1,0 +1,83 @@
+"""The ways through the code that docs/architecture.md shows: a real request enters the files that the page names."""
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from tests.surface.replicas import application, asgi_client, version_of
+from tests.unit.engine.tiny_models import save_swiftkv
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("jobs", "serve", "swiftkv_platform")
+MOST_FILES_TO_A_TOKEN = 12
+
+
+def tables(heading: str) -> list[list[str]]:
+    """Files in the first column of each table below a heading of docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    found = [re.findall(r"^\| `([^`]+\.py)` \|", table, re.MULTILINE) for table in section.split("|---|---|")[1:]]
+    return [table for table in found if table]
+
+
+@cache
+def file_of_ours(path: str) -> str | None:
+    """Path of a program's file from the top of the repository; None for a test's or a library's."""
+    resolved = Path(path).resolve()
+    ours = resolved.is_file() and any(resolved.is_relative_to(ROOT / room) for room in ROOMS)
+    return str(resolved.relative_to(ROOT)) if ours else None
+
+
+class Entered:
+    """Files of ours whose functions run while `recording`, by their first call."""
+
+    def __init__(self, until: str) -> None:
+        """`until`: `FILE:FUNCTION` with whose return the recording ends."""
+        self.files: dict[str, None] = {}
+        self.recording = False
+        self._until = until
+
+    def __call__(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if not self.recording or (file := file_of_ours(frame.f_code.co_filename)) is None:
+            return
+        if event == "call":
+            self.files.setdefault(file)
+        elif event == "return" and f"{file}:{frame.f_code.co_name}" == self._until:
+            self.recording = False
+
+
+@contextmanager
+def traced(entered: Entered) -> Iterator[None]:
+    """Tell `entered` of every call in this thread, and in those that begin meanwhile."""
+    sys.setprofile(entered)
+    threading.setprofile(entered)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+async def test_generate_trail(tmp_path: Path) -> None:
+    """The first request imports what is imported when it is needed, so the second one is traced."""
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(save_swiftkv(tmp_path), EngineConfig(kv_cache_bytes=4 << 20)))
+    client = asgi_client(application(version_of(engine)))
+    entered = Entered(until="swiftkv_platform/engine/sampler.py:choose")
+    body = {"prompt": "once upon", "max_tokens": 4, "ignore_eos": True}
+    with traced(entered):
+        for entered.recording in (False, True):
+            answer = await client.post("/generate", json=body)
+    await engine.aclose()
+    assert len(answer.json()["choices"][0]["token_ids"]) == 4
+    assert not entered.recording, "no token was sampled"
+    trail, parts = tables("From POST /generate to a token")
+    assert [file for file in entered.files if file not in parts] == trail
+    assert [file for file in entered.files if file not in trail] == parts
+    assert len(trail) <= MOST_FILES_TO_A_TOKEN

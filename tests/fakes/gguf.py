@@ -49,7 +49,7 @@ def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None =
     writer.add_key_length(model.model.layers[0].self_attn.head_dim)
     for name, text in values.items():
         writer.add_string(name.replace("__", "."), text)
-    _add_tokenizer(writer, chat_template)
+    _add_tokenizer(writer, chat_template, config.vocab_size)
     for name, tensor in model.state_dict().items():
         if not (config.tie_word_embeddings and name.startswith("lm_head")):
             writer.add_tensor(_gguf_name(name), _rotated_as_llama_cpp(config, name, tensor))
@@ -60,10 +60,11 @@ def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None =
     return path
 
 
-def _add_tokenizer(writer: GGUFWriter, chat_template: str | None) -> None:
+def _add_tokenizer(writer: GGUFWriter, chat_template: str | None, size: int) -> None:
     vocabulary = byte_tokenizer().get_vocab()
     # transformers adds `<|endoftext|>` to the vocabularies of such tokenizers where it is missing.
     tokens = [*sorted(vocabulary, key=vocabulary.__getitem__)[:-1], "<|endoftext|>"]
+    tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in ("<s>", "<|endoftext|>") else 1 for token in tokens])

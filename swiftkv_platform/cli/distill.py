@@ -10,9 +10,9 @@ import typer
 import yaml
 
 from swiftkv_platform.cli.context import Json, checked
-from swiftkv_platform.cli.job_options import job_document, save_beside
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
+from swiftkv_platform.cli.recipes import job_document, save_beside
 from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay

@@ -28,10 +28,10 @@ from swiftkv_platform.cli.output import (
     tell_fields,
     tell_table,
 )
-from swiftkv_platform.cli.recipes import recipe
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
+from swiftkv_platform.sources.recipes import recipe
 from swiftkv_platform.sources.relative import absolute_change
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes

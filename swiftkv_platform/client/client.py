@@ -29,8 +29,7 @@ from swiftkv_platform.client.models import (
     Promotion,
     Quota,
 )
-from swiftkv_platform.client.streams import iter_events
-from swiftkv_platform.client.transport import Transport
+from swiftkv_platform.client.transport import Transport, iter_events
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"

@@ -30,8 +30,7 @@ from swiftkv_platform.client.models import (
     Recipe,
     TrackingFile,
 )
-from swiftkv_platform.client.streams import iter_events, iter_lines
-from swiftkv_platform.client.transport import Patience, Transport
+from swiftkv_platform.client.transport import Patience, Transport, iter_events, iter_lines
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
 

@@ -1,16 +1,18 @@
-"""Requests with retries and typed errors. Knows HTTP, none of the routes."""
+"""Requests with retries and typed errors, and bodies read as they come. Knows HTTP, none of the routes."""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
+from httpx_sse import EventSource, ServerSentEvent
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, error_from, retry_after_of
 from swiftkv_platform.errors import ArtifactCorruptError
@@ -187,3 +189,28 @@ def _is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+# `str.splitlines` and httpx would also break at U+2028 and its like, which a log may hold. A final \r is held back: it
+# may be the first half of \r\n.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
+
+
+def iter_lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield the lines of a UTF-8 byte stream without their ends; an unfinished last line counts as one."""
+    buffer = b""
+    for chunk in chunks:
+        *lines, buffer = _LINE_END.split(buffer + chunk)
+        for line in lines:
+            yield line.decode(errors="replace")
+    if buffer:
+        yield buffer.rstrip(b"\r").decode(errors="replace")
+
+
+def iter_events(response: httpx.Response) -> Iterator[ServerSentEvent]:
+    """Yield the events that carry data, without one that is cut off; keep-alive comments end in events without data.
+
+    Raises:
+        httpx_sse.SSEError: the response is no event stream. It is an `httpx.TransportError`.
+    """
+    return (event for event in EventSource(response).iter_sse() if event.data)

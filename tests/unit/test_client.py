@@ -23,7 +23,7 @@ from swiftkv_platform.client import (
     UnreachableError,
     WaitTimeoutError,
 )
-from swiftkv_platform.client.streams import iter_events, iter_lines
+from swiftkv_platform.client.transport import iter_events, iter_lines
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import Answer, Script, event_stream, json_answer, list_answer, problem_answer, serve

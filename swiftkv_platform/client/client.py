@@ -15,7 +15,7 @@ from ulid import ULID
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.files import Files
-from swiftkv_platform.client.jobs import Jobs, rows
+from swiftkv_platform.client.jobs import Jobs
 from swiftkv_platform.client.models import (
     Alias,
     AuditEntry,
@@ -101,7 +101,7 @@ class Client:
 
     def quota(self) -> Quota:
         """Return the quota of the key's tenant, and its use."""
-        return Quota.model_validate(self._control.request("GET", "/quota", repeatable=True).json())
+        return self._control.get(Quota, "/quota")
 
     def audit(self, *, limit: int | None = 100, **wanted: Any) -> list[AuditEntry]:
         """Entries of the audit trail, newest first: an operator's key sees those of all tenants, `admin` its own.
@@ -112,7 +112,7 @@ class Client:
                 `request_id`, `status`, `since`, `until`.
         """
         params = {name: value for name, value in wanted.items() if value is not None}
-        return [AuditEntry.model_validate(row) for row in rows(self._control, "/audit", params, limit)]
+        return self._control.list(AuditEntry, "/audit", params, limit)
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...
@@ -172,10 +172,10 @@ class Models:
 
     def list(self, *, limit: int | None = None) -> list[Model]:
         """Models, newest first."""
-        return [Model.model_validate(row) for row in rows(self._transport, "/models", {}, limit)]
+        return self._transport.list(Model, "/models", limit=limit)
 
     def get(self, model_id: str) -> Model:
-        return Model.model_validate(self._transport.request("GET", f"/models/{model_id}", repeatable=True).json())
+        return self._transport.get(Model, f"/models/{model_id}")
 
     def create(
         self,
@@ -228,13 +228,11 @@ class Models:
 
     def lineage(self, model_id: str) -> Lineage:
         """Return the lineage from data and teacher to deployments."""
-        path = f"/models/{model_id}/lineage"
-        return Lineage.model_validate(self._transport.request("GET", path, repeatable=True).json())
+        return self._transport.get(Lineage, f"/models/{model_id}/lineage")
 
     def compare(self, model_id: str, other_id: str) -> Comparison:
         """Quality, prefill compute and cache of two models, and how their jobs differ."""
-        path = f"/models/{model_id}/compare/{other_id}"
-        return Comparison.model_validate(self._transport.request("GET", path, repeatable=True).json())
+        return self._transport.get(Comparison, f"/models/{model_id}/compare/{other_id}")
 
     def promote(
         self,
@@ -274,10 +272,10 @@ class Models:
 
     def aliases(self) -> builtins.list[Alias]:
         """List the model that each alias stands for, and the newest changes of it; `alias` has them all."""
-        return [Alias.model_validate(row) for row in rows(self._transport, "/aliases", {}, None)]
+        return self._transport.list(Alias, "/aliases")
 
     def alias(self, alias: str) -> Alias:
-        return Alias.model_validate(self._transport.request("GET", f"/aliases/{alias}", repeatable=True).json())
+        return self._transport.get(Alias, f"/aliases/{alias}")
 
     def rollback(self, alias: str = "production", *, reason: str, version: int | None = None) -> Promotion:
         """Let `alias` stand for the model before its present one again.
@@ -317,8 +315,7 @@ class Deployments:
         )
 
     def get(self, deployment_id: str) -> Deployment:
-        response = self._transport.request("GET", f"/deployments/{deployment_id}", repeatable=True)
-        return Deployment.model_validate(response.json())
+        return self._transport.get(Deployment, f"/deployments/{deployment_id}")
 
     def update(self, deployment_id: str, *, version: int | None = None, **changes: Any) -> Deployment:
         """Serve another model, or with other options, without a failed request; returns at once, `wait_ready` waits.
@@ -340,8 +337,7 @@ class Deployments:
 
     def metrics(self, deployment_id: str) -> DeploymentMetrics:
         """Return the present metrics of its replicas; totals grow, so that two answers give a rate."""
-        response = self._transport.request("GET", f"/deployments/{deployment_id}/metrics", repeatable=True)
-        return DeploymentMetrics.model_validate(response.json())
+        return self._transport.get(DeploymentMetrics, f"/deployments/{deployment_id}/metrics")
 
     def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
         """Ask one deployment through the control plane, which alone needs to be reachable; yields pieces as they come.
@@ -353,14 +349,12 @@ class Deployments:
         return _generate_stream(self._transport, body, f"/deployments/{deployment_id}/generate")
 
     def list(self) -> list[Deployment]:
-        return [Deployment.model_validate(row) for row in rows(self._transport, "/deployments", {}, None)]
+        return self._transport.list(Deployment, "/deployments")
 
     def delete(self, deployment_id: str) -> None:
         """Stop serving; deleting what is gone already is no error."""
-        try:
+        with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"/deployments/{deployment_id}", repeatable=True)
-        except ResourceNotFoundError:
-            return
 
     def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Deployment:
         """Block until the deployment answers requests with what it was last told to serve.

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import ipaddress
+import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import httpx
 from httpx_sse import EventSource, ServerSentEvent
+from pydantic import BaseModel
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, error_from, retry_after_of
 from swiftkv_platform.errors import ArtifactCorruptError
 
+Item = TypeVar("Item", bound=BaseModel)
+
+_LOG = logging.getLogger(__name__)
+_PAGE = 100
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_PAUSE_S = 30.0
 
@@ -102,6 +109,32 @@ class Transport:
                 pause = asked
             time.sleep(min(pause, _LONGEST_PAUSE_S))
         raise AssertionError("the last attempt returns or raises")
+
+    def get(self, kind: type[Item], path: str) -> Item:
+        """The object at a path. Raises as `request`."""
+        return kind.model_validate(self.request("GET", path, repeatable=True).json())
+
+    def rows(self, path: str, params: dict[str, Any] | None = None, limit: int | None = None) -> Iterator[Any]:
+        """Yield the entries of a list over all its pages, at most `limit`. Those that the server cannot read are
+        logged. Raises as `request`."""
+        left = limit
+        params = dict(params or {})
+        while left is None or left > 0:
+            size = _PAGE if left is None else min(left, _PAGE)
+            page = self.request("GET", path, params={**params, "limit": size}, repeatable=True).json()
+            yield from page["data"]
+            if page.get("left_out"):
+                _LOG.warning("%s leaves out what the server cannot read: %s", path, ", ".join(page["left_out"]))
+            if not page.get("has_more"):
+                return
+            left = None if left is None else left - len(page["data"])
+            params["after"] = page["last_id"]
+
+    def list(
+        self, kind: type[Item], path: str, params: dict[str, Any] | None = None, limit: int | None = None
+    ) -> builtins.list[Item]:
+        """The objects of a list, as `rows` has them."""
+        return [kind.model_validate(row) for row in self.rows(path, params, limit)]
 
     @contextmanager
     def stream(

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any, Literal, Self, overload
 
 import httpx
-from ulid import ULID
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.files import Files
@@ -29,7 +28,7 @@ from swiftkv_platform.client.models import (
     Promotion,
     Quota,
 )
-from swiftkv_platform.client.transport import Transport, iter_events
+from swiftkv_platform.client.transport import Transport, idempotent, iter_events
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
@@ -207,7 +206,7 @@ class Models:
             "metadata": metadata,
         }
         given = {key: value for key, value in body.items() if value is not None}
-        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        headers = idempotent(idempotency_key)
         response = self._transport.request("POST", "/models", json=given, headers=headers, repeatable=True)
         return self._jobs.adopt(response.json())
 
@@ -219,7 +218,7 @@ class Models:
             private: visibility of a repository of the hub that is made for it.
             idempotency_key: as of `jobs.create`.
         """
-        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        headers = idempotent(idempotency_key)
         body = {"to": to, "private": private}
         path = f"/models/{model_id}/publish"
         return self._jobs.adopt(

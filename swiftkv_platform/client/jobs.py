@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from ulid import ULID
 
 from swiftkv_platform.client.errors import (
     ResourceNotFoundError,
@@ -29,7 +28,7 @@ from swiftkv_platform.client.models import (
     Recipe,
     TrackingFile,
 )
-from swiftkv_platform.client.transport import Patience, Transport, iter_events, iter_lines
+from swiftkv_platform.client.transport import Patience, Transport, idempotent, iter_events, iter_lines
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
 
@@ -57,7 +56,7 @@ class Jobs:
         Raises:
             InvalidRequestError: the spec is refused; `errors` names field, value and what is accepted.
         """
-        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        headers = idempotent(idempotency_key)
         response = self._transport.request("POST", "/jobs", json=_document(spec), headers=headers, repeatable=True)
         return self.adopt(response.json())
 

@@ -9,16 +9,17 @@ import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import httpx
 from httpx_sse import EventSource, ServerSentEvent
 from pydantic import BaseModel
+from ulid import ULID
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, error_from, retry_after_of
-from swiftkv_platform.errors import ArtifactCorruptError
+from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError
 
 Item = TypeVar("Item", bound=BaseModel)
 
@@ -51,16 +52,17 @@ class Transport:
         when_away: str,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        url = _checked_url(base_url)
         self.base_url = base_url.rstrip("/")
         self._when_away = when_away
         self._max_retries = max_retries
         self._http = httpx.Client(
             base_url=self.base_url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Authorization": f"Bearer {_header('api_key', api_key)}"} if api_key else {},
             timeout=timeout,
             transport=transport,
             # A proxy from the environment cannot reach this machine's loopback.
-            trust_env=not _is_loopback(self.base_url),
+            trust_env=not _is_loopback(url.host),
         )
 
     def close(self) -> None:
@@ -216,8 +218,29 @@ class Patience:
         time.sleep(max(pause, getattr(error, "retry_after", None) or 0.0))
 
 
-def _is_loopback(url: str) -> bool:
-    host = httpx.URL(url).host
+def _header(name: str, value: str) -> str:
+    """The value, if an HTTP header takes it. Raises `InvalidInputError` without the value, which may be secret."""
+    if not (value.isascii() and value.isprintable()):
+        message = f"{name} has a line break or another character that no HTTP header takes; use printable ASCII"
+        raise InvalidInputError(message, field=name)
+    return value
+
+
+def idempotent(key: str | None) -> dict[str, str]:
+    """The header by which a request that comes twice is answered once, of a key that is made up where none is given.
+    Raises `InvalidInputError`."""
+    return {"Idempotency-Key": _header("idempotency_key", key) if key else str(ULID())}
+
+
+def _checked_url(base_url: str) -> httpx.URL:
+    with suppress(httpx.InvalidURL):
+        url = httpx.URL(base_url)
+        if url.scheme in ("http", "https") and url.host:
+            return url
+    raise InvalidInputError.of("base_url", base_url, "; an address such as http://127.0.0.1:8000 is accepted")
+
+
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

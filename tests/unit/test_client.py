@@ -259,6 +259,20 @@ def test_a_list_is_read_over_all_its_pages_up_to_a_limit(script: Script, client:
     assert [(point.step, point.loss) for point in client.jobs.metrics("job_1")] == [(1, 0.9), (2, 0.5)], "by step"
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "ftp://host", "http://[::1", "http://host:port", ""])
+def test_an_address_that_is_none_is_refused_before_it_is_asked(url: str) -> None:
+    with pytest.raises(InvalidInputError, match="an address such as http://"):
+        Client(url)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "s\N{LATIN SMALL LETTER E WITH ACUTE}cret"])
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(key: str, client: Client) -> None:
+    for call in (lambda: Client(api_key=key), lambda: client.jobs.create({"name": "a"}, key)):
+        with pytest.raises(InvalidInputError, match="_key has a line break or another character") as refusal:
+            call()
+        assert "cret" not in str(refusal.value)
+
+
 def test_a_failure_or_an_end_midway_is_raised(script: Script, client: Client) -> None:
     failure = {"status": 503, "code": "engine_dead", "title": "Unavailable", "detail": "the engine has died"}
     script.on("POST", "/generate", event_stream((None, piece("a")), (None, failure)), event_stream((None, piece("a"))))

@@ -210,7 +210,7 @@ def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spe
     refused = run("jobs", "submit", "-f", str(spec))
     assert (refused.exit_code, refused.stdout, "Traceback" in refused.stderr) == (1, "", False)
     assert "model.name_or_path: a directory or hub id is accepted" in refused.stderr
-    for text in ("a: [1", "just text", ""):
+    for text in ("a: [1", "just text", "", "name: 2026-13-01", f"name: {'[' * 2000}{']' * 2000}"):
         (tmp_path / "bad.yaml").write_text(text)
         result = run("jobs", "submit", "-f", str(tmp_path / "bad.yaml"))
         assert (result.exit_code, "bad.yaml" in result.stderr) == (1, True)
@@ -219,6 +219,14 @@ def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spe
     for environment, command, named in (
         ({"SWIFTKV_URL": f"http://127.0.0.1:{free_port()}"}, ["jobs", "list"], "swiftkv up"),
         ({"SWIFTKV_PORT": "many"}, ["status"], "many"),
+        ({"SWIFTKV_URL": "http://[::1"}, ["jobs", "list"], "base_url is 'http://[::1'"),
+        ({"SWIFTKV_API_KEY": "ключ"}, ["jobs", "list"], "api_key has a line break"),
+        ({}, ["recipes", "copy", "builtin-python-5m", str(tmp_path / "no" / "x.yaml")], "No such file or directory"),
+        (
+            {},
+            ["keys", "create", "ann", "--scope", "admin", "--file", str(spec / "keys.json")],
+            "spec.yaml: File exists",
+        ),
     ):
         result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path), **environment}).invoke(app, command)
         assert (result.exit_code, named in result.stderr) == (1, True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -139,3 +140,22 @@ def test_what_is_printed_is_not_styled_by_what_it_says(
     monkeypatch.setenv("COLUMNS", "20")
     output.say("[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:")
     assert capsys.readouterr().out == "[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:\n"
+
+
+def table(rows: list[tuple[str, str]], width: int, *, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None, emoji=False)
+    monkeypatch.setattr(output, "out", lambda: console)
+    output.print_table(("id", "message"), rows, empty="")
+    return file.getvalue().splitlines()
+
+
+def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(JOB, "ein [bold] 日本 sentence of many words"), (MODEL, "")]
+    lines = table(rows, 50, terminal=True, monkeypatch=monkeypatch)
+    assert [line.split()[0] for line in lines[:2]] == ["id", JOB]
+    assert (max(map(cell_len, lines)), len(lines)) == (50, 5)
+    assert "[bold]" in " ".join(lines)
+    narrow = table(rows, 10, terminal=True, monkeypatch=monkeypatch)
+    assert {JOB, MODEL} <= {line.split()[0] for line in narrow}, "whole even where they do not fit"
+    assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 3, "a line a row in a pipe"

@@ -146,8 +146,10 @@ def evaluate(
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a student against its teacher. The exit code is 1 unless every limit of its job's spec is
-    kept; a limit that the samples cannot decide is not."""
+    """Measure a student against its teacher.
+
+    The exit code is 1 unless every limit of its job's spec is kept; a limit that the samples cannot decide is not.
+    """
     with needs_extra("Evaluating"):
         from swiftkv_platform.jobs.worker.evaluate_directory import evaluate_directory
 

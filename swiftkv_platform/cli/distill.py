@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
-from swiftkv_platform.cli.context import Json, checked
+from swiftkv_platform.cli.context import Json, MaybeSpecFile, checked
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
 from swiftkv_platform.cli.recipes import job_document, save_beside
@@ -29,10 +29,7 @@ def distill(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes: a new or empty directory.")
     ],
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False),
-    ] = None,
+    file: MaybeSpecFile = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="In place of a spec: directory, .gguf file, builtin:python-5m or hub id."),

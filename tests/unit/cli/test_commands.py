@@ -126,12 +126,6 @@ def test_a_refused_spec_names_field_value_and_reason_before_anything_is_sent(
     assert script.requests == []
 
 
-def test_validate_prints_the_estimate(run: Run, script: Script, spec: Path) -> None:
-    script.on("POST", "/jobs/validate", json_answer({"kv_bytes_ratio": 0.75}))
-    assert "75.0% of the teacher's" in run("jobs", "validate", "-f", str(spec)).stdout
-    assert json.loads(run("jobs", "validate", "-f", str(spec), "--json").stdout) == {"kv_bytes_ratio": 0.75}
-
-
 def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
     script.on("PATCH", "/deployments/dep_1", json_answer({"id": "dep_1", "model": "mdl_2", "status": "swapping"}))
     result = run("deploy", "mdl_2", "--replace", "dep_1", "--max-replicas", "3", "--no-wait")

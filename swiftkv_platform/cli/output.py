@@ -71,7 +71,7 @@ def print_schema(model: type[BaseModel]) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
     """A table, or `empty` without rows."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [["" if cell is None else str(cell).expandtabs() for cell in row] for row in rows]
     console = out()
     if not cells:
         console.print(empty)
@@ -90,7 +90,7 @@ def _column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]
     copied. None: a pipe, where a row is one line.
     """
     by_column = list(zip(*rows, strict=True))
-    widths = [max(map(cell_len, cells)) for cells in by_column]
+    widths = [max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in by_column]
     if most is not None:
         least = [max(cell_len(word) for cell in cells for word in cell.split() or [""]) for cells in by_column]
         while sum(widths) + _GAP * (len(widths) - 1) > most and widths != least:

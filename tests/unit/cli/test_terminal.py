@@ -151,11 +151,11 @@ def table(rows: list[tuple[str, str]], width: int, *, terminal: bool, monkeypatc
 
 
 def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [(JOB, "ein [bold] 日本 sentence of many words"), (MODEL, "")]
+    rows = [(JOB, "ein [bold] 日本 sentence of many words"), (MODEL, "a\nb")]
     lines = table(rows, 50, terminal=True, monkeypatch=monkeypatch)
     assert [line.split()[0] for line in lines[:2]] == ["id", JOB]
-    assert (max(map(cell_len, lines)), len(lines)) == (50, 5)
+    assert (max(map(cell_len, lines)), len(lines)) == (50, 6)
     assert "[bold]" in " ".join(lines)
     narrow = table(rows, 10, terminal=True, monkeypatch=monkeypatch)
     assert {JOB, MODEL} <= {line.split()[0] for line in narrow}, "whole even where they do not fit"
-    assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 3, "a line a row in a pipe"
+    assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 4, "a line a row in a pipe"

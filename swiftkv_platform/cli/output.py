@@ -86,14 +86,15 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
 
 
 def _column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]:
-    """Widths that fit a terminal of `most` columns, as far as lines break at spaces alone: identifiers are there to be
-    copied. None: a pipe, where a row is one line.
+    """Widths that fit a terminal of `most` columns, if breaks at spaces alone are enough: identifiers are there to be
+    copied. Else, and in a pipe (None), each row is one line.
     """
     by_column = list(zip(*rows, strict=True))
     widths = [max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in by_column]
-    if most is not None:
-        least = [max(cell_len(word) for cell in cells for word in cell.split() or [""]) for cells in by_column]
-        while sum(widths) + _GAP * (len(widths) - 1) > most and widths != least:
+    least = [max(cell_len(word) for cell in cells for word in cell.split() or [""]) for cells in by_column]
+    room = sum(widths) if most is None else most - _GAP * (len(widths) - 1)
+    if sum(least) <= room:
+        while sum(widths) > room:
             widest = max((index for index, width in enumerate(widths) if width > least[index]), key=widths.__getitem__)
             widths[widest] -= 1
     return widths

@@ -157,5 +157,5 @@ def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.
     assert (max(map(cell_len, lines)), len(lines)) == (50, 6)
     assert "[bold]" in " ".join(lines)
     narrow = table(rows, 10, terminal=True, monkeypatch=monkeypatch)
-    assert {JOB, MODEL} <= {line.split()[0] for line in narrow}, "whole even where they do not fit"
+    assert [line.split()[0] for line in narrow if line[0] != " "] == ["id", JOB, MODEL], "whole where they do not fit"
     assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 4, "a line a row in a pipe"

@@ -49,6 +49,9 @@ class Client:
         max_retries: further tries of a call after a connection error or a 503 that asks to wait.
         outage_s: how long `jobs.wait` and `jobs.events` put up with a control plane that is away.
         transport: replaces the network, for tests.
+
+    Raises:
+        InvalidInputError: an address that is none, or a key with a character that no HTTP header takes.
     """
 
     def __init__(

@@ -62,17 +62,14 @@ def check(name: str, remedy: str) -> Callable[[Callable[[Surroundings], Finding]
 
 
 def ok(message: str) -> Finding:
-    """Nothing to do."""
     return Finding("ok", message)
 
 
 def warning(message: str, advice: str) -> Finding:
-    """Something works, though less well than it could."""
     return Finding("warning", message, advice)
 
 
 def failed(message: str, advice: str) -> Finding:
-    """Something does not work."""
     return Finding("failed", message, advice)
 
 

@@ -224,7 +224,7 @@ class Jobs:
 
     def adopt(self, row: dict[str, Any]) -> Job:
         """The one object of this job, brought up to date."""
-        fresh = Job.model_validate(row)
+        fresh = self._transport.read(Job, row)
         known = self._seen.get(fresh.id)
         if known is None:
             self._seen[fresh.id] = fresh

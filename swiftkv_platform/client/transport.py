@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import httpx
 from httpx_sse import EventSource, ServerSentEvent
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from ulid import ULID
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, error_from, retry_after_of
@@ -30,6 +30,13 @@ _LONGEST_PAUSE_S = 30.0
 
 # Raised before the request has left, so repeating it can do nothing twice.
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class _Page(BaseModel):
+    data: list[Any]
+    has_more: bool = False
+    last_id: str | None = None
+    left_out: list[str] = []
 
 
 class Transport:
@@ -89,7 +96,7 @@ class Transport:
 
         Raises:
             APIError: the server refused.
-            UnreachableError: no connection, after the retries.
+            UnreachableError: no connection, after the retries, or a server of something else.
         """
         files = None if file is None else {"file": file}
         for attempt in range(self._max_retries + 1):
@@ -104,6 +111,9 @@ class Transport:
                     raise self.unreachable(error) from error
             else:
                 if response.is_success:
+                    kind = response.headers.get("content-type", "").partition(";")[0]
+                    if response.content and kind != "application/json":
+                        raise self._other_server(f"{method} {path} gave {kind or 'no type'} instead of JSON")
                     return response
                 asked = retry_after_of(response)
                 if last or response.status_code != 503 or asked is None:
@@ -112,9 +122,16 @@ class Transport:
             time.sleep(min(pause, _LONGEST_PAUSE_S))
         raise AssertionError("the last attempt returns or raises")
 
-    def get(self, kind: type[Item], path: str) -> Item:
+    def get(self, kind: type[Item], path: str, params: dict[str, Any] | None = None) -> Item:
         """The object at a path. Raises as `request`."""
-        return kind.model_validate(self.request("GET", path, repeatable=True).json())
+        return self.read(kind, self.request("GET", path, params=params, repeatable=True).json())
+
+    def read(self, kind: type[Item], document: Any) -> Item:
+        """The object that an answer is. Raises `UnreachableError` for another document: another server gave it."""
+        try:
+            return kind.model_validate(document)
+        except ValidationError as error:
+            raise self._other_server(f"its answer is no {kind.__name__.lstrip('_')}") from error
 
     def rows(self, path: str, params: dict[str, Any] | None = None, limit: int | None = None) -> Iterator[Any]:
         """Yield the entries of a list over all its pages, at most `limit`. Those that the server cannot read are
@@ -123,20 +140,20 @@ class Transport:
         params = dict(params or {})
         while left is None or left > 0:
             size = _PAGE if left is None else min(left, _PAGE)
-            page = self.request("GET", path, params={**params, "limit": size}, repeatable=True).json()
-            yield from page["data"]
-            if page.get("left_out"):
-                _LOG.warning("%s leaves out what the server cannot read: %s", path, ", ".join(page["left_out"]))
-            if not page.get("has_more"):
+            page = self.get(_Page, path, {**params, "limit": size})
+            yield from page.data
+            if page.left_out:
+                _LOG.warning("%s leaves out what the server cannot read: %s", path, ", ".join(page.left_out))
+            if not page.has_more:
                 return
-            left = None if left is None else left - len(page["data"])
-            params["after"] = page["last_id"]
+            left = None if left is None else left - len(page.data)
+            params["after"] = page.last_id
 
     def list(
         self, kind: type[Item], path: str, params: dict[str, Any] | None = None, limit: int | None = None
     ) -> builtins.list[Item]:
         """The objects of a list, as `rows` has them."""
-        return [kind.model_validate(row) for row in self.rows(path, params, limit)]
+        return [self.read(kind, row) for row in self.rows(path, params, limit)]
 
     @contextmanager
     def stream(
@@ -197,6 +214,11 @@ class Transport:
     def unreachable(self, error: Exception) -> UnreachableError:
         reason = str(error) or type(error).__name__
         return UnreachableError(f"No answer from {self.base_url}: {reason}.\n{self._when_away}")
+
+    def _other_server(self, what: str) -> UnreachableError:
+        return UnreachableError(
+            f"{self.base_url} answers, but {what}: is this the server's address?\n{self._when_away}"
+        )
 
 
 class Patience:

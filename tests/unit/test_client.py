@@ -273,6 +273,15 @@ def test_a_key_that_no_header_takes_is_refused_and_not_shown(key: str, client: C
         assert "cret" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("answer", [Answer(200, b"<html>", {"Content-Type": "text/html"}), json_answer([1])])
+def test_another_server_at_the_address_is_told_from_ours(answer: Answer, script: Script, client: Client) -> None:
+    for path in ("/jobs", "/jobs/job_1", "/models/mdl_1", "/quota"):
+        script.on("GET", path, answer)
+    for call in (client.jobs.list, lambda: client.jobs.get("job_1"), lambda: client.models.get("mdl_1"), client.quota):
+        with pytest.raises(UnreachableError, match=r"answers, but .*: is this the server's address\?"):
+            call()
+
+
 def test_a_failure_or_an_end_midway_is_raised(script: Script, client: Client) -> None:
     failure = {"status": 503, "code": "engine_dead", "title": "Unavailable", "detail": "the engine has died"}
     script.on("POST", "/generate", event_stream((None, piece("a")), (None, failure)), event_stream((None, piece("a"))))

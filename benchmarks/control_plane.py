@@ -177,17 +177,13 @@ async def follow(url: str, parts: Components, followers: int) -> dict[str, float
 async def hear(client: httpx.AsyncClient, job_id: str, connected: asyncio.Semaphore) -> list[float]:
     """Milliseconds that each event of a job took, in their order."""
     delays: list[float] = []
-    async with client.stream("GET", f"/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}) as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if event["type"] != "message":
-                connected.release()  # the first one; it may be called again at the end
-                continue
-            number, sent = event["message"].split()
-            assert int(number) == len(delays), "an event is missing, or out of order"
-            delays.append(1000 * (time.time() - float(sent)))
+    async for event in running_jobs.events(client, job_id):
+        if event["type"] != "message":
+            connected.release()  # the first one; it may be called again at the end
+            continue
+        number, sent = event["message"].split()
+        assert int(number) == len(delays), "an event is missing, or out of order"
+        delays.append(1000 * (time.time() - float(sent)))
     return delays
 
 

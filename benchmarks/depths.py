@@ -25,18 +25,35 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from benchmarks.common import benchmark_parser, conditions, write_report
-from benchmarks.training_runs import TrainedRun, TrainingRuns, one_worker
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
+from swiftkv_platform.data.completions import AnswerStore
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
+from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.fork import Fork, load_trained
+from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.depths import Needles
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.downloads import teacher_path
+from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers, write
-from swiftkv_platform.jobs.worker.prepare import load_tokenizer
+from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, open_lazy, prepare
+from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 
@@ -44,6 +61,135 @@ SPEC = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
 POINTS = ("22:1", "15:1", "15:2", "15:1:refitted", "11:1")
 TEACHER_OUTPUT = "teacher-output"
 Row = dict[str, Any]
+
+
+@contextmanager
+def one_worker(directory: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class _Notes:
+    """Keeps what the trainer tells of the run's course."""
+
+    notes: list[CourseNote] = field(default_factory=list)
+    tokens: int = 0
+
+    def on_start(self, progress: Progress) -> None:
+        """A run begins at step 0 here."""
+
+    def on_course(self, note: CourseNote) -> None:
+        self.notes.append(note)
+        print(f"  {note.message}", flush=True)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.tokens = metrics.tokens
+        if metrics.held_out_kl is not None:
+            print(f"  step {metrics.step}: held-out KL {metrics.held_out_kl:.4f}, lr {metrics.lr:.2e}", flush=True)
+
+    def stop_request(self) -> StopRequest:
+        return StopRequest.NONE
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended and is not measured yet."""
+
+    spec: JobSpec
+    """With its defaults resolved."""
+    start: Mapping[str, Tensor]
+    """Trained tensors at the start, by name, as `end`."""
+    end: Mapping[str, Tensor]
+    """Those of the model that a job would publish."""
+    tokens: int
+    """Positions that the loss counted."""
+    notes: tuple[CourseNote, ...]
+
+
+class TrainingRuns:
+    """Runs that share their teacher and rows, and where their `swiftkv` sections are equal their start.
+
+    Args:
+        spec: the teacher and the data; the rest is each run's own.
+        directory: a new one.
+        answers: what the teacher has written, for data that asks for it.
+    """
+
+    def __init__(self, spec: JobSpec, directory: Path, answers: AnswerStore | None = None) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self.path = teacher_path(spec.model, directory)
+        """The teacher."""
+        _, self.data = prepare(spec, directory / "rows", answers=answers)
+        self._starts: dict[str, StoredTensors] = {}
+
+    def train(self, spec: JobSpec, directory: Path) -> TrainedRun:
+        """Calibrate and train; what ends up in the model lies in `directory`, which is empty before."""
+        plan, _ = prepare(spec, self._directory / "rows")
+        start, notes = self._start(plan.spec), _Notes()
+        end = self._train(plan.spec, plan.total_steps, start, directory, notes)
+        return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
+
+    def untrained(self, spec: JobSpec) -> TrainedRun:
+        """Calibrate alone: the run ends where it starts."""
+        plan, _ = prepare(spec, self._directory / "rows")
+        start = self._start(plan.spec)
+        return TrainedRun(plan.spec, start, start, tokens=0, notes=())
+
+    def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
+        """A student with these tensors, which can run as its teacher too."""
+        student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
+        load_trained(student, tensors)
+        return student.eval()
+
+    def totals(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
+        """A student with these tensors against its teacher, over the rows that are held out."""
+        lazy = open_lazy(spec, self.path)
+        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=torch.device("cpu"))
+        measured.start_from(tensors)
+        totals: Totals = measured(lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare(""))
+        return totals
+
+    def _start(self, spec: JobSpec) -> StoredTensors:
+        key = json.dumps([spec.swiftkv.model_dump(), spec.training.seed], sort_keys=True)
+        if key not in self._starts:
+            directory = self._directory / f"start-{len(self._starts)}"
+            directory.mkdir()
+            calibrate(spec, self.path, self.data.train, directory, device="cpu")
+            self._starts[key] = StoredTensors(directory)
+        return self._starts[key]
+
+    def _train(
+        self,
+        spec: JobSpec,
+        total_steps: int,
+        start: StoredTensors,
+        directory: Path,
+        notes: _Notes,
+    ) -> Mapping[str, Tensor]:
+        student, dtype = load_student(spec, self.path), compute_dtype(spec)
+        load_trained(student, start)
+        fork = Fork(student, spec.distillation, dtype=dtype)
+        parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"))
+        request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
+        checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
+        Trainer(
+            parallel,
+            self.data.train,
+            Checkpointer(parallel, checkpoints, local_rank=0),
+            spec,
+            total_steps=total_steps,
+            listener=notes,
+            held_out=self.data.steering if len(self.data.steering) else None,
+        ).run()
+        key = checkpoints.model()
+        assert key is not None, "a run that ends has saved its last step"
+        return TrainedTensors(directory / key)
 
 
 def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:

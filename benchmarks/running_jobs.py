@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -206,20 +206,24 @@ class Workers:
         self._thread.join()
 
 
+async def events(client: httpx.AsyncClient, job_id: str) -> AsyncIterator[dict[str, Any]]:
+    """A job's events as they come."""
+    async with client.stream("GET", f"/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+
 async def watch(url: str, jobs: Sequence[Job], seconds: float) -> list[float]:
     """Seconds from each event's writing to its arrival at a follower, over all jobs."""
     delays: list[float] = []
     began = time.time()
 
     async def follow(client: httpx.AsyncClient, job: Job) -> None:
-        headers = {"Accept": "text/event-stream"}
-        async with client.stream("GET", f"/jobs/{job.id}/events", headers=headers) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                sent = json.loads(line.removeprefix("data: "))["data"].get("sent", 0.0)
-                if sent > began:  # earlier ones come first, at once
-                    delays.append(time.time() - sent)
+        async for event in events(client, job.id):
+            sent = event["data"].get("sent", 0.0)
+            if sent > began:  # earlier ones come first, at once
+                delays.append(time.time() - sent)
 
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
         tasks = [asyncio.create_task(follow(client, job)) for job in jobs]

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -32,6 +31,7 @@ import torch
 
 from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.local.ray_head import free_ports
 
 WAYS: dict[str, dict[str, Any]] = {
     "streamed": {},
@@ -101,9 +101,7 @@ class _Deployment:
 
         from swiftkv_platform.serve.app import build_app
 
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        [port] = free_ports([0])
         self.url = f"http://127.0.0.1:{port}"
         self._ray, self._serve = ray, ray_serve
         ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)

@@ -1,13 +1,12 @@
 """The specs that ship with the package, and the shapes of the teachers they name."""
 
-from pathlib import Path
 from typing import Any
 
-import swiftkv_platform.jobs
+from swiftkv_platform.sources.recipes import recipes
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_config_file
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER, JobSpec
 
-RECIPES = sorted((Path(swiftkv_platform.jobs.__path__[0]) / "recipes").glob("*.yaml"))
+RECIPES = list(recipes().values())
 
 TEACHERS = {
     REAL_TEACHER: {

@@ -28,14 +28,13 @@ import torch
 
 from benchmarks.gpu import agreement
 from benchmarks.gpu.agreement import Answer
-from benchmarks.gpu.engines import Limits, Running, Start, own_engine, release_memory, vllm_engine
-from benchmarks.gpu.models import Model, prepare
+from benchmarks.gpu.engines import Limits, Model, Running, Start, own_engine, prepare, release_memory, vllm_engine
 from benchmarks.serving import workloads
 from benchmarks.serving.__main__ import write
 from benchmarks.serving.metrics import Figures, figures
 from benchmarks.serving.output import by_row
 from benchmarks.serving.parts import summary
-from benchmarks.serving.systems import System
+from benchmarks.serving.systems import System, random_prompts
 from benchmarks.serving.workloads import Request
 from benchmarks.vllm_client import add_vllm_python
 
@@ -285,11 +284,7 @@ class Run:
         return workloads.at_rate(requests, rate)
 
     def _prompts(self, requests: list[Request], seed: int) -> list[list[int]]:
-        """Random tokens, the same for the same seed."""
-        generator = torch.Generator().manual_seed(seed)
-        lengths = [request.num_input_tokens for request in requests]
-        tokens = torch.randint(3, self._vocab_size, (sum(lengths),), generator=generator)
-        return [part.tolist() for part in tokens.split(lengths)]
+        return random_prompts(requests, self._vocab_size, seed)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 Figures = dict[str, float]
 
 
@@ -60,17 +62,8 @@ def figures(requests: Sequence[RequestTimes]) -> Figures:
             found[f"mean_{name}_ms"] = 1e3 * statistics.fmean(seconds)
             found[f"median_{name}_ms"] = 1e3 * statistics.median(seconds)
             for share in (90, 99):
-                found[f"p{share}_{name}_ms"] = 1e3 * percentile(seconds, share / 100)
+                found[f"p{share}_{name}_ms"] = 1e3 * float(np.percentile(seconds, share))
     return found
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the neighbouring values, as numpy's default."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    below = int(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> Figures:

@@ -8,12 +8,13 @@ every round, so that what is measured is kept when the machine is needed for som
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.serving import workloads
-from benchmarks.serving.metrics import Figures, RateSearch, figures, median_ratio, medians, percentile
+from benchmarks.serving.metrics import Figures, RateSearch, figures, median_ratio, medians
 from benchmarks.serving.systems import System, Systems, engine_system, generate_system, vllm_system
 from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import LLMEngine
@@ -164,7 +165,7 @@ def described(requests: Sequence[Request]) -> dict[str, float]:
     return {
         "num_requests": len(requests),
         "mean_input_tokens": sum(inputs) / len(inputs),
-        "median_input_tokens": percentile(inputs, 0.5),
+        "median_input_tokens": statistics.median(inputs),
         "max_input_tokens": max(inputs),
         "mean_output_tokens": sum(outputs) / len(outputs),
         "max_output_tokens": max(outputs),

@@ -72,11 +72,7 @@ class Systems:
         return VLLMWorker(self._args.vllm_python, arguments, num_threads=torch.get_num_threads())
 
     def prompts(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
-        """Random tokens, the same for the same seed."""
-        generator = torch.Generator().manual_seed(seed)
-        lengths = [request.num_input_tokens for request in requests]
-        tokens = torch.randint(3, self._args.vocab_size, (sum(lengths),), generator=generator)
-        return [part.tolist() for part in tokens.split(lengths)]
+        return random_prompts(requests, self._args.vocab_size, seed)
 
     def _config(self, options: dict[str, Any]) -> EngineConfig:
         defaults = {
@@ -122,6 +118,14 @@ class Systems:
                 )
             dense.save_pretrained(path)
         return path
+
+
+def random_prompts(requests: Sequence[Request], vocab_size: int, seed: int) -> list[list[int]]:
+    """Random tokens, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [request.num_input_tokens for request in requests]
+    tokens = torch.randint(3, vocab_size, (sum(lengths),), generator=generator)
+    return [part.tolist() for part in tokens.split(lengths)]
 
 
 def engine_system(engine: LLMEngine) -> System:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+
 from swiftkv_platform.errors import DataError, InvalidInputError
 
 QUANTILES = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -72,7 +74,7 @@ def drawn(shape: str, num_requests: int, seed: int) -> list[Request]:
     generator = random.Random(seed)
     inputs, outputs = SHAPES[shape]
     return [
-        Request(at, round(_quantile(inputs, generator.random())), round(_quantile(outputs, generator.random())))
+        Request(at, *(round(float(np.interp(generator.random(), QUANTILES, values))) for values in (inputs, outputs)))
         for at in itertools.islice(_poisson(generator), num_requests)
     ]
 
@@ -132,11 +134,3 @@ def _poisson(generator: random.Random) -> Iterator[float]:
     while True:
         yield at
         at += generator.expovariate(1.0)
-
-
-def _quantile(values: Sequence[int], share: float) -> float:
-    """Linear between the known quantiles."""
-    for (low, first), (high, last) in itertools.pairwise(zip(QUANTILES, values, strict=True)):
-        if share <= high:
-            return first + (last - first) * (share - low) / (high - low)
-    raise AssertionError("a share is at most 1")

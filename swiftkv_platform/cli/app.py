@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform import __version__
-from swiftkv_platform.cli import access, analyze, convert, deployments, distill, local, plan
+from swiftkv_platform.cli import access, convert, deployments, distill, local, plan
 from swiftkv_platform.cli.doctor import doctor
 from swiftkv_platform.cli.files import files_app
 from swiftkv_platform.cli.jobs import jobs_app
@@ -48,7 +48,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | tuple[str, typer.Typer], ...]] = 
         serve,
         convert.convert,
         convert.export,
-        analyze.analyze,
+        plan.analyze,
         plan.plan,
         ("recipes", recipes_app),
     ),

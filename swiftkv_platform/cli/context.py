@@ -42,9 +42,12 @@ ServeUrl = Annotated[
         envvar="SWIFTKV_SERVE_URL", help="Where it answers. Default: the newest running deployment.", show_envvar=True
     ),
 ]
-SpecFile = Annotated[
-    Path, typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False)
-]
+_SPEC_FILE: Any = typer.Option(
+    "--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False
+)
+SpecFile = Annotated[Path, _SPEC_FILE]
+MaybeSpecFile = Annotated[Path | None, _SPEC_FILE]
+Limit = Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")]
 
 
 def settings() -> Settings:

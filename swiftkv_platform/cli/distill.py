@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
-from swiftkv_platform.cli.context import Json, checked
-from swiftkv_platform.cli.job_options import job_document, save_beside
+from swiftkv_platform.cli.context import Json, MaybeSpecFile, checked
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
+from swiftkv_platform.cli.recipes import job_document, save_beside
 from swiftkv_platform.contract.verdicts import undecided
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
@@ -29,10 +29,7 @@ def distill(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where the model goes: a new or empty directory.")
     ],
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False),
-    ] = None,
+    file: MaybeSpecFile = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="In place of a spec: directory, .gguf file, builtin:python-5m or hub id."),
@@ -146,8 +143,10 @@ def evaluate(
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a student against its teacher. The exit code is 1 unless every limit of its job's spec is
-    kept; a limit that the samples cannot decide is not."""
+    """Measure a student against its teacher.
+
+    The exit code is 1 unless every limit of its job's spec is kept; a limit that the samples cannot decide is not.
+    """
     with needs_extra("Evaluating"):
         from swiftkv_platform.jobs.worker.evaluate_directory import evaluate_directory
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import FileId, Json, Url, connect
+from swiftkv_platform.cli.context import FileId, Json, Limit, Url, connect
 from swiftkv_platform.cli.output import err, local_time, tell, tell_deleted, tell_fields, tell_table
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import size
@@ -33,7 +33,7 @@ def upload(
 
 @files_app.command("list")
 def list_files(
-    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
+    limit: Limit = 20,
     url: Url = None,
     json: Json = False,
 ) -> None:

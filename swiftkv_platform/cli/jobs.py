@@ -12,7 +12,7 @@ import psutil
 import typer
 import yaml
 
-from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, checked, connect, read_spec
+from swiftkv_platform.cli.context import JobId, Json, Limit, MaybeSpecFile, SpecFile, Url, checked, connect, read_spec
 from swiftkv_platform.cli.estimates import describe_estimate, foresee, print_gates, print_phases
 from swiftkv_platform.cli.job_outputs import artifacts, checkpoints, download, events, metrics, wandb_sync
 from swiftkv_platform.cli.output import (
@@ -28,10 +28,10 @@ from swiftkv_platform.cli.output import (
     tell_fields,
     tell_table,
 )
-from swiftkv_platform.cli.recipes import recipe
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
+from swiftkv_platform.sources.recipes import recipe
 from swiftkv_platform.sources.relative import absolute_change
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
@@ -42,6 +42,8 @@ SpecChanges = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A field of the spec, such as training.max_steps=100; repeats."),
 ]
 
+IdempotencyKey = Annotated[str | None, typer.Option(help="The same key submits the same job only once.")]
+
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
 for command in (events, metrics, checkpoints, artifacts, download, wandb_sync):
     jobs_app.command()(command)
@@ -49,16 +51,13 @@ for command in (events, metrics, checkpoints, artifacts, download, wandb_sync):
 
 @jobs_app.command()
 def submit(
-    file: Annotated[
-        Path | None,
-        typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False),
-    ] = None,
+    file: MaybeSpecFile = None,
     recipe_: Annotated[
         str | None, typer.Option("--recipe", metavar="NAME", help="In its place: one of `swiftkv recipes list`.")
     ] = None,
     set_: SpecChanges = None,
     follow_: Annotated[bool, typer.Option("--follow", help="Show the job until it has finished.")] = False,
-    idempotency_key: Annotated[str | None, typer.Option(help="The same key submits the same job only once.")] = None,
+    idempotency_key: IdempotencyKey = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -71,14 +70,14 @@ def submit(
                 say(f"Submitted {job.id}")
             watch_job(client, job, json=json)
         else:
-            tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
+            tell_submitted(job, json=json)
 
 
 @jobs_app.command()
 def clone(
     job_id: JobId,
     set_: SpecChanges = None,
-    idempotency_key: Annotated[str | None, typer.Option(help="The same key submits the same job only once.")] = None,
+    idempotency_key: IdempotencyKey = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -86,7 +85,7 @@ def clone(
     changes = dict(map(spec_change, set_ or ()))
     with connect(url) as client:
         job = client.jobs.clone(job_id, changes, idempotency_key)
-    tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
+    tell_submitted(job, json=json)
 
 
 @jobs_app.command()
@@ -133,7 +132,7 @@ def validate(
 @jobs_app.command("list")
 def list_jobs(
     status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
+    limit: Limit = 20,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -257,6 +256,11 @@ def spec_change(text: str) -> tuple[str, Any]:
 
 def _first_sentence(text: str) -> str:
     return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0]
+
+
+def tell_submitted(job: Job, *, json: bool) -> None:
+    """Say that a job was submitted, and how to follow it."""
+    tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
 
 
 def _print_status(job: Job, *, json: bool) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, ModelId, Url, complete_model, connect
-from swiftkv_platform.cli.jobs import SpecChanges, spec_change, watch_job
+from swiftkv_platform.cli.context import Json, Limit, ModelId, Url, complete_model, connect
+from swiftkv_platform.cli.jobs import SpecChanges, spec_change, tell_submitted, watch_job
 from swiftkv_platform.cli.output import local_time, print_json, print_table, tell, tell_deleted, tell_fields, tell_table
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
@@ -27,7 +27,7 @@ models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
 
 @models_app.command("list")
 def list_models(
-    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
+    limit: Limit = 20,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -178,7 +178,7 @@ def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:
     if wait:
         watch_job(client, job, json=json)
     else:
-        tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
+        tell_submitted(job, json=json)
 
 
 def _sections(texts: Sequence[str]) -> dict[str, Any]:

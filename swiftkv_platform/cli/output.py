@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import typer
 from pydantic import BaseModel
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,8 +21,8 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 _JSON = "swiftkv.json"
 _INTERRUPTED = 130
-_WIDEST = 10_000
-"""Columns a table may take."""
+_GAP = 2
+"""Spaces between the columns of a table."""
 
 Item = TypeVar("Item", bound=BaseModel)
 Printable = BaseModel | Mapping[str, Any] | Iterable[BaseModel]
@@ -70,18 +71,33 @@ def print_schema(model: type[BaseModel]) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
     """A table, or `empty` without rows."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(escape("" if cell is None else str(cell)) for cell in row))
+    cells = [["" if cell is None else str(cell).expandtabs() for cell in row] for row in rows]
     console = out()
-    if not table.row_count:
+    if not cells:
         console.print(empty)
         return
-    # Identifiers are there to be copied: a pipe or a narrow window must not cut them.
-    wanted = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
-    console.width = max(console.width, wanted)
+    widths = _column_widths([columns, *cells], console.width if console.is_terminal else None)
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(column, width=width)
+    for row in cells:
+        table.add_row(*map(escape, row))
+    console.width = max(console.width, sum(widths) + _GAP * (len(widths) - 1))
     console.print(table)
+
+
+def _column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]:
+    """Widths that fit a terminal of `most` columns, if breaks at spaces alone are enough: identifiers are there to be
+    copied. Else, and in a pipe (None), each row is one line.
+    """
+    by_column = list(zip(*rows, strict=True))
+    widths = [max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in by_column]
+    least = [max(cell_len(word) for cell in cells for word in cell.split() or [""]) for cells in by_column]
+    room = sum(widths) if most is None else most - _GAP * (len(widths) - 1)
+    if sum(least) <= room:
+        while sum(widths) > room:
+            widest = max((index for index, width in enumerate(widths) if width > least[index]), key=widths.__getitem__)
+            widths[widest] -= 1
+    return widths
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
@@ -140,13 +156,20 @@ def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterat
 
 
 class ReportingGroup(TyperGroup):
-    """Turns our own errors into a block on stderr and exit code 1; anything else is a defect with a traceback."""
+    """Turns our own errors, and the system's about a file, into a block on stderr and exit code 1; anything else is a
+    defect with a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except SwiftKVError as error:
             _print_error(error, as_json=bool(ctx.meta.get(_JSON)))
+            raise typer.Exit(1) from error
+        except OSError as error:
+            if error.filename is None:
+                raise
+            refusal = InvalidInputError(f"{error.filename}: {error.strerror}", field="file", value=str(error.filename))
+            _print_error(refusal, as_json=bool(ctx.meta.get(_JSON)))
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
             err().print("Interrupted.")

@@ -1,17 +1,23 @@
-"""`swiftkv recipes`: the job specs that ship with the package, to begin from."""
+"""Job specs to begin from: `swiftkv recipes`, and the spec of a few options (a model, a file and a machine)."""
 
 from __future__ import annotations
 
-from importlib.resources import files
+import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 
 from swiftkv_platform.cli.context import Json
 from swiftkv_platform.cli.output import print_json, print_table, tell
-from swiftkv_platform.errors import ConflictError, InvalidInputError
+from swiftkv_platform.cli.sources import model_config
+from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.planning.config import Fields
+from swiftkv_platform.sources.recipes import recipe, recipes, suited_to_cpu
+from swiftkv_platform.sources.relative import absolute
 
 recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with the package.")
 
@@ -19,7 +25,7 @@ recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with t
 @recipes_app.command("list")
 def list_recipes(json: Json = False) -> None:
     """List them; docs/recipes.md has what is known of their results."""
-    found = {path.stem: _model(path) for path in _paths()}
+    found = {name: _model(path) for name, path in recipes().items()}
     if json:
         print_json({"recipes": found})
     else:
@@ -45,17 +51,77 @@ def copy(
     tell({"recipe": name, "file": str(target)}, f"{target} is {name}; change it, then submit or distil it.", json=json)
 
 
-def recipe(name: str) -> Path:
-    """The file of a recipe. Raises `InvalidInputError` for a name that none has."""
-    paths = {path.stem: path for path in _paths()}
-    if name not in paths:
-        raise InvalidInputError.of("recipe", name, f"; one of these is accepted: {', '.join(paths)}")
-    return paths[name]
-
-
-def _paths() -> list[Path]:
-    return sorted(Path(str(files("swiftkv_platform.jobs") / "recipes")).glob("*.yaml"))
-
-
 def _model(path: Path) -> str:
     return str(yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["name_or_path"])
+
+
+_CPU_ROW, _GPU_ROW = 512, 4096
+"""Most tokens of a row."""
+_CPU_STEPS = 200
+
+
+def job_document(
+    model: str,
+    data: Sequence[str],
+    *,
+    name: str,
+    gpus: int,
+    steps: int | None,
+    num_key_value_layers: int | None,
+    key_value_group_size: int,
+) -> dict[str, Any]:
+    """A job spec that distils `model` on `data` with what this machine has.
+
+    Rows are as long as the model's context, at most 512 tokens on a CPU and 4,096 on a GPU. Quality is measured and
+    reported; no gate refuses the result. Paths become absolute, so that the spec means the same from elsewhere.
+
+    Args:
+        data: files, directories or hub data sets.
+        gpus: one worker each; 0 trains on all CPUs, in one worker.
+        steps: None: 200 on a CPU, else two epochs.
+
+    Raises:
+        InvalidInputError: a name of no model or no data.
+        ModelError: no configuration of the model is to be had.
+    """
+    context = Fields(model_config(model)).optional_count("max_position_embeddings", "n_positions")
+    longest = _GPU_ROW if gpus else _CPU_ROW
+    layers = {} if num_key_value_layers is None else {"num_key_value_layers": num_key_value_layers}
+    document: dict[str, Any] = {
+        "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "student",
+        "model": {"name_or_path": absolute(model, "model", "model"), "dtype": "bfloat16"},
+        "swiftkv": {**layers, "key_value_group_size": key_value_group_size, "decode_key_value": "own"},
+        "data": {
+            "sources": [{"name_or_path": absolute(each, "data", "data")} for each in data],
+            "max_length": longest if context is None else min(longest, context),
+            "train_on": "assistant",
+            "validation_fraction": 0.05,
+        },
+        "training": {} if steps is None else {"max_steps": steps},
+        "evaluation": {"max_tokens": 16384, "max_kl": None, "min_top1_agreement": None, "max_needle_drop": None},
+    }
+    if gpus:
+        document["training"] |= {"gradient_checkpointing": True}
+        document["sharding"] = {"strategy": "ddp" if gpus == 1 else "fsdp2"}
+        document["resources"] = {"num_workers": gpus, "gpus_per_worker": 1, "cpus_per_worker": 1}
+    else:
+        document = suited_to_cpu(document)
+        document["training"] |= {"max_steps": steps or _CPU_STEPS, "batch_size": 4, "micro_batch_size": 4}
+        document["evaluation"] |= {"needle_lengths": []}  # minutes for each hundred on a CPU
+        document["sharding"] = {"strategy": "ddp"}
+        document["resources"] = {"num_workers": 1, "cpus_per_worker": os.cpu_count() or 1}
+    return document
+
+
+def save_beside(output: Path, text: str) -> Path:
+    """Write the spec to `{output}.yaml`, which is returned. Raises `ConflictError` where another one is there."""
+    path = output.with_name(f"{output.name}.yaml")
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        raise ConflictError(
+            f"{path} exists and is another spec; use another --output, or `--file {path.name}` to run it",
+            field="output",
+            value=str(output),
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

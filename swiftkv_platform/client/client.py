@@ -11,11 +11,10 @@ from contextlib import suppress
 from typing import Any, Literal, Self, overload
 
 import httpx
-from ulid import ULID
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.files import Files
-from swiftkv_platform.client.jobs import Jobs, rows
+from swiftkv_platform.client.jobs import Jobs
 from swiftkv_platform.client.models import (
     Alias,
     AuditEntry,
@@ -29,8 +28,7 @@ from swiftkv_platform.client.models import (
     Promotion,
     Quota,
 )
-from swiftkv_platform.client.streams import iter_events
-from swiftkv_platform.client.transport import Transport
+from swiftkv_platform.client.transport import Transport, idempotent, iter_events
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
@@ -51,6 +49,9 @@ class Client:
         max_retries: further tries of a call after a connection error or a 503 that asks to wait.
         outage_s: how long `jobs.wait` and `jobs.events` put up with a control plane that is away.
         transport: replaces the network, for tests.
+
+    Raises:
+        InvalidInputError: an address that is none, or a key with a character that no HTTP header takes.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Client:
 
     def quota(self) -> Quota:
         """Return the quota of the key's tenant, and its use."""
-        return Quota.model_validate(self._control.request("GET", "/quota", repeatable=True).json())
+        return self._control.get(Quota, "/quota")
 
     def audit(self, *, limit: int | None = 100, **wanted: Any) -> list[AuditEntry]:
         """Entries of the audit trail, newest first: an operator's key sees those of all tenants, `admin` its own.
@@ -113,7 +114,7 @@ class Client:
                 `request_id`, `status`, `since`, `until`.
         """
         params = {name: value for name, value in wanted.items() if value is not None}
-        return [AuditEntry.model_validate(row) for row in rows(self._control, "/audit", params, limit)]
+        return self._control.list(AuditEntry, "/audit", params, limit)
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...
@@ -173,10 +174,10 @@ class Models:
 
     def list(self, *, limit: int | None = None) -> list[Model]:
         """Models, newest first."""
-        return [Model.model_validate(row) for row in rows(self._transport, "/models", {}, limit)]
+        return self._transport.list(Model, "/models", limit=limit)
 
     def get(self, model_id: str) -> Model:
-        return Model.model_validate(self._transport.request("GET", f"/models/{model_id}", repeatable=True).json())
+        return self._transport.get(Model, f"/models/{model_id}")
 
     def create(
         self,
@@ -208,7 +209,7 @@ class Models:
             "metadata": metadata,
         }
         given = {key: value for key, value in body.items() if value is not None}
-        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        headers = idempotent(idempotency_key)
         response = self._transport.request("POST", "/models", json=given, headers=headers, repeatable=True)
         return self._jobs.adopt(response.json())
 
@@ -220,7 +221,7 @@ class Models:
             private: visibility of a repository of the hub that is made for it.
             idempotency_key: as of `jobs.create`.
         """
-        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        headers = idempotent(idempotency_key)
         body = {"to": to, "private": private}
         path = f"/models/{model_id}/publish"
         return self._jobs.adopt(
@@ -229,13 +230,11 @@ class Models:
 
     def lineage(self, model_id: str) -> Lineage:
         """Return the lineage from data and teacher to deployments."""
-        path = f"/models/{model_id}/lineage"
-        return Lineage.model_validate(self._transport.request("GET", path, repeatable=True).json())
+        return self._transport.get(Lineage, f"/models/{model_id}/lineage")
 
     def compare(self, model_id: str, other_id: str) -> Comparison:
         """Quality, prefill compute and cache of two models, and how their jobs differ."""
-        path = f"/models/{model_id}/compare/{other_id}"
-        return Comparison.model_validate(self._transport.request("GET", path, repeatable=True).json())
+        return self._transport.get(Comparison, f"/models/{model_id}/compare/{other_id}")
 
     def promote(
         self,
@@ -275,10 +274,10 @@ class Models:
 
     def aliases(self) -> builtins.list[Alias]:
         """List the model that each alias stands for, and the newest changes of it; `alias` has them all."""
-        return [Alias.model_validate(row) for row in rows(self._transport, "/aliases", {}, None)]
+        return self._transport.list(Alias, "/aliases")
 
     def alias(self, alias: str) -> Alias:
-        return Alias.model_validate(self._transport.request("GET", f"/aliases/{alias}", repeatable=True).json())
+        return self._transport.get(Alias, f"/aliases/{alias}")
 
     def rollback(self, alias: str = "production", *, reason: str, version: int | None = None) -> Promotion:
         """Let `alias` stand for the model before its present one again.
@@ -318,8 +317,7 @@ class Deployments:
         )
 
     def get(self, deployment_id: str) -> Deployment:
-        response = self._transport.request("GET", f"/deployments/{deployment_id}", repeatable=True)
-        return Deployment.model_validate(response.json())
+        return self._transport.get(Deployment, f"/deployments/{deployment_id}")
 
     def update(self, deployment_id: str, *, version: int | None = None, **changes: Any) -> Deployment:
         """Serve another model, or with other options, without a failed request; returns at once, `wait_ready` waits.
@@ -341,8 +339,7 @@ class Deployments:
 
     def metrics(self, deployment_id: str) -> DeploymentMetrics:
         """Return the present metrics of its replicas; totals grow, so that two answers give a rate."""
-        response = self._transport.request("GET", f"/deployments/{deployment_id}/metrics", repeatable=True)
-        return DeploymentMetrics.model_validate(response.json())
+        return self._transport.get(DeploymentMetrics, f"/deployments/{deployment_id}/metrics")
 
     def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
         """Ask one deployment through the control plane, which alone needs to be reachable; yields pieces as they come.
@@ -354,14 +351,12 @@ class Deployments:
         return _generate_stream(self._transport, body, f"/deployments/{deployment_id}/generate")
 
     def list(self) -> list[Deployment]:
-        return [Deployment.model_validate(row) for row in rows(self._transport, "/deployments", {}, None)]
+        return self._transport.list(Deployment, "/deployments")
 
     def delete(self, deployment_id: str) -> None:
         """Stop serving; deleting what is gone already is no error."""
-        try:
+        with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"/deployments/{deployment_id}", repeatable=True)
-        except ResourceNotFoundError:
-            return
 
     def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Deployment:
         """Block until the deployment answers requests with what it was last told to serve.

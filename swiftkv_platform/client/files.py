@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swiftkv_platform.client.jobs import rows
 from swiftkv_platform.client.models import File
 from swiftkv_platform.client.transport import Transport
 
@@ -33,10 +32,10 @@ class Files:
 
     def list(self, *, limit: int | None = None) -> list[File]:
         """Files, newest first; all of them without `limit`."""
-        return [File.model_validate(row) for row in rows(self._transport, "/v1/files", {}, limit)]
+        return self._transport.list(File, "/v1/files", limit=limit)
 
     def get(self, file_id: str) -> File:
-        return File.model_validate(self._transport.request("GET", f"/v1/files/{file_id}", repeatable=True).json())
+        return self._transport.get(File, f"/v1/files/{file_id}")
 
     def download(self, file_id: str, destination: Path, *, sha256: str | None = None) -> Path:
         """Write the rows to `destination`, whole or not at all, and return it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import logging
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from ulid import ULID
 
 from swiftkv_platform.client.errors import (
     ResourceNotFoundError,
@@ -30,13 +28,10 @@ from swiftkv_platform.client.models import (
     Recipe,
     TrackingFile,
 )
-from swiftkv_platform.client.streams import iter_events, iter_lines
-from swiftkv_platform.client.transport import Patience, Transport
+from swiftkv_platform.client.transport import Patience, Transport, idempotent, iter_events, iter_lines
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
 
-_LOG = logging.getLogger(__name__)
-_PAGE = 100
 _RECONNECT_PAUSE_S = 0.5
 
 
@@ -61,7 +56,7 @@ class Jobs:
         Raises:
             InvalidRequestError: the spec is refused; `errors` names field, value and what is accepted.
         """
-        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        headers = idempotent(idempotency_key)
         response = self._transport.request("POST", "/jobs", json=_document(spec), headers=headers, repeatable=True)
         return self.adopt(response.json())
 
@@ -85,7 +80,7 @@ class Jobs:
 
     def recipes(self) -> builtins.list[Recipe]:
         """List the specs that ship with the platform, to begin from."""
-        return [Recipe.model_validate(row) for row in rows(self._transport, "/recipes", {}, None)]
+        return self._transport.list(Recipe, "/recipes")
 
     def get(self, job_id: str) -> Job:
         return self.adopt(self._transport.request("GET", f"/jobs/{job_id}", repeatable=True).json())
@@ -172,8 +167,7 @@ class Jobs:
 
     def metrics(self, job_id: str) -> list[MetricPoint]:
         """The time series, by ascending step."""
-        found = rows(self._transport, f"/jobs/{job_id}/metrics", {}, None)
-        return sorted((MetricPoint.model_validate(row) for row in found), key=lambda point: point.step)
+        return sorted(self._transport.list(MetricPoint, f"/jobs/{job_id}/metrics"), key=lambda point: point.step)
 
     def logs(self, job_id: str, follow: bool = False, *, tail_lines: int | None = None) -> Iterator[str]:
         """Yield the log's lines; with `follow` as they are written, until the job has finished.
@@ -189,13 +183,11 @@ class Jobs:
 
     def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Complete checkpoints of all attempts, by step."""
-        found = rows(self._transport, f"/jobs/{job_id}/checkpoints", {}, None)
-        return [Checkpoint.model_validate(row) for row in found]
+        return self._transport.list(Checkpoint, f"/jobs/{job_id}/checkpoints")
 
     def artifacts(self, job_id: str) -> list[ArtifactFile]:
         """The files of the distilled model."""
-        found = rows(self._transport, f"/jobs/{job_id}/artifacts", {}, None)
-        return [ArtifactFile.model_validate(row) for row in found]
+        return self._transport.list(ArtifactFile, f"/jobs/{job_id}/artifacts")
 
     def download(self, job_id: str, path: str, destination: Path, *, sha256: str | None = None) -> Path:
         """Write one file of the artifact to `destination`, whole or not at all, and return it.
@@ -209,8 +201,7 @@ class Jobs:
 
     def tracking_files(self, job_id: str) -> list[TrackingFile]:
         """Files of W&B runs that W&B has not taken yet."""
-        found = rows(self._transport, f"/jobs/{job_id}/tracking", {}, None)
-        return [TrackingFile.model_validate(row) for row in found]
+        return self._transport.list(TrackingFile, f"/jobs/{job_id}/tracking")
 
     def download_tracking_file(self, job_id: str, path: str, destination: Path) -> Path:
         """Write one file of a W&B run to `destination`, whole or not at all, and return it."""
@@ -229,11 +220,11 @@ class Jobs:
         """Jobs, newest first; all of them without `limit`."""
         params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
         params = {name: value for name, value in params.items() if value is not None}
-        return [self.adopt(row) for row in rows(self._transport, "/jobs", params, limit)]
+        return [self.adopt(row) for row in self._transport.rows("/jobs", params, limit)]
 
     def adopt(self, row: dict[str, Any]) -> Job:
         """The one object of this job, brought up to date."""
-        fresh = Job.model_validate(row)
+        fresh = self._transport.read(Job, row)
         known = self._seen.get(fresh.id)
         if known is None:
             self._seen[fresh.id] = fresh
@@ -244,7 +235,7 @@ class Jobs:
 
     def _past_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
         params = {"order": "asc", **({"after": after} if after else {})}
-        for row in rows(self._transport, f"/jobs/{job_id}/events", params, None):
+        for row in self._transport.rows(f"/jobs/{job_id}/events", params):
             yield JobEvent.model_validate(row)
 
     def _live_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
@@ -254,22 +245,6 @@ class Jobs:
                 # Anything else on the stream (a keep-alive, a newer server's own) is not ours.
                 with suppress(ValidationError):
                     yield JobEvent.model_validate_json(message.data)
-
-
-def rows(transport: Transport, path: str, params: dict[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a list over all its pages, at most `limit`. Those that the server cannot read are logged."""
-    left = limit
-    params = dict(params)
-    while left is None or left > 0:
-        size = _PAGE if left is None else min(left, _PAGE)
-        page = transport.request("GET", path, params={**params, "limit": size}, repeatable=True).json()
-        yield from page["data"]
-        if page.get("left_out"):
-            _LOG.warning("%s leaves out what the server cannot read: %s", path, ", ".join(page["left_out"]))
-        if not page.get("has_more"):
-            return
-        left = None if left is None else left - len(page["data"])
-        params["after"] = page["last_id"]
 
 
 def _document(spec: JobSpec | dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Stack:
                 state = self._choose(options, state, report)
             before = state
             try:
-                return self._start_control_plane(self._start_ray(state, report), report)
+                return self._start_control_plane(self._start_ray(state, report), options, report)
             except BaseException:
                 self._undo(before)
                 raise
@@ -135,14 +135,7 @@ class Stack:
         if options.port is not None:
             wanted[0] = options.port
         port, serve_port, dashboard_port, ray_port, agent_port = free_ports([*wanted, 0, 0])
-        if options.port and port != options.port:
-            raise StartError(
-                f"port {options.port} is taken by another program; use another --port, or 0 for any free one",
-                field="port",
-                value=options.port,
-            )
-        if wanted[0] not in (0, port):
-            report(f"Port {wanted[0]} is taken; the control plane takes {port}")
+        _tell_port(wanted[0], port, options, report)
         return StackState(
             url=f"http://127.0.0.1:{port}",
             serve_url=f"http://127.0.0.1:{serve_port}",
@@ -166,13 +159,15 @@ class Stack:
         report(f"Ray is up (its own pages: {state.ray_dashboard_url})")
         return state
 
-    def _start_control_plane(self, state: StackState, report: Report) -> StackState:
+    def _start_control_plane(self, state: StackState, options: StackOptions, report: Report) -> StackState:
         if state.alive("control-plane"):
             self._wait(state, "control-plane")
             report(f"The control plane runs already: dashboard and API at {state.url}")
             return state
         report("Starting the control plane")
-        [port] = free_ports([port_of(state.url)])
+        wanted = options.port or port_of(state.url)
+        [port] = free_ports([wanted])
+        _tell_port(wanted, port, options, report)
         state = state.model_copy(update={"url": f"http://127.0.0.1:{port}"})
         environment = {
             **os.environ,
@@ -290,6 +285,19 @@ class Stack:
 
     def _log(self, name: PartName) -> Path:
         return self.logs / f"{name}.log"
+
+
+def _tell_port(wanted: int, port: int, options: StackOptions, report: Report) -> None:
+    """Say that the control plane gets another port. Raises `StartError` where that very port was asked for."""
+    if wanted in (0, port):
+        return
+    if options.port:
+        raise StartError(
+            f"port {wanted} is taken by another program; use another --port, or 0 for any free one",
+            field="port",
+            value=wanted,
+        )
+    report(f"Port {wanted} is taken; the control plane takes {port}")
 
 
 def _serve_status(state: StackState) -> PartStatus:

@@ -26,9 +26,13 @@ class _Loader(yaml.SafeLoader):
 
 def load_yaml(text: str | bytes) -> Any:
     """The value that YAML or JSON says. Raises `yaml.YAMLError`: `DuplicateKeyError` for a key given twice, with both
-    lines; others for what is no YAML."""
+    lines; others for what is no YAML, for a date that no calendar has, and for what is nested too deeply."""
     loader = _Loader(text)
     try:
         return loader.get_single_data()
+    except RecursionError as error:
+        raise yaml.YAMLError("its lists and mappings are nested too deeply") from error
+    except ValueError as error:  # of the constructors: 2026-13-01 reads as a date
+        raise yaml.YAMLError(f"a value cannot be read as what it looks like ({error}); quote it") from error
     finally:
         loader.dispose()

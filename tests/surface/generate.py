@@ -311,8 +311,10 @@ async def test_the_api_reference_comes_from_the_replica(client: httpx.AsyncClien
     assert (await client.get("/docs/assets/vendor/swagger-ui-bundle.js")).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/tokenize"])
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/generate", "text/plain"), ("/v1/completions", "application/x-www-form-urlencoded"), ("/tokenize", None)],
+)
 async def test_a_body_of_another_type_is_told_so(client: httpx.AsyncClient, path: str, kind: str | None) -> None:
     headers = {} if kind is None else {"content-type": kind}
     answer = await client.post(path, content=b'{"prompt": "a", "model": "mdl_1"}', headers=headers)

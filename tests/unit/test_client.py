@@ -23,7 +23,7 @@ from swiftkv_platform.client import (
     UnreachableError,
     WaitTimeoutError,
 )
-from swiftkv_platform.client.streams import iter_events, iter_lines
+from swiftkv_platform.client.transport import iter_events, iter_lines
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import Answer, Script, event_stream, json_answer, list_answer, problem_answer, serve
@@ -257,6 +257,29 @@ def test_a_list_is_read_over_all_its_pages_up_to_a_limit(script: Script, client:
     assert (script.requests[2].query["limit"], len(script.requests)) == ("2", 3)
     script.on("GET", "/jobs/job_1/metrics", list_answer([{"step": 2, "loss": 0.5}, {"step": 1, "loss": 0.9}]))
     assert [(point.step, point.loss) for point in client.jobs.metrics("job_1")] == [(1, 0.9), (2, 0.5)], "by step"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "ftp://host", "http://[::1", "http://host:port", ""])
+def test_an_address_that_is_none_is_refused_before_it_is_asked(url: str) -> None:
+    with pytest.raises(InvalidInputError, match="an address such as http://"):
+        Client(url)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "s\N{LATIN SMALL LETTER E WITH ACUTE}cret"])
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(key: str, client: Client) -> None:
+    for call in (lambda: Client(api_key=key), lambda: client.jobs.create({"name": "a"}, key)):
+        with pytest.raises(InvalidInputError, match="_key has a line break or another character") as refusal:
+            call()
+        assert "cret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("answer", [Answer(200, b"<html>", {"Content-Type": "text/html"}), json_answer([1])])
+def test_another_server_at_the_address_is_told_from_ours(answer: Answer, script: Script, client: Client) -> None:
+    for path in ("/jobs", "/jobs/job_1", "/models/mdl_1", "/quota"):
+        script.on("GET", path, answer)
+    for call in (client.jobs.list, lambda: client.jobs.get("job_1"), lambda: client.models.get("mdl_1"), client.quota):
+        with pytest.raises(UnreachableError, match=r"answers, but .*: is this the server's address\?"):
+            call()
 
 
 def test_a_failure_or_an_end_midway_is_raised(script: Script, client: Client) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import takewhile
 from typing import Literal
 
@@ -14,6 +13,7 @@ from fastapi import APIRouter
 from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.base import Slice
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
+from swiftkv_platform.sources.recipes import recipes as shipped_recipes
 from swiftkv_platform.specs import JobSpec
 
 router = APIRouter(tags=["jobs"])
@@ -36,9 +36,7 @@ class RecipeAnswer(Answer):
 @cache
 def recipes() -> Sequence[RecipeAnswer]:
     """Return all recipes by id; they are part of the installation, and read once."""
-    directory = files("swiftkv_platform.jobs") / "recipes"
-    found = [item for item in directory.iterdir() if item.name.endswith(".yaml")]
-    return [_recipe(item.name, item.read_text(encoding="utf-8")) for item in sorted(found, key=lambda item: item.name)]
+    return [_recipe(name, path.read_text(encoding="utf-8")) for name, path in shipped_recipes().items()]
 
 
 def _recipe(name: str, text: str) -> RecipeAnswer:
@@ -46,7 +44,7 @@ def _recipe(name: str, text: str) -> RecipeAnswer:
     head = takewhile(lambda line: line.startswith("#"), text.splitlines())
     description = " ".join(line.removeprefix("#").strip() for line in head)
     spec = JobSpec.model_validate(yaml.safe_load(text))
-    return RecipeAnswer(id=name.removesuffix(".yaml"), description=description, text=text, spec=spec)
+    return RecipeAnswer(id=name, description=description, text=text, spec=spec)
 
 
 @router.get("/recipes")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 import httpx
@@ -28,16 +27,16 @@ from swiftkv_platform.local.demo.run import (
     follow_job,
     signals_as_exit,
     step,
-    suited_to_cpu,
 )
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.recipes import recipe, suited_to_cpu
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs import REAL_TEACHER
 
 NAMES = ("smollm2", REAL_TEACHER)
 """Names of the model that run this demo."""
-RECIPE = "builtin-smollm2-135m-demo.yaml"
+RECIPE = "builtin-smollm2-135m-demo"
 QUESTIONS = (
     "What is the capital of Japan?",  # of France: its first word is a near tie, which bfloat16 decides by the machine
     "Explain in two sentences why the sky is blue.",
@@ -50,8 +49,7 @@ _SPEC_LABEL = "demo-spec"
 
 def llm_spec(*, short: bool = False) -> dict[str, Any]:
     """The recipe; `short` makes it a few minutes, long enough to see every part work and too short to learn from."""
-    recipe = files("swiftkv_platform.jobs") / "recipes" / RECIPE
-    spec = suited_to_cpu(yaml.safe_load(recipe.read_text(encoding="utf-8")))
+    spec = suited_to_cpu(yaml.safe_load(recipe(RECIPE).read_text(encoding="utf-8")))
     if short:
         for source, count in zip(spec["data"]["sources"], (4, 2), strict=True):
             source["sample_count"] = count

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,10 +25,10 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import follow
-from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.recipes import recipe, suited_to_cpu
 
-RECIPE = "builtin-python-5m.yaml"
+RECIPE = "builtin-python-5m"
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as'
 _MAX_TOKENS = 64
 _LOG_TAIL_LINES = 30
@@ -158,8 +157,7 @@ def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
 
 def job_spec(model: str | None) -> dict[str, Any]:
     """The recipe, which lies in the installed package; for another teacher half of that one's layers are skipped."""
-    recipe = files("swiftkv_platform.jobs") / "recipes" / RECIPE
-    spec: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    spec: dict[str, Any] = yaml.safe_load(recipe(RECIPE).read_text(encoding="utf-8"))
     if model is not None:
         path = Path(model).expanduser()
         # The job runs in another directory than this process.
@@ -168,11 +166,6 @@ def job_spec(model: str | None) -> dict[str, Any]:
         swiftkv.pop("num_key_value_layers", None)
         spec["swiftkv"] = {**swiftkv, "prefill_reduction": 0.5}
     return suited_to_cpu(spec)
-
-
-def suited_to_cpu(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec in float32 where this machine's CPU has no fast products in bfloat16."""
-    return spec if multiplies_bfloat16() else {**spec, "model": {**spec["model"], "dtype": "float32"}}
 
 
 def claim_home(stack: Stack, *, keep: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serving.__main__ import main, parse_arguments
-from benchmarks.serving.metrics import RateSearch, RequestTimes, figures, median_ratio, medians, percentile
+from benchmarks.serving.metrics import RateSearch, RequestTimes, figures, median_ratio, medians
 from benchmarks.serving.workloads import Request, at_rate, drawn, read_trace, scaled, thinned, uniform
 from swiftkv_platform.errors import DataError, InvalidInputError
 
@@ -109,12 +109,6 @@ def test_figures_in_the_fields_names() -> None:
     assert found["p99_itl_ms"] == pytest.approx(1490)
     assert found["mean_e2el_ms"] == pytest.approx(3000)
     assert "mean_tpot_ms" not in figures(requests[1:])
-
-
-def test_percentiles_are_linear_between_neighbours() -> None:
-    assert percentile([4.0, 1.0, 2.0, 3.0], 0.5) == 2.5
-    assert percentile([4.0, 1.0, 2.0, 3.0], 1.0) == 4.0
-    assert percentile([7.0], 0.99) == 7.0
 
 
 def test_medians_and_ratios_over_rounds() -> None:

@@ -126,12 +126,6 @@ def test_a_refused_spec_names_field_value_and_reason_before_anything_is_sent(
     assert script.requests == []
 
 
-def test_validate_prints_the_estimate(run: Run, script: Script, spec: Path) -> None:
-    script.on("POST", "/jobs/validate", json_answer({"kv_bytes_ratio": 0.75}))
-    assert "75.0% of the teacher's" in run("jobs", "validate", "-f", str(spec)).stdout
-    assert json.loads(run("jobs", "validate", "-f", str(spec), "--json").stdout) == {"kv_bytes_ratio": 0.75}
-
-
 def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
     script.on("PATCH", "/deployments/dep_1", json_answer({"id": "dep_1", "model": "mdl_2", "status": "swapping"}))
     result = run("deploy", "mdl_2", "--replace", "dep_1", "--max-replicas", "3", "--no-wait")
@@ -210,7 +204,7 @@ def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spe
     refused = run("jobs", "submit", "-f", str(spec))
     assert (refused.exit_code, refused.stdout, "Traceback" in refused.stderr) == (1, "", False)
     assert "model.name_or_path: a directory or hub id is accepted" in refused.stderr
-    for text in ("a: [1", "just text", ""):
+    for text in ("a: [1", "just text", "", "name: 2026-13-01", f"name: {'[' * 2000}{']' * 2000}"):
         (tmp_path / "bad.yaml").write_text(text)
         result = run("jobs", "submit", "-f", str(tmp_path / "bad.yaml"))
         assert (result.exit_code, "bad.yaml" in result.stderr) == (1, True)
@@ -219,6 +213,14 @@ def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spe
     for environment, command, named in (
         ({"SWIFTKV_URL": f"http://127.0.0.1:{free_port()}"}, ["jobs", "list"], "swiftkv up"),
         ({"SWIFTKV_PORT": "many"}, ["status"], "many"),
+        ({"SWIFTKV_URL": "http://[::1"}, ["jobs", "list"], "base_url is 'http://[::1'"),
+        ({"SWIFTKV_API_KEY": "ключ"}, ["jobs", "list"], "api_key has a line break"),
+        ({}, ["recipes", "copy", "builtin-python-5m", str(tmp_path / "no" / "x.yaml")], "No such file or directory"),
+        (
+            {},
+            ["keys", "create", "ann", "--scope", "admin", "--file", str(spec / "keys.json")],
+            "spec.yaml: File exists",
+        ),
     ):
         result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path), **environment}).invoke(app, command)
         assert (result.exit_code, named in result.stderr) == (1, True)

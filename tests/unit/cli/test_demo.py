@@ -14,7 +14,6 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.jobs.worker import prepare
-from swiftkv_platform.local.demo import run
 from swiftkv_platform.local.demo.llm import llm_spec
 from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.demo.run import job_spec
@@ -136,7 +135,7 @@ def test_a_cpu_without_bfloat16_products_computes_in_float32(
     assert multiplies_bfloat16(tmp_path / "none")
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {flags} sse\n")
     assert multiplies_bfloat16(tmp_path / "cpuinfo") is fast
-    monkeypatch.setattr(run, "multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr("swiftkv_platform.sources.recipes.multiplies_bfloat16", lambda: fast)
     dtype = "bfloat16" if fast else "float32"
     for spec in (job_spec(None), job_spec("some/model"), llm_spec(short=True)):
         assert JobSpec.model_validate(spec).model.dtype == dtype

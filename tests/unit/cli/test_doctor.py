@@ -17,8 +17,9 @@ from sqlalchemy import make_url, text
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.cli.doctor import CHECKS, OF_TESTS, OTHERS
-from swiftkv_platform.cli.findings import Check, Finding, Surroundings, run_checks, worst
+from swiftkv_platform.cli.doctor import CHECKS
+from swiftkv_platform.cli.doctor.findings import Check, Finding, Surroundings, run_checks, worst
+from swiftkv_platform.cli.doctor.installation import OF_TESTS, OTHERS
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store

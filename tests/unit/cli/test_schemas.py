@@ -85,6 +85,7 @@ def completed(typed: str, monkeypatch: pytest.MonkeyPatch, url: str) -> list[str
 
 
 def test_shells_complete_commands_options_and_ids(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "TIMEOUT_S", 60.0)  # a machine with other work
     with serve(script) as url:
         for typed, offered in (
             ("swiftkv jo", ["jobs"]),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -70,7 +71,7 @@ def test_time_left_goes_by_when_steps_were_done_not_by_when_they_are_shown(termi
     assert "ETA" not in shown([metrics(1)], terminal=terminal)
 
 
-JOB, MODEL, DEPLOYMENT = (f"{kind}_01M81FFKAVT351GP1Y6VBZ512V" for kind in ("job", "mdl", "dep"))
+JOB, MODEL = (f"{kind}_01M81FFKAVT351GP1Y6VBZ512V" for kind in ("job", "mdl"))
 
 ROW = {"id": JOB, "object": "distillation.job", "name": "tiny", "status": "queued", "created_at": 1, "attempt": 1}
 
@@ -78,19 +79,9 @@ COMMANDS = {
     "jobs submit -f {spec}": JOB,
     "jobs list": JOB,
     f"jobs get {JOB}": JOB,
-    f"jobs cancel {JOB}": JOB,
-    f"jobs pause {JOB}": JOB,
-    f"jobs resume {JOB}": JOB,
-    f"models promote {MODEL} --alias production --reason good": MODEL,
-    f"deployments delete {DEPLOYMENT}": DEPLOYMENT,
-    "deployments list": DEPLOYMENT,
-    f"deployments get {DEPLOYMENT}": DEPLOYMENT,
-    "models list": MODEL,
-    f"models get {MODEL}": MODEL,
     f"models lineage {MODEL}": MODEL,
-    "models aliases": MODEL,
-    f"jobs checkpoints {JOB}": f"jobs/{JOB}/attempts/1/checkpoints/25",
 }
+"""One command for each form of output: a line, a table, fields, and fields that hold objects."""
 
 
 @pytest.fixture
@@ -99,24 +90,8 @@ def script() -> Script:
     script.on("POST", "/jobs", json_answer(ROW, 201))
     script.on("GET", "/jobs", list_answer([ROW]))
     script.on("GET", f"/jobs/{JOB}", json_answer(ROW))
-    for action in ("cancel", "pause", "resume"):
-        script.on("POST", f"/jobs/{JOB}/{action}", json_answer(ROW))
-    promotion = {"id": "prm_1", "alias": "production", "model": MODEL, "created_at": 1, "action": "promote"}
-    promotion |= {"reason": "good", "by": "ann"}
-    script.on("POST", f"/models/{MODEL}/promote", json_answer(promotion))
-    deployment = {"id": DEPLOYMENT, "model": MODEL, "status": "running", "url": "http://127.0.0.1:8001"}
-    script.on("GET", "/deployments", list_answer([deployment]))
-    script.on("GET", f"/deployments/{DEPLOYMENT}", json_answer(deployment))
-    model = {"id": MODEL, "name": "tiny", "job_id": JOB}
-    script.on("GET", "/models", list_answer([model]))
-    script.on("GET", f"/models/{MODEL}", json_answer(model))
-    script.on("GET", f"/models/{MODEL}/lineage", json_answer({"model": MODEL, "job_id": JOB}))
-    aliased = {"id": "production", "model": MODEL, "history": [promotion]}
-    script.on("GET", "/aliases", list_answer([aliased]))
-    key = f"jobs/{JOB}/attempts/1/checkpoints/25"
-    checkpoint = {"id": "chk_1", "attempt": 1, "step": 25, "key": key, "size": 1, "sha256": "0"}
-    script.on("GET", f"/jobs/{JOB}/checkpoints", list_answer([checkpoint]))
-    script.on("DELETE", f"/deployments/{DEPLOYMENT}", json_answer({"id": DEPLOYMENT}))
+    lineage = {"model": "m", "job_id": JOB, "ancestors": [{"name": MODEL, "job_id": JOB}]}
+    script.on("GET", f"/models/{MODEL}/lineage", json_answer(lineage))
     return script
 
 
@@ -139,3 +114,22 @@ def test_what_is_printed_is_not_styled_by_what_it_says(
     monkeypatch.setenv("COLUMNS", "20")
     output.say("[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:")
     assert capsys.readouterr().out == "[bold]job_1[/bold] of [/] a name longer than the terminal is wide :smile:\n"
+
+
+def table(rows: list[tuple[str, str]], width: int, *, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None, emoji=False)
+    monkeypatch.setattr(output, "out", lambda: console)
+    output.print_table(("id", "message"), rows, empty="")
+    return file.getvalue().splitlines()
+
+
+def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(JOB, "ein [bold] 日本 sentence of many words"), (MODEL, "a\nb")]
+    lines = table(rows, 50, terminal=True, monkeypatch=monkeypatch)
+    assert [line.split()[0] for line in lines[:2]] == ["id", JOB]
+    assert (max(map(cell_len, lines)), len(lines)) == (50, 6)
+    assert "[bold]" in " ".join(lines)
+    narrow = table(rows, 10, terminal=True, monkeypatch=monkeypatch)
+    assert [line.split()[0] for line in narrow if line[0] != " "] == ["id", JOB, MODEL], "whole where they do not fit"
+    assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 4, "a line a row in a pipe"

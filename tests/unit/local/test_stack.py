@@ -126,6 +126,19 @@ def test_a_home_that_never_saw_up_is_stopped(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+def test_a_port_that_is_taken_is_refused_or_told_when_the_control_plane_alone_is_started_again(tmp_path: Path) -> None:
+    stack, told = Stack(Settings(home=tmp_path, _env_file=None)), list[str]()
+    (tmp_path / "logs").touch()  # so that nothing is started
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        taken = state(url=f"http://127.0.0.1:{port}")
+        with pytest.raises(StartError, match=f"port {port} is taken by another program"):
+            stack._start_control_plane(taken, StackOptions(port=port), told.append)
+        with pytest.raises(FileExistsError):
+            stack._start_control_plane(taken, StackOptions(), told.append)
+    assert f"Port {port} is taken; the control plane takes " in told[-1]
+
+
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 SPAWN = """

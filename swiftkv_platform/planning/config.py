@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import Fixed, Flag
 
 FIELD = "model.name_or_path"
 _MOST = 1 << 40
@@ -71,6 +72,10 @@ class Fields:
         if not isinstance(value, bool):
             raise self._unusable(name, value, "true and false are accepted")
         return value
+
+    def has(self, flag: Flag | Fixed) -> bool:
+        """Whether a property of the family holds here."""
+        return flag.value if isinstance(flag, Fixed) else self.flag(flag.key, default=flag.default)
 
     def text(self, *names: str, default: str | None = None) -> str:
         for name in names:

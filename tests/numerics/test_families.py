@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.model import FAMILIES, convert, load_dense
+from swiftkv_platform.families import FAMILIES
+from swiftkv_platform.model import convert, load_dense
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests import reference
@@ -51,6 +52,8 @@ def assert_greedy(model: Any, prompt: torch.Tensor, tokens: torch.Tensor, way: s
 
 def test_the_table_is_covered() -> None:
     assert {name.partition("-")[0] for name in FAMILY_CONFIGS} == set(FAMILIES)
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    assert [name for name in FAMILIES if f"| `{name}` |" not in page] == []
 
 
 @layer_maps(1, 2, 3)

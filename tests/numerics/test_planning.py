@@ -9,9 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform import planning
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.model import FAMILIES, convert
+from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
 from swiftkv_platform.planning.flops import Flops, forward_flops
@@ -96,10 +95,6 @@ def test_a_quantised_cache_has_the_planned_bytes(name: str) -> None:
         student(torch.arange(PROMPT)[None], past_key_values=cache, logits_to_keep=1)
         result = plan(student.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype=kv_cache_dtype)
         assert cache_bytes(cache) == PROMPT * result.kv_bytes_per_token
-
-
-def test_every_family_of_the_model_has_a_row() -> None:
-    assert set(planning.FAMILIES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("sharing", ["mqa", "mha"])

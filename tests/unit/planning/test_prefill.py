@@ -12,7 +12,6 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.planning import (
-    FAMILIES,
     LayerMap,
     plan,
     resolve_num_key_value_layers,
@@ -188,7 +187,6 @@ def test_arguments_out_of_range() -> None:
         shared_key_value_heads(sharing, num_attention_heads=8, num_key_value_heads=2)
 
 
-def test_planning_imports_no_torch_and_every_family_has_a_row() -> None:
+def test_planning_imports_no_torch() -> None:
     code = "import sys; from swiftkv_platform.planning import plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2"} == set(FAMILIES)

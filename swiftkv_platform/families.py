@@ -132,6 +132,15 @@ FAMILIES: Mapping[str, Family] = {
             windows=Windows(4096, switched=True, by_layer=True),
             is_gguf_architecture=True,
         ),
+        Family(
+            "seed_oss",
+            "SeedOss",
+            input_bias=Flag("attention_bias", default=True),
+            output_bias=Flag("attention_out_bias"),
+            head_dim=128,
+            mlp_bias=MLP_BIAS,
+            max_position_embeddings=524288,
+        ),
         Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
         Family(
             "qwen3_moe",

@@ -17,6 +17,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from tests.fakes.tokenizers import byte_tokenizer
@@ -57,6 +58,7 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")],
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, mlp_only_layers=[1]),
     "deepseek_v2": DeepseekV2Config(**SHAPE | LATENT | EXPERTS, q_lora_rank=None),

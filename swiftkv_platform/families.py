@@ -80,6 +80,8 @@ class Family:
     """Feed-forward part of a layer: gate, up and down, or a mixture of experts."""
     mlp_bias: Flag | Fixed = NEVER
     """Biases of the feed-forward part where it is no mixture."""
+    has_multipliers: bool = False
+    """Whether embeddings, scores, residual branches and logits are scaled by keys of the configuration (Granite)."""
     windows: Windows | None = None
     """Sliding windows; None: `sliding_window` means nothing."""
     max_position_embeddings: int = 32768
@@ -95,6 +97,10 @@ class Family:
     def student_type(self) -> str:
         """The student's `model_type`."""
         return f"{self.model_type}{STUDENT_SUFFIX}"
+
+    def multiplier(self, config: Any, key: str) -> float:
+        """The factor of that name in a configuration of transformers; 1 where the family has none."""
+        return float(getattr(config, key)) if self.has_multipliers else 1.0
 
     @property
     def student_class(self) -> str:
@@ -132,6 +138,7 @@ FAMILIES: Mapping[str, Family] = {
             windows=Windows(4096, switched=True, by_layer=True),
             is_gguf_architecture=True,
         ),
+        Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, has_multipliers=True, max_position_embeddings=2048),
         Family(
             "seed_oss",
             "SeedOss",

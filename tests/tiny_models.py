@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -44,6 +45,8 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "ori
 LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 YARN |= {"mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+MULTIPLIERS |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
 GROUP_LIMITED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0}
 
 FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
@@ -58,6 +61,7 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")],
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "granite": GraniteConfig(**SHAPE, **MULTIPLIERS, tie_word_embeddings=True),
     "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, mlp_only_layers=[1]),

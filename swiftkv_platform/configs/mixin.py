@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, cast, get_args
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import Family, find_family
 from swiftkv_platform.planning import DecodeKeyValue, LayerMap
 
 DECODE_KEY_VALUES = get_args(DecodeKeyValue)
@@ -76,6 +77,11 @@ class SwiftKVConfigMixin:
         config = cast("Any", self)
         theirs: int = config.num_key_value_heads
         return theirs if cache_layer < config.num_key_value_layers else self.num_key_value_heads_swiftkv or theirs
+
+    @property
+    def family(self) -> Family:
+        """The family's row."""
+        return find_family({"model_type": cast("Any", self).model_type})
 
     @property
     def decodes_own(self) -> bool:

@@ -44,7 +44,9 @@ class SwiftKVForCausalLM(nn.Module):
         )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.logits_processor = LogitsProcessor(
+            config.vocab_size, scale=1 / self.family.multiplier(config, "logits_scaling")
+        )
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         embeddings: torch.Tensor = self.model.embed_tokens(input_ids)

@@ -115,12 +115,18 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
     return {
         "num_heads": heads.num_heads,
         "head_size": heads.stored_dim,
-        "scale": heads.head_dim**-0.5,
+        "scale": _scale(vllm_config.model_config.hf_config, heads),
         "num_kv_heads": heads.num_kv_heads,
         "cache_config": vllm_config.cache_config,
         "quant_config": vllm_config.quant_config,
         "per_layer_sliding_window": window,
     }
+
+
+def _scale(config: Any, heads: Heads) -> float:
+    """Factor on the scores."""
+    family: Family = config.family
+    return family.multiplier(config, "attention_multiplier") if family.has_multipliers else heads.head_dim**-0.5
 
 
 def _output_projection(family: Family, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str) -> nn.Module:
@@ -208,6 +214,7 @@ class DecoderLayer(nn.Module):
         name, feed_forward = _feed_forward(family, vllm_config, layer, prefix)
         self.feed_forward_name = name
         self.add_module(name, feed_forward)
+        self.branch_scale = family.multiplier(config, "residual_multiplier")
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -220,9 +227,12 @@ class DecoderLayer(nn.Module):
             hidden_states = self.input_layernorm(hidden_states)
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states = self._scaled(self.self_attn(positions, hidden_states))
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return getattr(self, self.feed_forward_name)(hidden_states), residual
+        return self._scaled(getattr(self, self.feed_forward_name)(hidden_states)), residual
+
+    def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
+        return branch if self.branch_scale == 1.0 else branch * self.branch_scale
 
 
 def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:

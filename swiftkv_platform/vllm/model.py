@@ -105,6 +105,16 @@ class UpperHalf(nn.Module):
         return output
 
 
+class ScaledEmbedding(VocabParallelEmbedding):
+    """Embeddings times the family's factor."""
+
+    scale = 1.0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = super().forward(input_ids)
+        return embeddings if self.scale == 1.0 else embeddings * self.scale
+
+
 class SwiftKVDecoder(nn.Module):
     """The decoder (`model` of a checkpoint's names) of any family."""
 
@@ -112,9 +122,10 @@ class SwiftKVDecoder(nn.Module):
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.layer_map = student_map(config)
-        self.embed_tokens = VocabParallelEmbedding(
+        self.embed_tokens = ScaledEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
+        self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DecoderLayer(

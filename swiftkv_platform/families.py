@@ -122,6 +122,7 @@ FAMILIES: Mapping[str, Family] = {
             is_gguf_architecture=True,  # Mistral's models too
         ),
         Family("mistral", "Mistral", windows=Windows(4096), max_position_embeddings=131072),
+        Family("ministral", "Ministral", windows=Windows(4096, by_layer=True), max_position_embeddings=131072),
         Family(
             "qwen2",
             "Qwen2",

@@ -11,6 +11,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -36,6 +37,7 @@ SHAPE = {
     "eos_token_id": 257,
 }
 WINDOW = 16
+MIXED = [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")]
 TOKEN = {"vocab_size": 259}
 """transformers' class of Qwen2's tokenizer adds a token by itself."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -53,12 +55,13 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, sliding_window=WINDOW),
     "mistral-full": MistralConfig(**SHAPE, sliding_window=None),
+    "ministral": MinistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW, layer_types=MIXED),
     "qwen2": Qwen2Config(**SHAPE | TOKEN),
     "qwen2-mixed": Qwen2Config(
         **SHAPE | TOKEN,
         use_sliding_window=True,
         sliding_window=WINDOW,
-        layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")],
+        layer_types=MIXED,
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "granite": GraniteConfig(**SHAPE, **MULTIPLIERS, tie_word_embeddings=True),

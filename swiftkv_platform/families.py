@@ -76,6 +76,8 @@ class Family:
     """RMSNorms on queries and keys, head by head, before RoPE."""
     head_dim: int | None = None
     """Size of a head where `head_dim` is absent; None: hidden_size / num_attention_heads."""
+    has_unrotated_layers: bool = False
+    """Whether `no_rope_layers` names layers without RoPE, by a 0 (SmolLM3); a group's layers follow its first one."""
     feed_forward: Literal["gated", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
     """Feed-forward part of a layer: gate, up and down, or a mixture of experts."""
     mlp_bias: Flag | Fixed = NEVER
@@ -148,6 +150,16 @@ FAMILIES: Mapping[str, Family] = {
             head_dim=128,
             mlp_bias=MLP_BIAS,
             max_position_embeddings=524288,
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3",
+            **_BIASED,
+            has_unrotated_layers=True,
+            mlp_bias=MLP_BIAS,
+            windows=Windows(None, switched=True, by_layer=True),
+            tie_word_embeddings=True,
+            refused_by_vllm="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
         ),
         Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
         Family(

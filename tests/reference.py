@@ -59,19 +59,26 @@ class _ByHead:
         self.dim = 2 * len(inv_freq)
         self.scale = getattr(config, "attention_multiplier", self.dim**-0.5)
 
-    def _heads(self, x: torch.Tensor, name: str, norm: str | None) -> Heads:
+    def _rotates(self, name: str, suffix: str) -> bool:
+        """A student's layers are rotated as the first layer of their group."""
+        layer, config = int(name.split(".")[2]), self.config
+        if suffix:
+            layer -= (layer - config.num_key_value_layers) % config.key_value_group_size
+        return bool(getattr(config, "no_rope_layers", [1] * config.num_hidden_layers)[layer])
+
+    def _heads(self, x: torch.Tensor, name: str, norm: str | None, rotates: bool = False) -> Heads:
         heads = _linear(x, self.state, name).unflatten(-1, (-1, self.dim))
         if norm is None:
             return heads
         if norm in self.state:
             heads = _norm(heads, self.state[norm], self.config.rms_norm_eps)
-        return _rope(heads, self.inv_freq, interleaved=False)
+        return _rope(heads, self.inv_freq, interleaved=False) if rotates else heads
 
     def query(self, x: torch.Tensor, name: str, suffix: str) -> Heads:
-        return self._heads(x, f"{name}.q_proj{suffix}", f"{name}.q_norm.weight")
+        return self._heads(x, f"{name}.q_proj{suffix}", f"{name}.q_norm.weight", self._rotates(name, suffix))
 
     def key_value(self, x: torch.Tensor, name: str, suffix: str) -> tuple[Heads, Heads]:
-        keys = self._heads(x, f"{name}.k_proj{suffix}", f"{name}.k_norm.weight")
+        keys = self._heads(x, f"{name}.k_proj{suffix}", f"{name}.k_norm.weight", self._rotates(name, suffix))
         return keys, self._heads(x, f"{name}.v_proj{suffix}", None)
 
 

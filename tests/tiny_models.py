@@ -20,6 +20,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 from tests.fakes.tokenizers import byte_tokenizer
@@ -66,6 +67,7 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "granite": GraniteConfig(**SHAPE, **MULTIPLIERS, tie_word_embeddings=True),
     "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1, 0, 0], pad_token_id=None),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, mlp_only_layers=[1]),
     "deepseek_v2": DeepseekV2Config(**SHAPE | LATENT | EXPERTS, q_lora_rank=None),

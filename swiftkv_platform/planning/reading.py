@@ -139,6 +139,21 @@ def _check_expert_groups(fields: Fields, num_experts: int) -> None:
         )
 
 
+def _rotated(fields: Fields, num_layers: int) -> list[bool]:
+    """By layer, whether it has RoPE. Raises `ModelError`: the list is too short."""
+    named = fields.sequence("no_rope_layers")
+    if named is None:
+        interval = fields.count("no_rope_layer_interval", default=4)
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
+    if len(named) < num_layers:
+        raise ModelError(
+            f"config.json has {len(named)} no_rope_layers for {num_layers} layers; an entry for each is accepted",
+            field="no_rope_layers",
+            value=len(named),
+        )
+    return [bool(entry) for entry in named[:num_layers]]
+
+
 def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """By layer, the tokens that a query sees; None: all before it."""
     windows = family.windows
@@ -150,6 +165,8 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     if not windows.by_layer or window is None:
         return (window,) * num_layers
     types = fields.sequence("layer_types")
+    if types is None and family.has_unrotated_layers:
+        return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
     if types is None:
         first = fields.count("max_window_layers", default=28) if windows.switched else 0
         return tuple(window if i >= first else None for i in range(num_layers))
@@ -179,6 +196,8 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
     fields = Fields(config)
     num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     windows = _windows(family, fields, num_layers)
+    if family.has_unrotated_layers:
+        _rotated(fields, num_layers)  # refused here, before transformers comes upon the end of the list
     attention, feed_forward = _ATTENTION[family.attention], _FEED_FORWARD[family.feed_forward]
     own = attention(family, fields, None)
     shared_heads = num_key_value_heads_swiftkv or fields.optional_count("num_key_value_heads_swiftkv")

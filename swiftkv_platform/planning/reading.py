@@ -106,7 +106,7 @@ def _qwen3_moe_mlp(family: Family, fields: Fields, layer: int) -> tuple[Linear, 
 
 
 def _deepseek_mlp(family: Family, fields: Fields, layer: int) -> tuple[Linear, ...]:
-    if layer < (fields.optional_count("first_k_dense_replace") or 0):
+    if layer < (fields.optional_count("first_k_dense_replace", least=0) or 0):
         return _gated_mlp(family, fields, layer)
     intermediate = fields.count("moe_intermediate_size", default=1407)
     shared = intermediate * fields.count("n_shared_experts", default=2)
@@ -168,7 +168,8 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     if types is None and family.has_unrotated_layers:
         return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
     if types is None:
-        first = fields.count("max_window_layers", default=28) if windows.switched else 0
+        named = fields.optional_count("max_window_layers", least=0) if windows.switched else 0
+        first = 28 if named is None else named
         return tuple(window if i >= first else None for i in range(num_layers))
     if len(types) != num_layers:
         raise ModelError(

@@ -103,7 +103,7 @@ def test_a_quantised_cache_has_the_planned_bytes(name: str) -> None:
 def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str, switched: bool) -> None:
     given = {key: value for key, value in SHAPE.items() if key != "max_position_embeddings"}
     given |= {"pad_token_id": None, "num_experts_per_tok": 2}
-    given |= {"use_sliding_window": True, "sliding_window": WINDOW} if switched else {}
+    given |= {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0} if switched else {}
     full = AutoConfig.for_model(model_type, **given).to_dict()
     assert read_architecture({"model_type": model_type, **given}) == read_architecture(full)
 

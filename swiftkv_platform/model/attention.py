@@ -180,7 +180,9 @@ class SwiftKVAttentionMixin(nn.Module):
             sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
             **kwargs,
         )  # [batch, num_tokens, num_heads, dim]
-        return self.output_projection(output.flatten(-2).contiguous()), weights
+        output = self.output_projection(output.flatten(-2).contiguous())
+        dropout = getattr(self, "residual_dropout", 0.0)  # Seed-OSS
+        return nn.functional.dropout(output, p=dropout, training=self.training), weights
 
 
 class _SharedHeads(nn.Module):

@@ -227,6 +227,13 @@ def test_greedy_text_is_the_references(prompt: torch.Tensor) -> None:
             assert found[0, len(prompt) :].tolist() == expected, f"{swiftkv=} {use_cache=}"
 
 
+@torch.no_grad()
+def test_a_student_drops_out_what_its_teacher_does(prompt: torch.Tensor) -> None:
+    student = disturb(convert(family_teacher("seed_oss", residual_dropout=1.0), num_key_value_layers=2)).train()
+    x = student.model.embed_tokens(prompt)  # no branch adds to it
+    torch.testing.assert_close(student(prompt[None]).logits[0], student.lm_head(student.model.norm(x)))
+
+
 GOLDEN = sorted((Path(__file__).parents[3] / "shared" / "golden").glob("*"))
 
 

@@ -3,8 +3,8 @@
 They derive from transformers' configuration classes, so importing them imports transformers, but no model code.
 
 Keys that a checkpoint's `config.json` adds to its teacher's (shared with the reference implementation): `swiftkv`,
-`num_key_value_layers`, `key_value_group_size`, `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes its own KV; groups of one; the teacher's heads.
-Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`.
+`num_key_value_layers`, `key_value_group_size`, `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes
+its own KV; groups of one; the teacher's heads. Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SwiftKVConfigMixin:
         heads, config = self.num_key_value_heads_swiftkv, cast("Any", self)
         if heads is None:
             return
-        if getattr(config, "kv_lora_rank", None) is not None:
+        if self.family.attention == "latent":
             raise ModelError(
                 f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} caches one latent for all heads "
                 "(MLA): there are no heads to share; use swiftkv.sharing: gqa",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
+from swiftkv_platform.families import is_served_by_vllm
 from swiftkv_platform.serve.args import HUB_PREFIX, Served
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
@@ -180,12 +181,10 @@ def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
     and refused where it is loaded if it cannot serve the model."""
     if config.backend != "auto":
         return config.backend
-    from swiftkv_platform.vllm.families import FAMILIES  # its configurations import transformers
-
     suits_vllm = (
         around.device == "cuda"
         and around.has_vllm
-        and around.model_type.removesuffix("_swiftkv") in FAMILIES
+        and is_served_by_vllm(around.model_type)
         and not around.has_exit_head
         and not around.has_own_head_count
         and not around.is_judged

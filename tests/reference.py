@@ -57,21 +57,28 @@ class _ByHead:
     def __init__(self, state: State, config: Any, inv_freq: torch.Tensor) -> None:
         self.state, self.config, self.inv_freq = state, config, inv_freq
         self.dim = 2 * len(inv_freq)
-        self.scale = self.dim**-0.5
+        self.scale = getattr(config, "attention_multiplier", self.dim**-0.5)
 
-    def _heads(self, x: torch.Tensor, name: str, norm: str | None) -> Heads:
+    def _rotates(self, name: str, suffix: str) -> bool:
+        """A student's layers are rotated as the first layer of their group."""
+        layer, config = int(name.split(".")[2]), self.config
+        if suffix:
+            layer -= (layer - config.num_key_value_layers) % config.key_value_group_size
+        return bool(getattr(config, "no_rope_layers", [1] * config.num_hidden_layers)[layer])
+
+    def _heads(self, x: torch.Tensor, name: str, norm: str | None, rotates: bool = False) -> Heads:
         heads = _linear(x, self.state, name).unflatten(-1, (-1, self.dim))
         if norm is None:
             return heads
         if norm in self.state:
             heads = _norm(heads, self.state[norm], self.config.rms_norm_eps)
-        return _rope(heads, self.inv_freq, interleaved=False)
+        return _rope(heads, self.inv_freq, interleaved=False) if rotates else heads
 
     def query(self, x: torch.Tensor, name: str, suffix: str) -> Heads:
-        return self._heads(x, f"{name}.q_proj{suffix}", f"{name}.q_norm.weight")
+        return self._heads(x, f"{name}.q_proj{suffix}", f"{name}.q_norm.weight", self._rotates(name, suffix))
 
     def key_value(self, x: torch.Tensor, name: str, suffix: str) -> tuple[Heads, Heads]:
-        keys = self._heads(x, f"{name}.k_proj{suffix}", f"{name}.k_norm.weight")
+        keys = self._heads(x, f"{name}.k_proj{suffix}", f"{name}.k_norm.weight", self._rotates(name, suffix))
         return keys, self._heads(x, f"{name}.v_proj{suffix}", None)
 
 
@@ -163,7 +170,8 @@ def logits(
     own: KeyValue | None = None
     eps, first, group = config.rms_norm_eps, config.num_key_value_layers, config.key_value_group_size
     attention = (_Latent if hasattr(config, "kv_lora_rank") else _ByHead)(state, config, inv_freq)
-    x = state["model.embed_tokens.weight"][ids]
+    x = state["model.embed_tokens.weight"][ids] * getattr(config, "embedding_multiplier", 1.0)
+    branch = getattr(config, "residual_multiplier", 1.0)
     shared: dict[int, KeyValue] = {}
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
@@ -179,10 +187,11 @@ def logits(
         key_value = shared[i] if i in shared else attention.key_value(normed, f"{layer}.self_attn", "")
         attended = _attend(q, key_value, own, turns, attention.scale, _window(config, i))
         own_output = i in shared and getattr(config, "own_output_projection", False)
-        x = x + _linear(attended, state, f"{layer}.self_attn.o_proj{'_swiftkv' if own_output else ''}")
+        x = x + branch * _linear(attended, state, f"{layer}.self_attn.o_proj{'_swiftkv' if own_output else ''}")
         normed = _norm(x, state[f"{layer}.post_attention_layernorm.weight"], eps)
-        x = x + _feed_forward(normed, state, f"{layer}.mlp", config)
-    return _norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T
+        x = x + branch * _feed_forward(normed, state, f"{layer}.mlp", config)
+    x = _norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T
+    return x / getattr(config, "logits_scaling", 1.0)
 
 
 def greedy(

@@ -8,8 +8,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -17,6 +19,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from tests.fakes.tokenizers import byte_tokenizer
@@ -34,6 +38,7 @@ SHAPE = {
     "eos_token_id": 257,
 }
 WINDOW = 16
+MIXED = [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")]
 TOKEN = {"vocab_size": 259}
 """transformers' class of Qwen2's tokenizer adds a token by itself."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -43,20 +48,26 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "ori
 LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 YARN |= {"mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+MULTIPLIERS |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
 GROUP_LIMITED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0}
 
 FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, sliding_window=WINDOW),
     "mistral-full": MistralConfig(**SHAPE, sliding_window=None),
+    "ministral": MinistralConfig(**SHAPE, head_dim=16, sliding_window=WINDOW, layer_types=MIXED),
     "qwen2": Qwen2Config(**SHAPE | TOKEN),
     "qwen2-mixed": Qwen2Config(
         **SHAPE | TOKEN,
         use_sliding_window=True,
         sliding_window=WINDOW,
-        layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")],
+        layer_types=MIXED,
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "granite": GraniteConfig(**SHAPE, **MULTIPLIERS, tie_word_embeddings=True),
+    "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1, 0, 0], pad_token_id=None),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, mlp_only_layers=[1]),
     "deepseek_v2": DeepseekV2Config(**SHAPE | LATENT | EXPERTS, q_lora_rank=None),

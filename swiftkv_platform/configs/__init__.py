@@ -1,34 +1,106 @@
 """The configuration classes of SwiftKV checkpoints, apart from the layers: what reads a `config.json` needs no more.
 
 They derive from transformers' configuration classes, so importing them imports transformers, but no model code.
+
+Keys that a checkpoint's `config.json` adds to its teacher's (shared with the reference implementation): `swiftkv`,
+`num_key_value_layers`, `key_value_group_size`, `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes
+its own KV; groups of one; the teacher's heads. Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`.
 """
+
+from __future__ import annotations
 
 import importlib
 import types
-from typing import Any
+from typing import Any, cast, get_args
 
 from transformers import AutoConfig
 
-from swiftkv_platform.configs.mixin import SwiftKVConfigMixin
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import FAMILIES, Family, find_family
+from swiftkv_platform.planning import DecodeKeyValue, LayerMap
 
-__all__ = ["CONFIGS", "PREFIXES", "SwiftKVConfigMixin", "config_class", "register"]
+__all__ = ["CONFIGS", "SwiftKVConfigMixin", "layer_windows", "register"]
 
-
-PREFIXES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v2": "DeepseekV2",
-}
-"""Prefixes of transformers' class names, by a teacher's `model_type`."""
+DECODE_KEY_VALUES = get_args(DecodeKeyValue)
 
 
-def config_class(model_type: str) -> type[Any]:
-    """The configuration class of students of a `model_type` of `PREFIXES`, e.g. `LlamaSwiftKVConfig`."""
-    return CONFIGS[model_type]
+class SwiftKVConfigMixin:
+    """Fields that every family's configuration gains."""
+
+    swiftkv: bool = True
+    """Always True: loading gives the student. The mode is a property of a model in memory and is never persisted."""
+    num_key_value_layers: int | None = None
+    """l: layers that compute their own KV; None means all of them."""
+    key_value_group_size: int = 1
+    """g: consecutive layers >= l that share one KV-cache layer."""
+    num_key_value_heads_swiftkv: int | None = None
+    """Key-value heads of layers >= l; None means the teacher's (paper, appendix C)."""
+    early_exit: bool = False
+    """Whether the checkpoint carries `exit_norm` and `exit_head`."""
+    own_output_projection: bool = False
+    """Whether layers >= l have an `o_proj_swiftkv`, and the student's heads leave through it."""
+    swiftkv_decode_key_value: str = "shared"
+    """Where K and V of *deep* tokens, which run through layers >= l, come from: `shared`, from x like a prompt's (the
+    paper's form), or `own`, from their own hidden state in the first layer of each group."""
+    swiftkv_teacher_weights: bool = True
+    """Whether layers >= l keep the projections that only the teacher runs."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]  # the other base is a transformers configuration
+        self.swiftkv = True
+        if self.num_key_value_layers is None:
+            self.num_key_value_layers = self.num_hidden_layers  # type: ignore[attr-defined]
+        self.layer_map  # noqa: B018  # out-of-range values are refused here, before any weight is read
+        self._check_shared_heads()
+        if self.swiftkv_decode_key_value not in DECODE_KEY_VALUES:
+            raise ModelError(
+                f"swiftkv_decode_key_value is {self.swiftkv_decode_key_value!r}; shared and own are accepted",
+                field="swiftkv.decode_key_value",
+                value=self.swiftkv_decode_key_value,
+            )
+
+    def _check_shared_heads(self) -> None:
+        heads, config = self.num_key_value_heads_swiftkv, cast("Any", self)
+        if heads is None:
+            return
+        if self.family.attention == "latent":
+            raise ModelError(
+                f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} caches one latent for all heads "
+                "(MLA): there are no heads to share; use swiftkv.sharing: gqa",
+                field="swiftkv.sharing",
+                value=heads,
+            )
+        theirs = config.num_key_value_heads
+        fits = heads >= 1 and config.num_attention_heads % heads == 0
+        if not fits or (theirs % heads and heads % theirs):
+            raise ModelError(
+                f"num_key_value_heads_swiftkv is {heads}; it must divide the {config.num_attention_heads} query heads, "
+                f"and divide the teacher's {theirs} key-value heads or be a multiple of them",
+                field="swiftkv.sharing",
+                value=heads,
+            )
+
+    def cache_num_key_value_heads(self, cache_layer: int) -> int:
+        """Heads of a KV-cache layer."""
+        config = cast("Any", self)
+        theirs: int = config.num_key_value_heads
+        return theirs if cache_layer < config.num_key_value_layers else self.num_key_value_heads_swiftkv or theirs
+
+    @property
+    def family(self) -> Family:
+        """The family's row."""
+        return find_family({"model_type": cast("Any", self).model_type})
+
+    @property
+    def decodes_own(self) -> bool:
+        """Whether deep tokens keep K and V of their own in layers >= l."""
+        return self.swiftkv_decode_key_value == "own" and bool(self.layer_map.leaders)
+
+    @property
+    def layer_map(self) -> LayerMap:
+        """Map from each layer to the KV-cache layer that it reads."""
+        num_hidden_layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
+        return LayerMap(num_hidden_layers, self.num_key_value_layers or num_hidden_layers, self.key_value_group_size)
 
 
 def register() -> None:
@@ -37,21 +109,30 @@ def register() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
-def _derive(model_type: str, prefix: str) -> type[Any]:
+def layer_windows(config: Any) -> list[int | None]:
+    """List each layer's window in tokens, None for full attention. `config`: a teacher's or a student's."""
+    window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * count
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _derive(family: Family) -> type[Any]:
     """`{prefix}SwiftKVConfig`, importable from this module."""
-    path = f"transformers.models.{model_type}.configuration_{model_type}"
-    teacher: type[Any] = getattr(importlib.import_module(path), f"{prefix}Config")
-    name = f"{prefix}SwiftKVConfig"
+    path = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
+    teacher: type[Any] = getattr(importlib.import_module(path), f"{family.prefix}Config")
+    name = f"{family.prefix}SwiftKVConfig"
     body = {
         "__module__": __name__,
         "__qualname__": name,
         "__annotations__": SwiftKVConfigMixin.__annotations__,
-        "model_type": f"{model_type}_swiftkv",
+        "model_type": family.student_type,
     }
     config = types.new_class(name, (SwiftKVConfigMixin, teacher), exec_body=lambda namespace: namespace.update(body))
     globals()[name] = config
     return config
 
 
-CONFIGS = {model_type: _derive(model_type, prefix) for model_type, prefix in PREFIXES.items()}
-"""Configuration classes of students, by a teacher's `model_type`."""
+CONFIGS = {model_type: _derive(family) for model_type, family in FAMILIES.items()}
+"""Configuration classes of students, e.g. `LlamaSwiftKVConfig`, by a teacher's `model_type`."""

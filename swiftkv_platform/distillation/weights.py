@@ -21,7 +21,7 @@ from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.configuration import made_without_weights, read_config
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.directories import write_model_shards
-from swiftkv_platform.model.families import FAMILIES, student_classes
+from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import build_empty, check_tensors
@@ -80,7 +80,7 @@ class LazyStudent:
         settle_head(teacher, checkpoint)
         config.tie_word_embeddings = teacher.tie_word_embeddings
         with made_without_weights(checkpoint.source):
-            whole = FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(copy.deepcopy(teacher))
+            whole = student_classes(teacher.model_type).teacher(copy.deepcopy(teacher))
         check_tensors(checkpoint, whole, fp8=fp8)
         if fp8:
             del config.quantization_config  # the student holds what the FP8 weights stand for

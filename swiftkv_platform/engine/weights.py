@@ -286,6 +286,7 @@ class NativeAttention(nn.Module):
         self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, True
         self.sliding_window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
         self.normalises_heads = hasattr(attention, "q_norm")
+        self.rotates = getattr(attention, "use_rope", True)
 
     def forward(
         self,
@@ -300,7 +301,8 @@ class NativeAttention(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projected)
         if self.normalises_heads:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = kernels.rotate(query, position_embeddings), kernels.rotate(key, position_embeddings)
+        if self.rotates:
+            query, key = kernels.rotate(query, position_embeddings), kernels.rotate(key, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)

@@ -2,7 +2,7 @@
 
 from swiftkv_platform.model.conversion import convert, load_dense
 from swiftkv_platform.model.export import export, export_adapter
-from swiftkv_platform.model.families import FAMILIES, student_classes
+from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.streaming import convert_checkpoint
 
-__all__ = ["FAMILIES", "convert", "convert_checkpoint", "export", "export_adapter", "load_dense", "student_classes"]
+__all__ = ["convert", "convert_checkpoint", "export", "export_adapter", "load_dense", "student_classes"]

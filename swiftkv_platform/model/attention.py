@@ -180,7 +180,9 @@ class SwiftKVAttentionMixin(nn.Module):
             sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
             **kwargs,
         )  # [batch, num_tokens, num_heads, dim]
-        return self.output_projection(output.flatten(-2).contiguous()), weights
+        output = self.output_projection(output.flatten(-2).contiguous())
+        dropout = getattr(self, "residual_dropout", 0.0)  # Seed-OSS
+        return nn.functional.dropout(output, p=dropout, training=self.training), weights
 
 
 class _SharedHeads(nn.Module):
@@ -217,6 +219,9 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
+        self.rotates = True
+        if config.family.has_unrotated_layers:  # queries and keys of a group meet: all are rotated, or none
+            self.rotates = bool(config.no_rope_layers[config.layer_map.leader(layer_idx)])
         self.normalises_heads = hasattr(self, "q_norm")  # Qwen3: norms on queries and keys before RoPE
         if not self.normalises_heads:
             self.q_norm = self.k_norm = nn.Identity()
@@ -242,7 +247,7 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         keys, values = (self._split_heads(part) for part in projected)
-        return self.rotate(self.k_norm(keys), rotation), values
+        return self._place(self.k_norm(keys), rotation), values
 
     def shared_norms(self) -> list[nn.Module]:
         return [self.k_norm] if self.normalises_heads else []
@@ -252,7 +257,10 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         return (*super().idle_modules(), *(["k_norm"] if follows else []))
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return self.rotate(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)
+        return self._place(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)
+
+    def _place(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return self.rotate(heads, rotation) if self.rotates else heads
 
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
         """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]."""

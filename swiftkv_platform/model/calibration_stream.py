@@ -257,6 +257,7 @@ class _Stream:
         layer, sums = self._decoder.layers[i], None
         attention, targets = layer.self_attn, self._targets.pop(i)
         others = [module for module in layer.children() if module is not attention]
+        branch_scale = self._config.family.multiplier(self._config, "residual_multiplier")
         for module in others:
             self._source.fill(module)
         for row, target in enumerate(targets):
@@ -270,7 +271,7 @@ class _Stream:
                 )[0]
             # The projection's own output takes part, so that a bias is left as it is.
             weighted = nn.functional.linear(heads[-1], attention.output_projection.weight)
-            missing = target.load(self._device) - hidden - (output - weighted)
+            missing = (target.load(self._device) - hidden) / branch_scale - (output - weighted)
             of_row = OutputSums.of(heads[-1], missing, self._scale)
             sums = of_row if sums is None else sums.add_(of_row)
         assert sums is not None, "there is a row, or one that counts nothing"

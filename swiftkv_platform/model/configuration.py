@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN
 
 from swiftkv_platform import configs
 from swiftkv_platform.errors import ModelError, SwiftKVError
-from swiftkv_platform.planning import FAMILIES, check_generation_values, has_fp8_weights, read_architecture
+from swiftkv_platform.families import FAMILIES, teacher_type
+from swiftkv_platform.planning import check_generation_values, has_fp8_weights, read_architecture
 
 FIELD = "model.name_or_path"
 _LONGEST = 300
@@ -56,7 +57,7 @@ def read_config(
             value=str(source),
         ) from error
     try:
-        if not any_family or str(values.get("model_type")).removesuffix("_swiftkv") in FAMILIES:
+        if not any_family or teacher_type(values.get("model_type")) in FAMILIES:
             read_architecture(values)  # as the control plane does
             _check_activation(values)
         if not any_family:

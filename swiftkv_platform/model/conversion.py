@@ -19,7 +19,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import read_config
-from swiftkv_platform.model.families import FAMILIES, student_classes
+from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import load_checked
@@ -112,7 +112,7 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
 def dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any], Any]:
     """The class and the configuration of what `load_dense` loads. Raises `ModelError`."""
     config = read_config(path, revision=revision)
-    classes = student_classes(config.model_type.removesuffix("_swiftkv"))
+    classes = student_classes(config.model_type)
     is_student = isinstance(config, classes.causal_lm.config_class)
     return classes.causal_lm, dense_config(config) if is_student else classes.config_from(config)
 
@@ -136,7 +136,7 @@ def load_teacher(
         dtype: dtype to load in; None keeps the checkpoint's.
     """
     config = read_config(path, revision=revision) if config is None else config
-    teacher = FAMILIES[config.model_type].teacher_class("ForCausalLM")
+    teacher = student_classes(config.model_type).teacher
     checkpoint = Checkpoint.open(path, revision=revision)
     model: PreTrainedModel = load_checked(
         teacher.from_pretrained, teacher, config, path, checkpoint, revision=revision, dtype=dtype or "auto"

@@ -60,6 +60,17 @@ class DecoderContext:
         )
 
 
+class _ScaledEmbedding(nn.Embedding):
+    """Embeddings times a factor; the weight is the checkpoint's."""
+
+    def __init__(self, config: Any, scale: float) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self._scale = scale
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids) * self._scale
+
+
 class SwiftKVDecoderLayerMixin(nn.Module):
     """Mixed into a family's decoder layer for layers >= l."""
 
@@ -85,6 +96,10 @@ class SwiftKVDecoderMixin(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        scale = config.family.multiplier(config, "embedding_multiplier")
+        if scale != 1.0:
+            self.embed_tokens = _ScaledEmbedding(config, scale)
+        self._logits_scaling = config.family.multiplier(config, "logits_scaling")
         for i in range(config.num_key_value_layers, config.num_hidden_layers):
             self.layers[i] = self.layer_class(config, i)
         self.layer_map: LayerMap = config.layer_map  # kept: making it anew costs as much as a small kernel
@@ -220,8 +235,9 @@ class SwiftKVDecoderMixin(nn.Module):
         return self.normalise(hidden)
 
     def normalise(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm; a factor of the family's on its logits is taken here, where every head's user finds it."""
         normalised: torch.Tensor = self.norm(hidden)
-        return normalised
+        return normalised if self._logits_scaling == 1.0 else normalised / self._logits_scaling
 
     @property
     def _leaders(self) -> list[SwiftKVAttentionMixin]:

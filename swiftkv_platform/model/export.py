@@ -187,7 +187,7 @@ def _checked(config: Any, source: str, *, teacher: bool) -> tuple[Any, frozenset
 
 def teacher_modules(config: Any) -> list[str]:
     """Names of the modules of a student that only its teacher runs."""
-    modules: list[str] = student_classes(config.model_type.removesuffix("_swiftkv")).causal_lm.teacher_modules(config)
+    modules: list[str] = student_classes(config.model_type).causal_lm.teacher_modules(config)
     return modules
 
 

@@ -29,7 +29,7 @@ from swiftkv_platform.model.directories import (
     shard_names,
     write_index,
 )
-from swiftkv_platform.model.families import FAMILIES, student_classes
+from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.fp8 import is_fp8, without_swiftkv
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import check_tensors, first_dtype
@@ -105,7 +105,7 @@ def convert_checkpoint(
     settle_head(teacher, checkpoint)
     config.tie_word_embeddings = teacher.tie_word_embeddings
     with made_without_weights(source):
-        whole = FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(teacher)
+        whole = student_classes(teacher.model_type).teacher(teacher)
         student = student_classes(teacher.model_type).causal_lm(config)
     check_tensors(checkpoint, whole, fp8=fp8)
     if has_tokenizer(directory):

@@ -2,8 +2,7 @@
 
 from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import read_config
-from swiftkv_platform.planning.config_values import check_family, check_generation_values, has_fp8_weights
-from swiftkv_platform.planning.families import FAMILIES, read_architecture
+from swiftkv_platform.planning.config_values import check_generation_values, has_fp8_weights
 from swiftkv_platform.planning.layers import (
     DecodeKeyValue,
     LayerMap,
@@ -14,12 +13,12 @@ from swiftkv_platform.planning.layers import (
     student_layer_map,
 )
 from swiftkv_platform.planning.prefill import Components, Plan, PrefillComparison, plan
+from swiftkv_platform.planning.reading import read_architecture
 from swiftkv_platform.planning.serving import ServingPlan, ServingSetup, plan_serving
 from swiftkv_platform.planning.training import TrainingPlan, plan_training
 from swiftkv_platform.planning.training_setup import TrainingSetup
 
 __all__ = [
-    "FAMILIES",
     "Architecture",
     "Components",
     "DecodeKeyValue",
@@ -31,7 +30,6 @@ __all__ = [
     "Sharing",
     "TrainingPlan",
     "TrainingSetup",
-    "check_family",
     "check_generation_values",
     "equal_cache_group_size",
     "has_fp8_weights",

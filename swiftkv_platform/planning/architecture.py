@@ -37,7 +37,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShape:
     """One attention module."""
 
     query: tuple[Linear, ...]
@@ -86,7 +86,7 @@ class Attention:
 class Layer:
     """One decoder layer."""
 
-    attention: Attention
+    attention: AttentionShape
     mlp: tuple[Linear, ...]
     """Router, if there is one, then gate, up and down; of routed and of shared experts."""
     window: int | None
@@ -103,7 +103,7 @@ class Architecture:
     vocab_size: int
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
-    shared_attention: Attention
+    shared_attention: AttentionShape
     """Attention of the layers that own a group's KV projections in the student."""
     max_position_embeddings: int
     dtype: str

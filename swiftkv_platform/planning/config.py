@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import Fixed, Flag
 
 FIELD = "model.name_or_path"
 _MOST = 1 << 40
@@ -53,14 +54,15 @@ class Fields:
             raise self._unusable(names[0], None, "a positive integer is accepted")
         return value
 
-    def optional_count(self, *names: str, most: int = _MOST) -> int | None:
-        """A positive integer as from `count`; None where the key is absent or null."""
+    def optional_count(self, *names: str, least: int = 1, most: int = _MOST) -> int | None:
+        """An integer from `least` to `most` under the first of `names` that is there; None where none is, or null."""
         for name in names:
             value = self._config.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise self._unusable(name, value, f"a positive integer of at most {most} is accepted")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                kind = "a positive integer of" if least else "0 or a positive integer of"
+                raise self._unusable(name, value, f"{kind} at most {most} is accepted")
             return value
         return None
 
@@ -71,6 +73,10 @@ class Fields:
         if not isinstance(value, bool):
             raise self._unusable(name, value, "true and false are accepted")
         return value
+
+    def has(self, flag: Flag | Fixed) -> bool:
+        """Whether a property of the family holds here."""
+        return flag.value if isinstance(flag, Fixed) else self.flag(flag.key, default=flag.default)
 
     def text(self, *names: str, default: str | None = None) -> str:
         for name in names:

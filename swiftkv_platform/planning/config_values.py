@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import FLAGS
 from swiftkv_platform.planning.config import FIELD
 
 MAX_LAYERS = 1024
@@ -27,25 +28,12 @@ _OPTIONAL_COUNTS = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _FRACTIONS = ("initializer_range", "attention_dropout")
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "use_sliding_window")
+_FLAGS = ("tie_word_embeddings", *sorted(FLAGS), "use_cache", "use_sliding_window")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_COUNTS = ("original_max_position_embeddings",)
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 _PROBABILITIES = ("top_p", "min_p", "typical_p")
 _POSITIVE = ("temperature", "repetition_penalty")
-
-
-def check_family(config: Mapping[str, Any], families: Iterable[str]) -> None:
-    """Raises `ModelError` for a `model_type` that is not among `families`, nor a student of one."""
-    model_type = config.get("model_type")
-    known = sorted(families)
-    if not isinstance(model_type, str) or model_type.removesuffix("_swiftkv") not in known:
-        raise ModelError(
-            f"config.json has model_type {model_type!r}, and no SwiftKV family is of that type; there are "
-            f"{', '.join(known)}",
-            field=FIELD,
-            value=model_type,
-        )
 
 
 def has_fp8_weights(config: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning.architecture import Architecture, Attention
+from swiftkv_platform.planning.architecture import Architecture, AttentionShape
 from swiftkv_platform.planning.layers import LayerMap
 
 KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
@@ -50,7 +50,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
     return KVBytes(payload, scales)
 
 
-def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[Attention, int | None]]:
+def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[AttentionShape, int | None]]:
     """Return for each cache layer the attention whose entries it keeps, and its window."""
     first = layer_map.num_key_value_layers
     layers = [(layer.attention, layer.window) for layer in model.layers[:first]]

@@ -11,11 +11,11 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.families import read_architecture
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.planning.parameters import Parameters, largest_teacher_layer
 from swiftkv_platform.planning.prefill import dense_layer_map
+from swiftkv_platform.planning.reading import read_architecture
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
 from swiftkv_platform.planning.training_memory import WIDE, gathered_weights, layer_buffers, worker_memory
 from swiftkv_platform.planning.training_setup import TrainingSetup

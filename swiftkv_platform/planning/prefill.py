@@ -11,10 +11,10 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.families import read_architecture
 from swiftkv_platform.planning.flops import Convention, Flops, decode_flops, prefill_flops
 from swiftkv_platform.planning.kv_cache import QUANTIZED, check_kv_cache_dtype, kv_bytes
 from swiftkv_platform.planning.layers import LayerMap, student_layer_map
+from swiftkv_platform.planning.reading import read_architecture
 
 
 class Components(FrozenModel):

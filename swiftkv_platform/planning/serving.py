@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.planning.architecture import Architecture, Attention
+from swiftkv_platform.planning.architecture import Architecture, AttentionShape
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.families import read_architecture
 from swiftkv_platform.planning.kv_cache import DTYPE_BYTES, QUANTIZED, SCALE_BYTES, cache_layers, check_kv_cache_dtype
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.prefill import dense_layer_map, resolve_layer_map
+from swiftkv_platform.planning.reading import read_architecture
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def weights_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
     return layers * DTYPE_BYTES[dtype] + others * max(DTYPE_BYTES[dtype], 2)
 
 
-def _token_bytes(attention: Attention, dtype: str, ways: int) -> int:
+def _token_bytes(attention: AttentionShape, dtype: str, ways: int) -> int:
     """One token in one cache layer on one of `ways` GPUs; a head that cannot be split is on each."""
     total = 0
     for entry in attention.entries:

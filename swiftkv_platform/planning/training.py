@@ -10,10 +10,10 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear
 from swiftkv_platform.planning.config import ConfigSource
-from swiftkv_platform.planning.families import read_architecture
 from swiftkv_platform.planning.flops import attention_pairs, maps_flops
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.prefill import resolve_layer_map
+from swiftkv_platform.planning.reading import read_architecture
 from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memory
 from swiftkv_platform.planning.training_setup import TrainingSetup
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
 
 SUFFIX = ".gguf"
@@ -31,8 +32,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Format characters of `struct` by GGUF's number of a value's type."""
 _STRING, _ARRAY = 8, 9
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""Classes of the architectures that are read; the models of Mistral are `llama` in a GGUF file."""
+_CLASSES = {
+    family.model_type: f"{family.prefix}ForCausalLM" for family in FAMILIES.values() if family.is_gguf_architecture
+}
+"""Classes of the architectures that are read."""
 _KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",

@@ -18,7 +18,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, VLLMFamily, architecture
+from swiftkv_platform.families import FAMILIES, Family
 from swiftkv_platform.vllm.model import SwiftKVDecoder
 from swiftkv_platform.vllm.names import StudentNames
 
@@ -26,7 +26,7 @@ from swiftkv_platform.vllm.names import StudentNames
 class SwiftKVForCausalLM(nn.Module):
     """A student, or with `swiftkv: false` its teacher; a subclass names the family."""
 
-    family: ClassVar[VLLMFamily]
+    family: ClassVar[Family]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -44,7 +44,9 @@ class SwiftKVForCausalLM(nn.Module):
         )
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.logits_processor = LogitsProcessor(
+            config.vocab_size, scale=1 / self.family.multiplier(config, "logits_scaling")
+        )
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         embeddings: torch.Tensor = self.model.embed_tokens(input_ids)
@@ -85,11 +87,9 @@ def _define(name: str, **members: Any) -> None:
     globals()[name] = type(name, (SwiftKVForCausalLM,), {"__module__": __name__, **members})
 
 
+# Of refused families too, none of which is ever made: the registry inspects a class before `checks.py` can refuse it.
 for _family in FAMILIES.values():
-    _define(_family.architecture, family=_family)
-for _model_type in UNSERVED:
-    # The registry inspects a class before `checks.py` can refuse the model; none of these is ever made.
-    _define(architecture(_model_type))
+    _define(_family.student_class, family=_family)
 
 
 BASE_PREFIX = "base_model/"

@@ -12,7 +12,7 @@ from vllm.config import CompilationConfig, CUDAGraphMode, ModelConfig, VllmConfi
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.vllm.families import UNSERVED
+from swiftkv_platform.families import find_family
 from swiftkv_platform.vllm.versions import check_version
 
 _REQUEST_CHECK = "swiftkv_platform.vllm.requests:RefusePromptLogprobs"
@@ -29,9 +29,11 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         """Refuse what concerns the model alone. Raises `ModelError`, naming option, value and what is accepted."""
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
-        family = config.model_type.removesuffix("_swiftkv")
-        if family in UNSERVED:
-            raise _refusal(f"{config.model_type} is not served by vLLM: {UNSERVED[family]}", "model_type", family)
+        family = find_family({"model_type": config.model_type})
+        if family.refused_by_vllm:
+            raise _refusal(
+                f"{config.model_type} is not served by vLLM: {family.refused_by_vllm}", "model_type", family.model_type
+            )
         if model_config.runner_type != "generate":
             raise _refusal(
                 "hidden states of skipped tokens do not exist; use runner=generate", "runner", model_config.runner_type

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.platforms import current_platform
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.vllm.families import VLLMFamily
+from swiftkv_platform.families import Family
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class HeadNorm(RMSNorm):
         return normalised.flatten(-2)
 
 
-def head_norm(family: VLLMFamily, config: Any, heads: Heads) -> nn.Module:
+def head_norm(family: Family, config: Any, heads: Heads) -> nn.Module:
     """The norm on query or key heads of a family that has one."""
     return HeadNorm(heads.head_dim, eps=config.rms_norm_eps) if family.head_norms else nn.Identity()
 

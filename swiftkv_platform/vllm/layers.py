@@ -26,9 +26,10 @@ from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import write_own
-from swiftkv_platform.vllm.families import VLLMFamily, layer_windows
 from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
 
 
@@ -37,7 +38,7 @@ class OwnAttention(nn.Module):
     of its leader, where deep tokens keep their own K and V: it writes and reads the group's cache."""
 
     def __init__(
-        self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str, group: str | None = None
+        self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str | None = None
     ) -> None:
         super().__init__()
         self.group = group
@@ -49,7 +50,7 @@ class OwnAttention(nn.Module):
             heads.head_dim,
             heads.total_num_heads,
             heads.total_num_kv_heads,
-            bias=family.input_bias(config),
+            bias=family.input_bias.of(config),
             quant_config=quant_config,
             prefix=f"{prefix}.qkv_proj",
         )
@@ -79,14 +80,14 @@ class OwnAttention(nn.Module):
 class SharedAttention(nn.Module):
     """Attention of a student's layer >= l: queries of its own over the KV cache of its group."""
 
-    def __init__(self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str, group: str) -> None:
+    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.heads = heads = Heads.of(config)
         self.query = ColumnParallelLinear(
             config.hidden_size,
             heads.total_num_heads * heads.head_dim,
-            bias=family.input_bias(config),
+            bias=family.input_bias.of(config),
             quant_config=quant_config,
             prefix=f"{prefix}.query",
         )
@@ -114,7 +115,7 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
     return {
         "num_heads": heads.num_heads,
         "head_size": heads.stored_dim,
-        "scale": heads.head_dim**-0.5,
+        "scale": _scale(vllm_config.model_config.hf_config, heads),
         "num_kv_heads": heads.num_kv_heads,
         "cache_config": vllm_config.cache_config,
         "quant_config": vllm_config.quant_config,
@@ -122,13 +123,17 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
     }
 
 
-def _output_projection(
-    family: VLLMFamily, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str
-) -> nn.Module:
+def _scale(config: Any, heads: Heads) -> float:
+    """Factor on the scores."""
+    family: Family = config.family
+    return family.multiplier(config, "attention_multiplier") if family.has_multipliers else heads.head_dim**-0.5
+
+
+def _output_projection(family: Family, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str) -> nn.Module:
     projection: nn.Module = RowParallelLinear(
         heads.total_num_heads * heads.head_dim,
         config.hidden_size,
-        bias=family.output_bias(config),
+        bias=family.output_bias.of(config),
         quant_config=vllm_config.quant_config,
         prefix=f"{prefix}.o_proj",
     )
@@ -160,7 +165,7 @@ class GroupKeyValue(Attention):
 class GroupProjections(nn.Module):
     """Keys and values of all groups from norm_swiftkv(x), in one matrix product."""
 
-    def __init__(self, family: VLLMFamily, vllm_config: VllmConfig, num_groups: int, prefix: str) -> None:
+    def __init__(self, family: Family, vllm_config: VllmConfig, num_groups: int, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.heads = heads = Heads.of(config)
@@ -169,7 +174,7 @@ class GroupProjections(nn.Module):
         self.projection = MergedColumnParallelLinear(
             config.hidden_size,
             [rows] * 2 * num_groups,
-            bias=family.input_bias(config),
+            bias=family.input_bias.of(config),
             quant_config=vllm_config.quant_config,
             prefix=f"{prefix}.projection",
         )
@@ -202,15 +207,14 @@ class GroupProjections(nn.Module):
 class DecoderLayer(nn.Module):
     """One decoder layer; `self_attn` is made by the caller, since what it is depends on the layer."""
 
-    def __init__(
-        self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str
-    ) -> None:
+    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.self_attn = self_attn
         name, feed_forward = _feed_forward(family, vllm_config, layer, prefix)
         self.feed_forward_name = name
         self.add_module(name, feed_forward)
+        self.branch_scale = family.multiplier(config, "residual_multiplier")
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -223,12 +227,15 @@ class DecoderLayer(nn.Module):
             hidden_states = self.input_layernorm(hidden_states)
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states = self._scaled(self.self_attn(positions, hidden_states))
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return getattr(self, self.feed_forward_name)(hidden_states), residual
+        return self._scaled(getattr(self, self.feed_forward_name)(hidden_states)), residual
+
+    def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
+        return branch if self.branch_scale == 1.0 else branch * self.branch_scale
 
 
-def _feed_forward(family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
+def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
     """The feed-forward part of a layer, and its name in the checkpoint."""
     config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
     if family.feed_forward == "mixtral":
@@ -254,6 +261,6 @@ def _feed_forward(family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefi
         config.intermediate_size,
         config.hidden_act,
         quant_config=quant_config,
-        bias=getattr(config, "mlp_bias", False),
+        bias=family.mlp_bias.of(config),
         prefix=f"{prefix}.mlp",
     )

@@ -28,10 +28,11 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
+from swiftkv_platform.configs import layer_windows
+from swiftkv_platform.families import Family
 from swiftkv_platform.planning import LayerMap
 from swiftkv_platform.vllm.checks import check_graphs_with_own
 from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
-from swiftkv_platform.vllm.families import VLLMFamily, layer_windows
 from swiftkv_platform.vllm.layers import DecoderLayer, GroupKeyValue, GroupProjections, OwnAttention, SharedAttention
 
 
@@ -104,16 +105,27 @@ class UpperHalf(nn.Module):
         return output
 
 
+class ScaledEmbedding(VocabParallelEmbedding):
+    """Embeddings times the family's factor."""
+
+    scale = 1.0
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = super().forward(input_ids)
+        return embeddings if self.scale == 1.0 else embeddings * self.scale
+
+
 class SwiftKVDecoder(nn.Module):
     """The decoder (`model` of a checkpoint's names) of any family."""
 
-    def __init__(self, *, family: VLLMFamily, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, *, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.layer_map = student_map(config)
-        self.embed_tokens = VocabParallelEmbedding(
+        self.embed_tokens = ScaledEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
+        self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DecoderLayer(
@@ -132,7 +144,7 @@ class SwiftKVDecoder(nn.Module):
             with set_model_tag("dense"):
                 self.dense = DenseDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
 
-    def _add_student(self, family: VLLMFamily, vllm_config: VllmConfig, prefix: str) -> None:
+    def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
         windows = layer_windows(config)
         self.norm_swiftkv = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

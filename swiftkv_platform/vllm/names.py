@@ -14,8 +14,8 @@ import torch
 from vllm.model_executor.models.utils import WeightsMapper
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import Family
 from swiftkv_platform.planning import LayerMap
-from swiftkv_platform.vllm.families import VLLMFamily
 
 _SHOWN = 3
 """Names of tensors in a message."""
@@ -37,8 +37,8 @@ class StudentNames:
     """Whether deep tokens keep their own K and V."""
 
     @classmethod
-    def of(cls, family: VLLMFamily, config: Any, layer_map: LayerMap) -> StudentNames:
-        kinds = ("weight", "bias") if family.input_bias(config) else ("weight",)
+    def of(cls, family: Family, config: Any, layer_map: LayerMap) -> StudentNames:
+        kinds = ("weight", "bias") if family.input_bias.of(config) else ("weight",)
         layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers)
         projections = [f"{layer}.self_attn.q_proj_swiftkv" for layer in layers]
         decodes_own = bool(layer_map.leaders) and config.decodes_own
@@ -49,7 +49,7 @@ class StudentNames:
         expected = {f"model.layers.{name}.{kind}" for name in projections for kind in kinds}
         own_output = bool(layer_map.leaders) and config.own_output_projection
         if own_output:
-            of_output = ("weight", "bias") if family.output_bias(config) else ("weight",)
+            of_output = ("weight", "bias") if family.output_bias.of(config) else ("weight",)
             expected |= {f"model.layers.{i}.self_attn.o_proj_swiftkv.{kind}" for i in layers for kind in of_output}
         if layer_map.leaders:
             expected.add("model.norm_swiftkv.weight")

@@ -19,7 +19,7 @@ def register() -> None:
     import vllm
 
     from swiftkv_platform import configs
-    from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, architecture
+    from swiftkv_platform.families import FAMILIES
     from swiftkv_platform.vllm.versions import check_version
 
     follow_frontend()
@@ -32,8 +32,7 @@ def register() -> None:
         check_version(vllm.__version__)
         raise
     configs.register()
-    for model_type in (*FAMILIES, *UNSERVED):
-        name = architecture(model_type)
+    for name in (family.student_class for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"swiftkv_platform.vllm.causal_lm:{name}")
         MODELS_CONFIG_MAP[name] = SwiftKVChecks
 

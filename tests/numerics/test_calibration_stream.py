@@ -132,6 +132,7 @@ def refit_in_memory(student: Any, tokens: torch.Tensor) -> None:
         a = attended["heads"].flatten(0, 1).double()
         weight = layer.self_attn.o_proj_swiftkv.weight
         missing = (target - attended["residual"]).flatten(0, 1).double()  # beyond what the projection gives already
+        missing /= getattr(config, "residual_multiplier", 1.0)
         penalty = (REFIT_RIDGE * a.square().sum() / a.shape[1]).sqrt() * torch.eye(a.shape[1], dtype=a.dtype)
         rows, wanted = torch.cat((a, penalty)), torch.cat((missing, missing.new_zeros(a.shape[1], missing.shape[1])))
         weight += torch.linalg.lstsq(rows, wanted).solution.T.to(weight.dtype)

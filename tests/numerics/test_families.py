@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.model import FAMILIES, convert, load_dense
+from swiftkv_platform.families import FAMILIES
+from swiftkv_platform.model import convert, load_dense
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests import reference
@@ -51,6 +52,8 @@ def assert_greedy(model: Any, prompt: torch.Tensor, tokens: torch.Tensor, way: s
 
 def test_the_table_is_covered() -> None:
     assert {name.partition("-")[0] for name in FAMILY_CONFIGS} == set(FAMILIES)
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    assert [name for name in FAMILIES if f"| `{name}` |" not in page] == []
 
 
 @layer_maps(1, 2, 3)
@@ -222,6 +225,13 @@ def test_greedy_text_is_the_references(prompt: torch.Tensor) -> None:
         for use_cache in (True, False):
             found = student.swiftkv(swiftkv).generate(prompt[None], use_cache=use_cache, **GENERATE)
             assert found[0, len(prompt) :].tolist() == expected, f"{swiftkv=} {use_cache=}"
+
+
+@torch.no_grad()
+def test_a_student_drops_out_what_its_teacher_does(prompt: torch.Tensor) -> None:
+    student = disturb(convert(family_teacher("seed_oss", residual_dropout=1.0), num_key_value_layers=2)).train()
+    x = student.model.embed_tokens(prompt)  # no branch adds to it
+    torch.testing.assert_close(student(prompt[None]).logits[0], student.lm_head(student.model.norm(x)))
 
 
 GOLDEN = sorted((Path(__file__).parents[3] / "shared" / "golden").glob("*"))

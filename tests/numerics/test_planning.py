@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from swiftkv_platform import planning
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.model import FAMILIES, convert
+from swiftkv_platform.families import FAMILIES
+from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.planning import plan, read_architecture
 from swiftkv_platform.planning.flops import Flops, forward_flops
@@ -20,7 +20,7 @@ from swiftkv_platform.planning.parameters import dense_parameters, student_param
 from swiftkv_platform.planning.prefill import Components, dense_layer_map
 from swiftkv_platform.specs import DistillationSpec
 from tests.parameters import in_turn, pairwise
-from tests.tiny_models import CONFIGS
+from tests.tiny_models import CONFIGS, SHAPE, WINDOW
 
 PROMPT = 20
 
@@ -98,8 +98,14 @@ def test_a_quantised_cache_has_the_planned_bytes(name: str) -> None:
         assert cache_bytes(cache) == PROMPT * result.kv_bytes_per_token
 
 
-def test_every_family_of_the_model_has_a_row() -> None:
-    assert set(planning.FAMILIES) == set(FAMILIES)
+@pytest.mark.parametrize("switched", [False, True])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_absent_keys_mean_what_transformers_takes_them_to_mean(model_type: str, switched: bool) -> None:
+    given = {key: value for key, value in SHAPE.items() if key != "max_position_embeddings"}
+    given |= {"pad_token_id": None, "num_experts_per_tok": 2}
+    given |= {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0} if switched else {}
+    full = AutoConfig.for_model(model_type, **given).to_dict()
+    assert read_architecture({"model_type": model_type, **given}) == read_architecture(full)
 
 
 @pytest.mark.parametrize("sharing", ["mqa", "mha"])

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from swiftkv_platform.configs import PREFIXES
+from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.model.families import STUDENTS
 from swiftkv_platform.model.masks import FULL, layer_types
-from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, architecture, layer_windows
 from swiftkv_platform.vllm.versions import check_version
 from tests.tiny_models import FAMILY_CONFIGS
 
@@ -60,13 +60,10 @@ def test_known_versions_pass_and_others_are_named() -> None:
         assert version in caught.value.message
 
 
-def test_every_family_is_served_as_in_transformers_or_has_a_reason() -> None:
-    assert FAMILIES.keys() | UNSERVED.keys() == PREFIXES.keys()
-    assert not FAMILIES.keys() & UNSERVED.keys()
-    for model_type in PREFIXES:
-        assert architecture(model_type) == STUDENTS[model_type].causal_lm.__name__
-    for name, config in FAMILY_CONFIGS.items():
-        if name.split("-")[0] in FAMILIES:
-            windows = layer_windows(config)
-            assert [window is None for window in windows] == [kind == FULL for kind in layer_types(config)]
-            assert set(windows) <= {None, getattr(config, "sliding_window", None)}
+def test_every_family_has_the_class_and_the_windows_of_transformers() -> None:
+    for family in FAMILIES.values():
+        assert family.student_class == STUDENTS[family.model_type].causal_lm.__name__
+    for config in FAMILY_CONFIGS.values():
+        windows = layer_windows(config)
+        assert [window is None for window in windows] == [kind == FULL for kind in layer_types(config)]
+        assert set(windows) <= {None, getattr(config, "sliding_window", None)}

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from swiftkv_platform.families import is_served_by_vllm
 from swiftkv_platform.model import export
-from swiftkv_platform.vllm.families import FAMILIES
 from tests.outside.vllm.engines import (
     OWN,
     SHAPE,
@@ -25,7 +25,7 @@ from tests.outside.vllm.engines import (
 )
 from tests.tiny_models import FAMILY_CONFIGS
 
-SERVED = [name for name in FAMILY_CONFIGS if name.split("-")[0] in FAMILIES]
+SERVED = [name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0])]
 
 
 OWN_SHAPES = (OWN | {"key_value_group_size": 1}, OWN)

@@ -11,10 +11,9 @@ import pytest
 import vllm
 from vllm import LLM, ModelRegistry
 
-from swiftkv_platform.configs import CONFIGS
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.vllm import register
-from swiftkv_platform.vllm.families import architecture
 from tests.outside.vllm.engines import DEFAULTS
 
 HEAVY = ("ray", "obstore", "sqlalchemy", "alembic", "wandb", "datasets")
@@ -40,7 +39,7 @@ def test_registering_twice_changes_nothing() -> None:
     once = dict(ModelRegistry.models)
     register()
     assert ModelRegistry.models.keys() == once.keys()
-    assert {architecture(name) for name in CONFIGS} <= ModelRegistry.models.keys()
+    assert {family.student_class for family in FAMILIES.values()} <= ModelRegistry.models.keys()
 
 
 def test_registering_imports_no_layers_and_no_services() -> None:

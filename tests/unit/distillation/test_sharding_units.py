@@ -18,11 +18,13 @@ from tests.tiny_models import FAMILY_CONFIGS
 DEEP = 24
 """Layers, of which two keep their own K and V: projections of 22 groups are larger than most layers."""
 
+BY_LAYER = ("layer_types", "no_rope_layers")
+
 
 def make_decoder(family: str, sharing: Sharing = "gqa", *, own_output_projection: bool = False) -> Any:
     teacher = copy.deepcopy(FAMILY_CONFIGS[family])
     config = make_student_config(
-        type(teacher)(**{**teacher.to_dict(), "num_hidden_layers": DEEP, "layer_types": None}),
+        type(teacher)(**{**teacher.to_dict(), "num_hidden_layers": DEEP, **dict.fromkeys(BY_LAYER)}),
         num_key_value_layers=2,
         prefill_reduction=None,
         key_value_group_size=1,

@@ -1,0 +1,218 @@
+"""The table of model families: one row for each teacher architecture of transformers. Imports neither torch nor
+transformers.
+
+The configuration classes, the plan, the model, the vLLM plugin and the reader of GGUF files are made from these rows.
+A family fits when its decoder embeds, runs its layers and normalises, no more; its layers pass keyword arguments on to
+their attention; and that is of a kind that there is. Defaults are those of transformers for absent keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swiftkv_platform.errors import ModelError
+
+STUDENT_SUFFIX = "_swiftkv"
+"""Ending of a student's `model_type`, behind its teacher's."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A key of `config.json` that is true or false."""
+
+    key: str
+    default: bool = False
+
+    def of(self, config: Any) -> bool:
+        """The value in a configuration of transformers."""
+        return bool(getattr(config, self.key, self.default))
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same value in every configuration of a family."""
+
+    value: bool
+
+    def of(self, _config: Any) -> bool:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sliding windows of a family's layers."""
+
+    default: int | None
+    """Tokens where `sliding_window` is absent; None: no window."""
+    switched: bool = False
+    """Whether there are windows only where `use_sliding_window` is set."""
+    by_layer: bool = False
+    """Whether `layer_types` says which layers have one. If it is absent: those from `max_window_layers` on where
+    windows are switched, else all."""
+
+
+NEVER, ALWAYS = Fixed(False), Fixed(True)
+ATTENTION_BIAS, MLP_BIAS = Flag("attention_bias"), Flag("mlp_bias")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One teacher architecture of transformers; the rows below name what differs from Llama without biases."""
+
+    model_type: str
+    """Teacher's `model_type`, and name of its module in transformers; the student's is `{model_type}_swiftkv`."""
+    prefix: str
+    """Beginning of transformers' class names."""
+    attention: Literal["head", "latent"] = "head"
+    """Kind of attention: keys and values by head with `q_proj`, `k_proj`, `v_proj`, `o_proj` and Llama's RoPE (rotated
+    halves), or DeepSeek-V2's latents."""
+    input_bias: Flag | Fixed = NEVER
+    """Biases of the query, key and value projections."""
+    output_bias: Flag | Fixed = NEVER
+    """Bias of the output projection of attention."""
+    head_norms: bool = False
+    """RMSNorms on queries and keys, head by head, before RoPE."""
+    head_dim: int | None = None
+    """Size of a head where `head_dim` is absent; None: hidden_size / num_attention_heads."""
+    has_unrotated_layers: bool = False
+    """Whether `no_rope_layers` names layers without RoPE, by a 0 (SmolLM3); a group's layers follow its first one."""
+    feed_forward: Literal["gated", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
+    """Feed-forward part of a layer: gate, up and down, or a mixture of experts."""
+    mlp_bias: Flag | Fixed = NEVER
+    """Biases of the feed-forward part where it is no mixture."""
+    has_multipliers: bool = False
+    """Whether embeddings, scores, residual branches and logits are scaled by keys of the configuration (Granite)."""
+    windows: Windows | None = None
+    """Sliding windows; None: `sliding_window` means nothing."""
+    max_position_embeddings: int = 32768
+    """Positions where the key is absent."""
+    tie_word_embeddings: bool = False
+    """Whether the head is the embedding where the key is absent."""
+    is_gguf_architecture: bool = False
+    """Whether GGUF files with this name as `general.architecture` are read."""
+    refused_by_vllm: str = ""
+    """Reason why vLLM does not serve students of the family, and what does; empty: it serves them."""
+
+    @property
+    def student_type(self) -> str:
+        """The student's `model_type`."""
+        return f"{self.model_type}{STUDENT_SUFFIX}"
+
+    def multiplier(self, config: Any, key: str) -> float:
+        """The factor of that name in a configuration of transformers; 1 where the family has none."""
+        return float(getattr(config, key)) if self.has_multipliers else 1.0
+
+    @property
+    def student_class(self) -> str:
+        """Name in a student's `architectures`."""
+        return f"{self.prefix}SwiftKVForCausalLM"
+
+
+_BIASED: dict[str, Any] = {"input_bias": ATTENTION_BIAS, "output_bias": ATTENTION_BIAS}
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            "llama",
+            "Llama",
+            **_BIASED,
+            mlp_bias=MLP_BIAS,
+            max_position_embeddings=2048,
+            is_gguf_architecture=True,  # Mistral's models too
+        ),
+        Family("mistral", "Mistral", windows=Windows(4096), max_position_embeddings=131072),
+        Family("ministral", "Ministral", windows=Windows(4096, by_layer=True), max_position_embeddings=131072),
+        Family(
+            "qwen2",
+            "Qwen2",
+            input_bias=ALWAYS,
+            windows=Windows(4096, switched=True, by_layer=True),
+            is_gguf_architecture=True,
+        ),
+        Family(
+            "qwen3",
+            "Qwen3",
+            **_BIASED,
+            head_norms=True,
+            head_dim=128,
+            windows=Windows(4096, switched=True, by_layer=True),
+            is_gguf_architecture=True,
+        ),
+        Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, has_multipliers=True, max_position_embeddings=2048),
+        Family(
+            "seed_oss",
+            "SeedOss",
+            input_bias=Flag("attention_bias", default=True),
+            output_bias=Flag("attention_out_bias"),
+            head_dim=128,
+            mlp_bias=MLP_BIAS,
+            max_position_embeddings=524288,
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3",
+            **_BIASED,
+            has_unrotated_layers=True,
+            mlp_bias=MLP_BIAS,
+            windows=Windows(None, switched=True, by_layer=True),
+            tie_word_embeddings=True,
+            refused_by_vllm="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
+        ),
+        Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
+        Family(
+            "qwen3_moe",
+            "Qwen3Moe",
+            **_BIASED,
+            head_norms=True,
+            feed_forward="qwen3_moe",
+            windows=Windows(4096, switched=True),
+        ),
+        Family(
+            "deepseek_v2",
+            "DeepseekV2",
+            attention="latent",
+            **_BIASED,
+            feed_forward="deepseek_v2",
+            mlp_bias=MLP_BIAS,
+            max_position_embeddings=2048,
+            refused_by_vllm="vLLM's multi-head latent attention cannot share a KV cache between layers; this project's "
+            "own engine serves DeepSeek-V2 students",
+        ),
+    )
+}
+"""Rows by the teacher's `model_type`."""
+FLAGS = frozenset(
+    flag.key
+    for family in FAMILIES.values()
+    for flag in (family.input_bias, family.output_bias, family.mlp_bias)
+    if isinstance(flag, Flag)
+)
+"""Keys of the rows."""
+
+
+def teacher_type(model_type: object) -> str:
+    """The teacher's `model_type` for a teacher's or a student's; any text for what is neither."""
+    return str(model_type).removesuffix(STUDENT_SUFFIX)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`, a teacher's or a student's. Raises `ModelError`: its `model_type` has no row."""
+    model_type = config.get("model_type")
+    family = FAMILIES.get(teacher_type(model_type)) if isinstance(model_type, str) else None
+    if family is None:
+        raise ModelError(
+            f"config.json has model_type {model_type!r}, and no SwiftKV family is of that type; there are "
+            f"{', '.join(sorted(FAMILIES))}",
+            field="model.name_or_path",
+            value=model_type,
+        )
+    return family
+
+
+def is_served_by_vllm(model_type: str) -> bool:
+    """Whether vLLM serves students of a family, by the `model_type` of a teacher or a student."""
+    family = FAMILIES.get(teacher_type(model_type))
+    return family is not None and not family.refused_by_vllm

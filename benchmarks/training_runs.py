@@ -18,15 +18,15 @@ from torch import Tensor
 
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.completions import AnswerStore
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.checkpoint import Checkpointer
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.fork import Fork, load_trained
 from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import parallelize
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.evaluation.quality import Totals
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.jobs.attempt.downloads import teacher_path
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare

@@ -12,9 +12,8 @@ import ray
 
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.jobs.attempt.chosen import finished_before
-from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, look
-from swiftkv_platform.jobs.attempt.events import Reporter, say_waiting
+from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, Reporter, look, say_waiting
+from swiftkv_platform.jobs.attempt.stored import finished_before
 from swiftkv_platform.jobs.group import group_size, run_together
 from swiftkv_platform.jobs.tasks import prepare, publish, task_options, write
 from swiftkv_platform.jobs.values import STOPPED, Plan, StoppedError, WorkerConfig

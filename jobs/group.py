@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, look
+from swiftkv_platform.jobs.attempt.events import LOOK_INTERVAL_S, look
 from swiftkv_platform.jobs.failures import explain, root_cause
 from swiftkv_platform.jobs.values import STOPPED, Member, StoppedError
 from swiftkv_platform.logs import get_logger

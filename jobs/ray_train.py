@@ -11,7 +11,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal.callbacks import DatasetsCallback
 
-from swiftkv_platform.jobs.attempt.control import checkpoint_on_sigterm, leave_on_sigterm
+from swiftkv_platform.jobs.attempt.events import checkpoint_on_sigterm, leave_on_sigterm
 from swiftkv_platform.jobs.tasks import train_loop_per_worker
 from swiftkv_platform.jobs.values import Outcome, StoppedError, WorkerConfig
 from swiftkv_platform.specs import ResourcesSpec

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
 from swiftkv_platform.jobs.attempt.events import say_placed
-from swiftkv_platform.jobs.attempt.preparation import StoredPreparation, find_rows, find_start, publish_rows, start_key
+from swiftkv_platform.jobs.attempt.stored import StoredPreparation, find_rows, find_start, publish_rows, start_key
 from swiftkv_platform.jobs.values import Member, Outcome, Plan, WorkerConfig
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
@@ -22,7 +22,7 @@ from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.traces import spans_of_jobs
 
 if TYPE_CHECKING:
-    from swiftkv_platform.jobs.attempt.preparation import Prepared
+    from swiftkv_platform.jobs.attempt.stored import Prepared
     from swiftkv_platform.jobs.worker.memory import Workspace
 
 

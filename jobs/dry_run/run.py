@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig
 
-from swiftkv_platform.distillation.checkpoint import Progress
+from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import Parallel, parallelize
-from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
-from swiftkv_platform.distillation.trainer import Trainer
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.trainer import Trainer, parallelize
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run.fakes import Fakes, FakeWeights, FakeWorkers, faked
 from swiftkv_platform.jobs.dry_run.tracker import Collective, DryRun, Gradients, Memory, Tracker
@@ -95,15 +94,10 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
 
 def _spread(spec: JobSpec, config: Any, fakes: Fakes) -> Parallel:
     """The fork over the workers, as `swiftkv_platform.jobs.worker.train` has it."""
-    fork = Fork(
-        fakes.student(config),
-        spec.distillation,
-        dtype=compute_dtype(spec),
-        gradient_checkpointing=spec.training.gradient_checkpointing,
-        sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, torch.device("cpu")),
-    )
+    device = torch.device("cpu")
+    fork = Fork.of_job(fakes.student(config), spec, device=device)
     weights = FakeWeights(fork.student, fakes)
-    return parallelize(fork, spec, dtype=compute_dtype(spec), device=torch.device("cpu"), weights=weights)
+    return parallelize(fork, spec, dtype=compute_dtype(spec), device=device, weights=weights)
 
 
 def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:

@@ -12,7 +12,7 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.calibration_text import calibration_batches
-from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
+from swiftkv_platform.jobs.attempt.stored import StoredPreparation
 from swiftkv_platform.jobs.worker.prepare import open_lazy
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.directories import ShardWriter

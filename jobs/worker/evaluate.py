@@ -15,19 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest, Manifest
-from swiftkv_platform.distillation.checkpoint import INDEX, TrainedTensors
 from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
+from swiftkv_platform.distillation.pieces import INDEX, TrainedTensors
 from swiftkv_platform.distillation.weights import LazyStudent, save_lazy, stored_tensors
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
-from swiftkv_platform.jobs.attempt.chosen import CHOSEN_STEP
-from swiftkv_platform.jobs.attempt.curve import read_curve
 from swiftkv_platform.jobs.attempt.downloads import access_of, fetch_data, teacher_path
-from swiftkv_platform.jobs.attempt.parts import StoredParts
-from swiftkv_platform.jobs.attempt.preparation import Prepared
-from swiftkv_platform.jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP, Prepared, StoredParts
+from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_curve
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.memory import Workspace, free_bytes, shared_workspace
 from swiftkv_platform.jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device

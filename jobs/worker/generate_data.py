@@ -14,8 +14,8 @@ from swiftkv_platform.data.completions import PromptSource
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.jobs.attempt.downloads import StoreFiles, access_of, teacher_path
-from swiftkv_platform.jobs.attempt.events import Reporter
-from swiftkv_platform.jobs.attempt.parts import PhaseProgress, newest_bytes
+from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter
+from swiftkv_platform.jobs.attempt.stored import newest_bytes
 from swiftkv_platform.jobs.worker.memory import free_bytes
 from swiftkv_platform.jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
 from swiftkv_platform.planning.phases import refuse, teacher_bytes

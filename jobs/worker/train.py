@@ -20,27 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swiftkv_platform.contract.attempts import Manifest, Parent, StopRequest
-from swiftkv_platform.distillation.checkpoint import (
-    Checkpointer,
-    Progress,
-    from_rank_0,
-    load_whole_state,
-    on_all_workers,
-)
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.checkpoint import Checkpointer, from_rank_0, load_whole_state, on_all_workers
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
-from swiftkv_platform.distillation.parallel import Parallel, parallelize
-from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.errors import StorageError, TrainingError
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
-from swiftkv_platform.jobs.attempt.control import ControlWatcher, told_to_leave
-from swiftkv_platform.jobs.attempt.curve import Curve
 from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, say_placed
+from swiftkv_platform.jobs.attempt.events import ControlWatcher, MetricsBuffer, Reporter, say_placed, told_to_leave
 from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
-from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
-from swiftkv_platform.jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, StoredPreparation
+from swiftkv_platform.jobs.attempt.tracking import Curve, TrackedRun
 from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig
 from swiftkv_platform.jobs.worker.calibrate import find_start
 from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy, set_up_process
@@ -145,14 +135,7 @@ def _spread(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None) -> Par
         lazy = open_lazy(spec, path, start)
     student = lazy.model if lazy else load_student(spec, path)
     device = ray.train.torch.get_device()
-    fork = Fork(
-        student,
-        spec.distillation,
-        dtype=dtype,
-        gradient_checkpointing=spec.training.gradient_checkpointing,
-        attention=spec.training.attn_implementation,
-        sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, device),
-    )
+    fork = Fork.of_job(student, spec, device=device)
     if lazy is not None:
         lazy.attach(fork)
     elif start is not None:

@@ -26,15 +26,12 @@ from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import parallelize
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
-from swiftkv_platform.jobs.attempt.parts import StoredParts
-from swiftkv_platform.jobs.attempt.preparation import Prepared
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, Prepared, StoredParts
 from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 from swiftkv_platform.jobs.worker.memory import shared_workspace

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.distillation.weights import save_lazy
 from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy
 from swiftkv_platform.model.calibration_stream import calibrate_streamed

@@ -9,7 +9,7 @@ import pytest
 from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseCode, CourseEvent
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation.course import Course, Turn, chosen_step, measured, turn_notes, went_back
-from swiftkv_platform.distillation.micro_batches import measured_rows
+from swiftkv_platform.distillation.trainer import measured_rows
 from swiftkv_platform.specs import TrainingSpec, ValidationSpec
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search
+from swiftkv_platform.distillation.course import first_rate, highest_rate, search
 from swiftkv_platform.planning.steering import MAX_TRIALS, steps_of_trial
 
 

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import ConflictError
-from swiftkv_platform.jobs.attempt import curve
-from swiftkv_platform.jobs.attempt.curve import Curve, read_curve
+from swiftkv_platform.jobs.attempt import tracking
 from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.jobs.attempt.tailing import following
+from swiftkv_platform.jobs.attempt.tracking import Curve, read_curve
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.attempt_store import FakeWorker
@@ -216,7 +216,7 @@ def test_losses_are_kept_and_nothing_else(store: HangingStore) -> None:
 
 
 def test_a_long_run_keeps_every_few_steps_and_the_last(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve, "_MOST_POINTS", 8)
+    monkeypatch.setattr(tracking, "_MOST_POINTS", 8)
     draw(Curve(store, FIRST), *range(1, 42))
     assert [each["step"] for each in read_curve(store, [FIRST])] == [8, 16, 24, 32, 40, 41]
 

@@ -12,7 +12,7 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data import completions
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.jobs.attempt.preparation import find_rows
+from swiftkv_platform.jobs.attempt.stored import find_rows
 from swiftkv_platform.jobs.tasks import prepare, write
 from swiftkv_platform.jobs.worker import generate_data
 from swiftkv_platform.jobs.worker.calibrate import calibrate

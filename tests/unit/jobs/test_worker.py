@@ -14,9 +14,8 @@ import torch
 
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.events import CourseCode
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.trainer import StepMetrics
-from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.jobs.values import WorkerConfig
 from swiftkv_platform.jobs.worker.telemetry import Telemetry, training_flops_per_token
 from swiftkv_platform.jobs.worker.train import _RankZero

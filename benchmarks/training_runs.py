@@ -25,11 +25,10 @@ from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.evaluation.quality import Totals
-from swiftkv_platform.jobs.attempt.downloads import teacher_path
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
-from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.jobs.worker.measure import Evaluation
-from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare
+from swiftkv_platform.jobs.worker.prepare import prepare
+from swiftkv_platform.jobs.worker.setup import calibrate, compute_dtype, load_student, open_lazy, teacher_path
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

@@ -18,7 +18,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run.fakes import Fakes, FakeWeights, FakeWorkers, faked
 from swiftkv_platform.jobs.dry_run.tracker import Collective, DryRun, Gradients, Memory, Tracker
 from swiftkv_platform.jobs.worker.measure import Evaluation
-from swiftkv_platform.jobs.worker.prepare import compute_dtype, student_shape
+from swiftkv_platform.jobs.worker.setup import compute_dtype, student_shape
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.packed_attention import to_tensors

@@ -20,8 +20,8 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.report import Report
-from swiftkv_platform.jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
 from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.setup import StoreFiles, fetch_data, teacher_path
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.tokenizers import load_tokenizer

@@ -6,32 +6,36 @@ What is wrong with a spec, a model or a data set shows here, before any worker s
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
-from swiftkv_platform.data.packing import total_steps
+from swiftkv_platform.data.packing import PackedRows, total_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
 from swiftkv_platform.distillation.sequence_parallel import check_heads
-from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
-from swiftkv_platform.jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
 from swiftkv_platform.jobs.values import Plan
-from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
-from swiftkv_platform.jobs.worker.telemetry import training_flops_per_token
-from swiftkv_platform.model import convert, tokenizers
+from swiftkv_platform.jobs.worker.setup import (
+    StoreFiles,
+    fetch_data,
+    load_tokenizer,
+    open_lazy,
+    set_up_process,
+    teacher_path,
+)
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
@@ -91,6 +95,20 @@ def prepare(
     return plan, data
 
 
+def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
+    """Operations that training on `rows` takes, over the positions that the loss counts; each token attends to its own
+    sample. What gradient checkpointing repeats is not among them. None for a family that the planner does not know.
+    `config`: the student's configuration."""
+    setup = replace(
+        training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
+    )
+    try:
+        flops = plan_training(config.to_dict(), setup).flops_per_token
+    except ModelError:
+        return None
+    return (flops.total - flops.recomputation) / setup.counted_share
+
+
 def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
     """A warning where workers compute in bfloat16 on CPUs such as this one that have no fast products in it."""
     if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not multiplies_bfloat16():
@@ -130,65 +148,7 @@ def _prepare_rows(
         )
 
 
-def load_student(spec: JobSpec, path: str) -> Any:
-    """The student with copied projections, in the spec's dtype."""
-    return convert(path, **student_shape(spec), dtype=compute_dtype(spec), revision=spec.model.revision)
-
-
-def open_lazy(
-    spec: JobSpec, path: str, start: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu"
-) -> LazyStudent:
-    """The student in the spec's dtype, its weights unread.
-
-    Args:
-        start: where its own tensors start; what is not there is copied from the teacher.
-        device: where weights go when they are read.
-    """
-    return LazyStudent.open(
-        path, start or {}, dtype=compute_dtype(spec), device=device, revision=spec.model.revision, **student_shape(spec)
-    )
-
-
-def student_shape(spec: JobSpec) -> dict[str, Any]:
-    """Arguments of `convert` that make a student of a teacher."""
-    return {
-        "num_key_value_layers": spec.swiftkv.num_key_value_layers,
-        "prefill_reduction": spec.swiftkv.prefill_reduction,
-        "key_value_group_size": spec.swiftkv.key_value_group_size,
-        "early_exit": spec.swiftkv.early_exit,
-        "sharing": spec.swiftkv.sharing,
-        "own_output_projection": spec.swiftkv.own_output_projection,
-        "decode_key_value": spec.swiftkv.decode_key_value,
-    }
-
-
-def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
-    """The teacher's tokenizer. Raises `ModelError`: it cannot be read, or makes ids that the teacher does not embed."""
-    revision = spec.model.revision
-    vocab_size = read_config(path, revision=revision).vocab_size
-    tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(path, vocab_size, revision=revision)
-    return tokenizer
-
-
 def writer(spec: JobSpec, path: str) -> Teacher:
     """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
     config = read_config(path, revision=spec.model.revision)
     return Teacher(spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings)
-
-
-def compute_dtype(spec: JobSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec.model.dtype)
-    return dtype
-
-
-def task_device(spec: JobSpec) -> torch.device:
-    """Device on which a task with a worker's resources computes."""
-    return torch.device("cuda" if spec.resources.gpus_per_worker else "cpu")
-
-
-def set_up_process(spec: JobSpec) -> None:
-    """Use the cores this process was given (threads of processes that share a core slow each other down fiftyfold),
-    keep no memory that it does not use, and draw no progress bars into its log."""
-    give_back_freed_tensors()
-    torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
-    transformers.utils.logging.disable_progress_bar()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from swiftkv_platform.distillation.fork import first_trained_layer, keep_teacher, load_trained, sharding_units
 from swiftkv_platform.distillation.parallel import materialize
-from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.specs import DistillationSpec
 
 T = TypeVar("T")

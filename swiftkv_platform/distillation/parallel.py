@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.weights import own_rows
 from swiftkv_platform.model.checkpoint import read_rows
+from swiftkv_platform.model.lazy_student import own_rows
 from swiftkv_platform.specs import JobSpec, OptimizerSpec
 
 State = dict[str, Any]

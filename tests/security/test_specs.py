@@ -10,7 +10,7 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.jobs.attempt.downloads import access_of
+from swiftkv_platform.jobs.worker.setup import access_of
 from swiftkv_platform.orchestration.job import Attempt, Job, JobStatus
 from swiftkv_platform.orchestration.limits import AttemptLimits, JobLimits
 from swiftkv_platform.orchestration.tenants import Tenants

@@ -15,7 +15,7 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.jobs.attempt.stored import find_rows
 from swiftkv_platform.jobs.tasks import prepare, write
 from swiftkv_platform.jobs.worker import generate_data
-from swiftkv_platform.jobs.worker.calibrate import calibrate
+from swiftkv_platform.jobs.worker.setup import calibrate
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore

@@ -17,8 +17,8 @@ from swiftkv_platform.contract.events import CourseCode
 from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.jobs.values import WorkerConfig
-from swiftkv_platform.jobs.worker.telemetry import Telemetry, training_flops_per_token
-from swiftkv_platform.jobs.worker.train import _RankZero
+from swiftkv_platform.jobs.worker.prepare import training_flops_per_token
+from swiftkv_platform.jobs.worker.train import Telemetry, _RankZero
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -136,7 +136,7 @@ from pathlib import Path
 
 import torch
 
-from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
+from swiftkv_platform.jobs.worker.setup import give_back_freed_tensors
 
 
 def anonymous_mib():

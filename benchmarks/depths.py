@@ -35,7 +35,7 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.evaluation.depths import Needles
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins
-from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers, write
+from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, write
 from swiftkv_platform.jobs.worker.setup import load_tokenizer
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store

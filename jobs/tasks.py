@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Let the teacher write a worker's share (`jobs.worker.generate_data`), unless the rows are prepared already."""
+    """Let the teacher write a worker's share (`jobs.worker.prepare`), unless the rows are prepared already."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
-    from swiftkv_platform.jobs.worker.generate_data import write as run
+    from swiftkv_platform.jobs.worker.prepare import write as run
 
     store = open_store(store_uri)
     say_placed(store, request, "write")
@@ -38,7 +38,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
     """Prepare rows (`jobs.worker.prepare`), or take those that an earlier attempt has prepared."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
-    from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers
+    from swiftkv_platform.jobs.worker.prepare import AttemptAnswers
     from swiftkv_platform.jobs.worker.prepare import prepare as run
     from swiftkv_platform.jobs.worker.setup import access_of
 

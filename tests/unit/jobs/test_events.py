@@ -91,20 +91,6 @@ def test_points_are_told_without_a_flush_nor_another_step_once_the_store_is_back
             assert points(store) == [point(number) for number in range(1, step + 1)]
 
 
-def test_no_step_waits_for_a_store_that_hangs(store: HangingStore) -> None:
-    store.open.clear()
-    with metrics_buffer(store) as buffer:
-        buffer.add(point(1))
-        store.reached.wait()
-        for step in range(2, 100):
-            buffer.add(point(step))
-        assert said(store) == []  # `add` came back all the same
-        store.open.set()
-    first, second = said(store)
-    assert first.data["points"] == [point(1)]
-    assert second.data["points"] == [point(step) for step in range(2, 100)]
-
-
 @pytest.mark.parametrize("error", [AWAY, ConflictError("came late"), RuntimeError("unheard of")])
 def test_points_survive_an_outage_of_the_store(store: HangingStore, error: Exception) -> None:
     with capture_logs() as lines, metrics_buffer(store) as buffer:

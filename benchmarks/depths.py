@@ -38,21 +38,26 @@ from torch import Tensor
 from benchmarks.common import benchmark_parser, conditions, write_report
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.completions import AnswerStore
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.checkpoint import Checkpointer
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.fork import Fork, load_trained
 from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import parallelize
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.evaluation.depths import Needles
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
-from swiftkv_platform.jobs.attempt.downloads import teacher_path
-from swiftkv_platform.jobs.worker.calibrate import calibrate
-from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers, write
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.jobs.worker.measure import Evaluation
-from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, open_lazy, prepare
+from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, prepare, write
+from swiftkv_platform.jobs.worker.setup import (
+    calibrate,
+    compute_dtype,
+    load_student,
+    load_tokenizer,
+    open_lazy,
+    teacher_path,
+)
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store

@@ -31,7 +31,7 @@ from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.losses import _FusedHeadLoss
-from swiftkv_platform.distillation.optimizer import build_optimizer
+from swiftkv_platform.distillation.parallel import build_optimizer
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 

@@ -28,7 +28,7 @@ from benchmarks.common import add_shape, benchmark_parser, conditions, random_ll
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork, compile_layers
-from swiftkv_platform.distillation.optimizer import build_optimizer
+from swiftkv_platform.distillation.parallel import build_optimizer
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 

@@ -1,4 +1,6 @@
-"""Runs the workers of an attempt under Ray Train. Knows resources and restarts, nothing of what a worker computes."""
+"""Runs the workers of an attempt under Ray Train. Knows resources and restarts, nothing of what a worker computes,
+which it imports there.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,13 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal.callbacks import DatasetsCallback
 
-from swiftkv_platform.jobs.attempt.control import checkpoint_on_sigterm, leave_on_sigterm
-from swiftkv_platform.jobs.tasks import train_loop_per_worker
+from swiftkv_platform.jobs.attempt.events import checkpoint_on_sigterm, leave_on_sigterm
 from swiftkv_platform.jobs.values import Outcome, StoppedError, WorkerConfig
 from swiftkv_platform.specs import ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 
 _MAX_WORKER_FAILURES = 3
 """Times an attempt brings its workers back from the newest checkpoint before it gives up."""
-
-
 _RESIZE_INTERVAL_S = float(os.environ.get("SWIFTKV_RESIZE_INTERVAL_S", "60"))
 """Seconds between looks for machines that have come, where the number of workers is elastic."""
 
@@ -100,3 +99,11 @@ def fit(worker: WorkerConfig) -> str:
         raise StoppedError(outcome.stopped)
     assert outcome.checkpoint is not None, "a run that ends well has saved its last step"
     return outcome.checkpoint
+
+
+def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
+    """Train on a worker (`jobs.worker.train`). What starts the workers needs neither model nor trainer, whose imports
+    take seconds."""
+    from swiftkv_platform.jobs.worker.train import train_loop_per_worker as run
+
+    return run(config)

@@ -8,28 +8,27 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
 from swiftkv_platform.jobs.attempt.events import say_placed
-from swiftkv_platform.jobs.attempt.preparation import StoredPreparation, find_rows, find_start, publish_rows, start_key
-from swiftkv_platform.jobs.values import Member, Outcome, Plan, WorkerConfig
+from swiftkv_platform.jobs.attempt.stored import StoredPreparation, find_rows, find_start, publish_rows, start_key
+from swiftkv_platform.jobs.values import Member, Plan
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.specs import JobSpec, ResourcesSpec
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.traces import spans_of_jobs
 
 if TYPE_CHECKING:
-    from swiftkv_platform.jobs.attempt.preparation import Prepared
-    from swiftkv_platform.jobs.worker.memory import Workspace
+    from swiftkv_platform.jobs.attempt.stored import Prepared
+    from swiftkv_platform.jobs.worker.setup import Workspace
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Let the teacher write a worker's share (`jobs.worker.generate_data`), unless the rows are prepared already."""
+    """Let the teacher write a worker's share (`jobs.worker.prepare`), unless the rows are prepared already."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
-    from swiftkv_platform.jobs.worker.generate_data import write as run
+    from swiftkv_platform.jobs.worker.prepare import write as run
 
     store = open_store(store_uri)
     say_placed(store, request, "write")
@@ -39,8 +38,9 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
     """Prepare rows (`jobs.worker.prepare`), or take those that an earlier attempt has prepared."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
-    from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers
+    from swiftkv_platform.jobs.worker.prepare import AttemptAnswers
     from swiftkv_platform.jobs.worker.prepare import prepare as run
+    from swiftkv_platform.jobs.worker.setup import access_of
 
     store = open_store(store_uri)
     say_placed(store, request, "prepare")
@@ -53,23 +53,6 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
         plan, _ = run(request.spec, rows, answers=AttemptAnswers(store, request), access=access_of(request))
         key = key or publish_rows(store, request, rows)
         return plan, StoredPreparation(store.uri, key, find_start(store, request) or start_key(request))
-
-
-def task_options(resources: ResourcesSpec) -> dict[str, Any]:
-    return {
-        "num_cpus": resources.cpus_per_worker,
-        "num_gpus": resources.gpus_per_worker,
-        "memory": resources.memory_per_worker,
-        "accelerator_type": resources.accelerator_type,
-    }
-
-
-def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Train on a worker (`jobs.worker.train`). Code that starts the workers needs neither model nor
-    trainer, whose imports take seconds."""
-    from swiftkv_platform.jobs.worker.train import train_loop_per_worker as run
-
-    return run(config)
 
 
 def evaluate_trial(
@@ -144,7 +127,7 @@ def _evaluating(
     request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member
 ) -> Iterator[Prepared]:
     """Join the workers of an evaluation, and bring what it measures on to this machine."""
-    from swiftkv_platform.jobs.worker.memory import joined, shared_workspace
+    from swiftkv_platform.jobs.worker.setup import joined, shared_workspace
     from swiftkv_platform.model.workers import Workers
 
     if member.rank == 0:
@@ -163,8 +146,7 @@ def _evaluating(
 
 def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, workspace: Workspace) -> None:
     """Have the workers find the start that is measured, where an attempt before has trained and cleaned up."""
-    from swiftkv_platform.jobs.worker.calibrate import find_start
-    from swiftkv_platform.jobs.worker.prepare import set_up_process, task_device
+    from swiftkv_platform.jobs.worker.setup import access_of, find_start, set_up_process, task_device, teacher_path
     from swiftkv_platform.model.workers import Workers
 
     spec, workers = request.spec, Workers()

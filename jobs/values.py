@@ -27,7 +27,7 @@ class Plan:
     statistics: dict[str, Any]
     """Statistics of the data, see `DataStatistics`."""
     flops_per_token: float | None = None
-    """FLOPs of training per position that the loss counts, see `swiftkv_platform.jobs.worker.telemetry`."""
+    """FLOPs of training per position that the loss counts, see `swiftkv_platform.jobs.worker.prepare`."""
     messages: tuple[tuple[str, bool], ...] = ()
     """Statistics in sentences, and which of them are warnings."""
 

@@ -14,7 +14,7 @@ import torch
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.distillation.checkpoint import TrainedTensors
+from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore

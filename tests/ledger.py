@@ -24,11 +24,12 @@ import ray
 import ray.train
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.distillation.checkpoint import Progress, from_rank_0
+from swiftkv_platform.distillation.checkpoint import from_rank_0
+from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.jobs import distill, driver, ray_train, tasks
-from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
+from swiftkv_platform.jobs.attempt.stored import StoredPreparation
 from swiftkv_platform.jobs.values import Outcome, Plan, WorkerConfig
 from swiftkv_platform.jobs.worker import train
 from swiftkv_platform.specs import JobSpec

@@ -1,22 +1,26 @@
-"""Events that a process of an attempt sends the control plane, numbered, in the object store. Of Ray it knows
-resources.
+"""Messages between an attempt and the control plane, objects in the store: numbered events go out, requests to pause or
+to save before machines go come in. SIGTERM says the same: the driver's becomes such an object, a worker's is kept in
+its process. Of Ray it knows resources.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
+from types import FrameType
 from typing import Any
 
 import ray
 from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, StopRequest
 from swiftkv_platform.contract.events import (
     ArtifactData,
     ArtifactEvent,
@@ -40,13 +44,21 @@ from swiftkv_platform.contract.events import (
     TrackingData,
     TrackingEvent,
 )
-from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.errors import StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.storage.attempt_store import EventWriter
+from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.tracking.tracker import TrackingInfo
+
+PROGRESS_INTERVAL_S = 30.0
+"""Seconds between events of one part's progress."""
+_GIB = 1 << 30
+LOOK_INTERVAL_S = 1.0
+"""Seconds between looks for control objects."""
+_told_to_leave = threading.Event()
+"""SIGTERM flag of this process, a worker."""
 
 
 class Reporter:
@@ -179,7 +191,28 @@ class MetricsBuffer:
         return True
 
 
-_GIB = 1 << 30
+class PhaseProgress:
+    """Events that tell how far the parts of a phase are, and how long they will take at the pace so far."""
+
+    def __init__(self, reporter: Reporter, phase: str) -> None:
+        self._reporter = reporter
+        self._phase = phase
+        self._began: dict[str, tuple[float, int]] = {}
+        self._told = 0.0
+
+    def begin(self, part: str, done: int = 0) -> None:
+        """Start the part's clock, `done` of its pieces having been done before."""
+        self._began[part] = time.monotonic(), done
+
+    def tell(self, part: str, done: int, total: int) -> None:
+        """Write an event, unless the last one was written a moment ago and the part is not at its end."""
+        now = time.monotonic()
+        if done < total and now < self._told + PROGRESS_INTERVAL_S:
+            return
+        self._told = now
+        began, before = self._began.setdefault(part, (now, done))
+        eta = (now - began) * (total - done) / (done - before) if done > before else None
+        self._reporter.progress(self._phase, part, done=done, total=total, eta_s=eta)
 
 
 def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
@@ -207,3 +240,82 @@ def _needs(spec: JobSpec, num_workers: int) -> str:
     total = " and ".join(f"{there.get(name, 0.0):g} {name}" for name, amount in each.items() if amount)
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     return f"{workers} with {asked}{kind} each; the whole cluster had {total}"
+
+
+def look(store: ObjectStore, request: AttemptRequest) -> StopRequest:
+    """Read the stop request for an attempt from the store; `NONE` while it is away."""
+    attempts = AttemptStore(store)
+    try:
+        if attempts.pause_requested(request.attempt_id):
+            return StopRequest.PAUSE
+        return StopRequest.STOP if attempts.preemption_announced(request.attempt_id) else StopRequest.NONE
+    except StorageError as error:
+        get_logger().warning("control_unreadable", error=error.message)
+        return StopRequest.NONE
+
+
+class ControlWatcher:
+    """Looks for control objects of an attempt, on a thread of its own, so that no step waits for the store."""
+
+    def __init__(self, store: ObjectStore, request: AttemptRequest, *, interval_s: float = LOOK_INTERVAL_S) -> None:
+        self._store = store
+        self._request = request
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        self._stop_request = StopRequest.NONE
+        self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
+        self._thread.start()
+
+    @property
+    def stop_request(self) -> StopRequest:
+        return self._stop_request
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            self._stop_request = max(self._stop_request, look(self._store, self._request))
+
+
+@contextmanager
+def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterator[None]:
+    """The first SIGTERM asks the workers for a checkpoint, after which they end; the next one does what it did before.
+
+    Elsewhere than on the main thread, which alone may handle signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+    def announce(_signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, before)
+        get_logger().warning("preempted")
+        with suppress(StorageError):  # the attempt then ends with the checkpoints there are
+            AttemptStore(store).announce_preemption(request.attempt_id)
+
+    signal.signal(signal.SIGTERM, announce)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def leave_on_sigterm() -> None:
+    """The first SIGTERM to this process, a worker, makes `told_to_leave` true; the next one does what it did before.
+
+    Called on the main thread, which alone may handle signals; the trainer runs on another.
+    """
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, before)
+        _told_to_leave.set()
+
+    signal.signal(signal.SIGTERM, note)
+
+
+def told_to_leave() -> bool:
+    return _told_to_leave.is_set()

@@ -54,7 +54,7 @@ def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | No
     """The tensors of a parent, by the student's names, each read when it is asked for. `files`: what `open_parent`
     returned, to read them from; None: they are downloaded."""
     if parent.kind == "checkpoint":
-        from swiftkv_platform.distillation.checkpoint import TrainedTensors
+        from swiftkv_platform.distillation.pieces import TrainedTensors
 
         return TrainedTensors(directory, None if files is None else files.read)
     if files is not None:

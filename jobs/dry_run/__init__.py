@@ -6,7 +6,6 @@ workspaces of kernels and what an allocator keeps are in none of the figures. Ev
 every number that is read of a tensor is one.
 """
 
-from swiftkv_platform.jobs.dry_run.run import dry_run
-from swiftkv_platform.jobs.dry_run.tracker import Collective, DryRun, Memory
+from swiftkv_platform.jobs.dry_run.run import Collective, DryRun, Memory, dry_run
 
 __all__ = ["Collective", "DryRun", "Memory", "dry_run"]

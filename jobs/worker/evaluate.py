@@ -15,25 +15,31 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest, Manifest
-from swiftkv_platform.distillation.checkpoint import INDEX, TrainedTensors
 from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
-from swiftkv_platform.distillation.weights import LazyStudent, save_lazy, stored_tensors
+from swiftkv_platform.distillation.pieces import INDEX, TrainedTensors
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
-from swiftkv_platform.jobs.attempt.chosen import CHOSEN_STEP
-from swiftkv_platform.jobs.attempt.curve import read_curve
-from swiftkv_platform.jobs.attempt.downloads import access_of, fetch_data, teacher_path
-from swiftkv_platform.jobs.attempt.parts import StoredParts
-from swiftkv_platform.jobs.attempt.preparation import Prepared
-from swiftkv_platform.jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP, Prepared, StoredParts
+from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_curve
 from swiftkv_platform.jobs.worker.measure import Evaluation
-from swiftkv_platform.jobs.worker.memory import Workspace, free_bytes, shared_workspace
-from swiftkv_platform.jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device
+from swiftkv_platform.jobs.worker.setup import (
+    Workspace,
+    access_of,
+    fetch_data,
+    free_bytes,
+    load_tokenizer,
+    open_lazy,
+    set_up_process,
+    shared_workspace,
+    task_device,
+    teacher_path,
+)
 from swiftkv_platform.model.adapters import write_adapter
 from swiftkv_platform.model.checkpoint import LazyTensors, StoredTensors
 from swiftkv_platform.model.directories import ShardWriter
+from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy, stored_tensors
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.phases import MODEL_SHARE
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES

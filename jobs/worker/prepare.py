@@ -1,40 +1,61 @@
-"""The first phase of an attempt, in one Ray task: check the model, of which no weight is read, and prepare the data.
+"""The phases before training. In the first the teacher answers the prompts of sources with `complete`, each worker a
+share of them; the second checks the model, of which no weight is read, and prepares the data, in one Ray task.
 
 What is wrong with a spec, a model or a data set shows here, before any worker starts. Knows no Ray itself.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
-from swiftkv_platform.data.packing import total_steps
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.data.completions import Answer, AnswerStore, PromptSource, Shard, Teacher, WrittenBy
+from swiftkv_platform.data.documents import DocumentEncoder
+from swiftkv_platform.data.packing import PackedRows, total_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
 from swiftkv_platform.distillation.sequence_parallel import check_heads
-from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
-from swiftkv_platform.jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
+from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter
+from swiftkv_platform.jobs.attempt.stored import newest_bytes
 from swiftkv_platform.jobs.values import Plan
-from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
-from swiftkv_platform.jobs.worker.telemetry import training_flops_per_token
-from swiftkv_platform.model import convert, tokenizers
+from swiftkv_platform.jobs.worker.setup import (
+    StoreFiles,
+    access_of,
+    fetch_data,
+    free_bytes,
+    load_tokenizer,
+    open_lazy,
+    set_up_process,
+    task_device,
+    teacher_path,
+)
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import multiplies_bfloat16
+from swiftkv_platform.planning.phases import refuse, teacher_bytes
+from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine import LLMEngine
 
 
 def prepare(
@@ -91,6 +112,20 @@ def prepare(
     return plan, data
 
 
+def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
+    """Operations that training on `rows` takes, over the positions that the loss counts; each token attends to its own
+    sample. What gradient checkpointing repeats is not among them. None for a family that the planner does not know.
+    `config`: the student's configuration."""
+    setup = replace(
+        training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
+    )
+    try:
+        flops = plan_training(config.to_dict(), setup).flops_per_token
+    except ModelError:
+        return None
+    return (flops.total - flops.recomputation) / setup.counted_share
+
+
 def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
     """A warning where workers compute in bfloat16 on CPUs such as this one that have no fast products in it."""
     if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not multiplies_bfloat16():
@@ -130,65 +165,135 @@ def _prepare_rows(
         )
 
 
-def load_student(spec: JobSpec, path: str) -> Any:
-    """The student with copied projections, in the spec's dtype."""
-    return convert(path, **student_shape(spec), dtype=compute_dtype(spec), revision=spec.model.revision)
-
-
-def open_lazy(
-    spec: JobSpec, path: str, start: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu"
-) -> LazyStudent:
-    """The student in the spec's dtype, its weights unread.
-
-    Args:
-        start: where its own tensors start; what is not there is copied from the teacher.
-        device: where weights go when they are read.
-    """
-    return LazyStudent.open(
-        path, start or {}, dtype=compute_dtype(spec), device=device, revision=spec.model.revision, **student_shape(spec)
-    )
-
-
-def student_shape(spec: JobSpec) -> dict[str, Any]:
-    """Arguments of `convert` that make a student of a teacher."""
-    return {
-        "num_key_value_layers": spec.swiftkv.num_key_value_layers,
-        "prefill_reduction": spec.swiftkv.prefill_reduction,
-        "key_value_group_size": spec.swiftkv.key_value_group_size,
-        "early_exit": spec.swiftkv.early_exit,
-        "sharing": spec.swiftkv.sharing,
-        "own_output_projection": spec.swiftkv.own_output_projection,
-        "decode_key_value": spec.swiftkv.decode_key_value,
-    }
-
-
-def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
-    """The teacher's tokenizer. Raises `ModelError`: it cannot be read, or makes ids that the teacher does not embed."""
-    revision = spec.model.revision
-    vocab_size = read_config(path, revision=revision).vocab_size
-    tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(path, vocab_size, revision=revision)
-    return tokenizer
-
-
 def writer(spec: JobSpec, path: str) -> Teacher:
     """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
     config = read_config(path, revision=spec.model.revision)
     return Teacher(spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings)
 
 
-def compute_dtype(spec: JobSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec.model.dtype)
-    return dtype
+class AttemptAnswers:
+    """The `AnswerStore` of an attempt: it writes below its own prefix, and reads below those of earlier ones too."""
+
+    def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
+        self._store = store
+        self._attempt = request.attempt_id
+
+    def get(self, key: str) -> bytes | None:
+        return newest_bytes(self._store, self._attempt, lambda attempt: attempt.answers_key(key))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._store.put_bytes(self._attempt.answers_key(key), data)
 
 
-def task_device(spec: JobSpec) -> torch.device:
-    """Device on which a task with a worker's resources computes."""
-    return torch.device("cuda" if spec.resources.gpus_per_worker else "cpu")
+def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
+    """Write the share of worker `worker`; returns its number of tokens. Raises `ModelError`: an unreadable teacher or
+    tokenizer; `DataError`: prompts that cannot be read."""
+    spec = request.spec
+    set_up_process(spec)
+    store = open_store(store_uri)
+    answers, num_tokens = AttemptAnswers(store, request), 0
+    progress = PhaseProgress(Reporter(store, request.attempt_id, f"write-{worker}"), "write")
+    with tempfile.TemporaryDirectory(prefix="write-") as directory:
+        workspace = Path(directory)
+        path = teacher_path(spec.model, workspace, access=access_of(request))
+        teacher = writer(spec, path)
+        max_length = min(spec.data.max_length, teacher.max_model_len)
+        encoder = DocumentEncoder(load_tokenizer(spec, path), max_length=max_length, train_on=spec.data.train_on)
+        engines: list[LLMEngine] = []
+
+        def load_engine() -> LLMEngine:
+            if not engines:
+                engines.append(_load_engine(spec, path))
+            return engines[0]
+
+        for index, source in enumerate(spec.data.sources):
+            if source.complete is not None:
+                prompts = PromptSource(
+                    source,
+                    index,
+                    encoder,
+                    teacher=teacher,
+                    seed=spec.training.seed,
+                    remote=StoreFiles(workspace / "data"),
+                    access=access_of(request),
+                )
+                num_tokens += write_answers(
+                    prompts,
+                    answers,
+                    load_engine,
+                    worker=worker,
+                    num_workers=spec.resources.max_workers,
+                    progress=partial(progress.tell, f"data.sources[{index}], worker {worker}"),
+                )
+    return num_tokens
 
 
-def set_up_process(spec: JobSpec) -> None:
-    """Use the cores this process was given (threads of processes that share a core slow each other down fiftyfold),
-    keep no memory that it does not use, and draw no progress bars into its log."""
-    give_back_freed_tensors()
-    torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
-    transformers.utils.logging.disable_progress_bar()
+def _check_room(spec: JobSpec, path: str) -> None:
+    """Raises `InvalidInputError` where this worker cannot hold the teacher."""
+    needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
+    if needed >= given:
+        refuse(spec, needed, given, "free")
+
+
+def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
+    from swiftkv_platform.engine import EngineConfig, LLMEngine
+
+    path = str(local_directory(path, spec.model.revision, field="model.name_or_path"))
+    _check_room(spec, path)
+    return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))
+
+
+def write_answers(
+    source: PromptSource,
+    store: AnswerStore,
+    load_engine: Callable[[], LLMEngine],
+    *,
+    worker: int = 0,
+    num_workers: int = 1,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> int:
+    """Write this worker's share of the shards that are not written yet; returns how many tokens that were.
+
+    Args:
+        load_engine: called when there is something to write.
+        progress: called after each shard that it writes, with the place of that shard in the share, from 1, and with
+            the size of the share.
+    """
+    engine, num_tokens = None, 0
+    share = range(worker, sum(1 for _ in source.shards()), num_workers)
+    for number, shard in enumerate(source.shards()):
+        if number not in share or store.get(shard.key) is not None:
+            continue
+        engine = engine or load_engine()
+        answers = _answer(engine, shard, source)
+        num_tokens += sum(len(answer.token_ids) for answer in answers)
+        lines = [
+            json.dumps({"prompt_token_ids": a.prompt_token_ids, "token_ids": a.token_ids, "text": a.text})
+            for a in answers
+        ]
+        store.put(shard.key, "".join(f"{line}\n" for line in lines).encode())
+        progress(share.index(number) + 1, len(share))
+    return num_tokens
+
+
+def _answer(engine: LLMEngine, shard: Shard, source: PromptSource) -> list[Answer]:
+    """An answer, or several, to each prompt in turn; none to those that leave no room for one."""
+    from swiftkv_platform.engine import SamplingParams
+
+    settings = source.settings
+    room = min(source.encoder.max_length, source.teacher.max_model_len)
+    answers = [prompt for prompt in shard.prompts for _ in range(settings.num_completions)]
+    asked = [i for i, answer in enumerate(answers) if 0 < len(answer.prompt_token_ids) < room]
+    parameters = [
+        SamplingParams(
+            max_tokens=min(settings.max_tokens, room - len(answers[i].prompt_token_ids)),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=shard.seeds[i],
+        )
+        for i in asked
+    ]
+    outputs = engine.generate([list(answers[i].prompt_token_ids) for i in asked], parameters) if asked else []
+    for i, output in zip(asked, outputs, strict=True):
+        answers[i] = replace(answers[i], token_ids=tuple(output.token_ids), text=output.text)
+    return answers

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -16,36 +18,33 @@ from uuid import uuid4
 import ray
 import ray.train
 import ray.train.torch
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from swiftkv_platform.contract.attempts import Manifest, Parent, StopRequest
-from swiftkv_platform.distillation.checkpoint import (
-    Checkpointer,
-    Progress,
-    from_rank_0,
-    load_whole_state,
-    on_all_workers,
-)
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.checkpoint import Checkpointer, from_rank_0, load_whole_state, on_all_workers
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
-from swiftkv_platform.distillation.parallel import Parallel, parallelize
-from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.errors import StorageError, TrainingError
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
-from swiftkv_platform.jobs.attempt.control import ControlWatcher, told_to_leave
-from swiftkv_platform.jobs.attempt.curve import Curve
-from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, say_placed
+from swiftkv_platform.jobs.attempt.events import ControlWatcher, MetricsBuffer, Reporter, say_placed, told_to_leave
 from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
-from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
-from swiftkv_platform.jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, StoredPreparation
+from swiftkv_platform.jobs.attempt.tracking import Curve, TrackedRun
 from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig
-from swiftkv_platform.jobs.worker.calibrate import find_start
-from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy, set_up_process
-from swiftkv_platform.jobs.worker.telemetry import Telemetry
+from swiftkv_platform.jobs.worker.setup import (
+    access_of,
+    compute_dtype,
+    find_start,
+    load_student,
+    open_lazy,
+    set_up_process,
+    teacher_path,
+)
 from swiftkv_platform.logs import configure_logging, get_logger
+from swiftkv_platform.planning.machines import PEAK_FLOPS
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory
@@ -145,14 +144,7 @@ def _spread(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None) -> Par
         lazy = open_lazy(spec, path, start)
     student = lazy.model if lazy else load_student(spec, path)
     device = ray.train.torch.get_device()
-    fork = Fork(
-        student,
-        spec.distillation,
-        dtype=dtype,
-        gradient_checkpointing=spec.training.gradient_checkpointing,
-        attention=spec.training.attn_implementation,
-        sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, device),
-    )
+    fork = Fork.of_job(student, spec, device=device)
     if lazy is not None:
         lazy.attach(fork)
     elif start is not None:
@@ -280,3 +272,45 @@ class _RankZero(_Listener):
         self._curve.save()
         self._run.close()
         spans_of_jobs().flush()
+
+
+class Telemetry:
+    """Figures of one worker, a step at a time.
+
+    Args:
+        flops_per_token: what a position that the loss counts takes of a training step; None where it is not known.
+        device: the worker's own.
+    """
+
+    def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
+        self._device = device
+        self._tokens = 0
+        self._flops_per_token = flops_per_token
+        self._peak = spec.resources.peak_flops_per_second or _known_peak(spec, device)
+
+    def point(self, metrics: StepMetrics) -> dict[str, float]:
+        """`memory_bytes` (of the device at its most, on a CPU of the process), and `flops_per_second` and `mfu` (model
+        FLOPs utilisation) of this worker, where they can be told."""
+        counted, self._tokens = metrics.tokens - self._tokens, metrics.tokens
+        figures = {"memory_bytes": float(self._memory())}
+        if self._flops_per_token is not None and counted and metrics.tokens_per_second:
+            figures["flops_per_second"] = self._flops_per_token * metrics.tokens_per_second / metrics.world_size
+            if self._peak is not None:
+                figures["mfu"] = figures["flops_per_second"] / self._peak
+        return figures
+
+    def begin(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def _memory(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak << 10
+
+
+def _known_peak(spec: JobSpec, device: torch.device) -> float | None:
+    if device.type != "cuda" or spec.model.dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -148,7 +148,7 @@ def evaluate(
     The exit code is 1 unless every limit of its job's spec is kept; a limit that the samples cannot decide is not.
     """
     with needs_extra("Evaluating"):
-        from swiftkv_platform.jobs.worker.evaluate_directory import evaluate_directory
+        from swiftkv_platform.jobs.worker.measure import evaluate_directory
 
     given = {
         "tasks": [{"name": name, "data_dir": task_data} for name in tasks or ()] or None,

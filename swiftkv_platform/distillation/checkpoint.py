@@ -1,5 +1,5 @@
-"""Training state, sharded: trained parameters, optimizer, and how far the run is. Where the files go is the store's
-business, behind a protocol.
+"""Training state, sharded: trained parameters, optimizer, and how far the run is. Uploads go on while training
+does; where the files go is the store's business, behind a protocol.
 
 A run needs no other state: the learning rate is a function of the step and the run's course, the rows of a batch are
 one of the step, and a step draws no random numbers. Another number of workers, or another sharding strategy, may take a
@@ -10,48 +10,86 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
+import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from swiftkv_platform.distillation.course import Course
-from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.parallel.base import STUDENT, State
-from swiftkv_platform.distillation.pieces import INDEX, Piece, RangeReader, ReadRange, read_pieces
-from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Retries, Uploader
+from swiftkv_platform.contract.attempts import ManifestFile
+from swiftkv_platform.distillation.course import Course, Progress
+from swiftkv_platform.distillation.parallel import Parallel, State
+from swiftkv_platform.distillation.pieces import INDEX, RangeReader, ReadRange
 from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.model.checkpoint import LazyTensors
-
-__all__ = [
-    "INDEX",
-    "CheckpointStore",
-    "Checkpointer",
-    "Progress",
-    "Retries",
-    "TrainedTensors",
-    "from_rank_0",
-    "load_whole_state",
-    "on_all_workers",
-]
 
 T = TypeVar("T")
-
 # Said of every checkpoint of a worker that is alone, as `_is_alone` has it.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+_LONGEST_UPLOAD = timedelta(hours=4)
+
+
+class CheckpointFiles(Protocol):
+    """Files of a complete checkpoint, each of the size that its manifest says."""
+
+    def fetch(self, name: str, destination: Path) -> None:
+        """Download one of them into the directory `destination`."""
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes of one of them, all that are asked for."""
+
+
+class CheckpointStore(Protocol):
+    """Store of checkpoints; one is complete or invisible. Uploads come from a thread of their own."""
+
+    def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
+        """Add one worker's files to checkpoint `name`; again after a failure, it completes them."""
+
+    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
+        """Make `name`, all of whose `files` are there, complete, and drop what is older than the newest few,
+        the state that `progress` says is the best left out."""
+
+    def failed(self, name: str, progress: Progress, error: StorageError) -> None:
+        """Checkpoint `name` stays incomplete, and training goes on."""
+
+    def candidates(self) -> list[str]:
+        """Keys of complete checkpoints, the one to go on from first."""
+
+    def of_step(self, step: int) -> list[str]:
+        """Keys of complete checkpoints of that step, the one to take first."""
+
+    def fetch(self, key: str, directory: Path) -> None:
+        """Download a complete checkpoint to `directory`, which does not exist yet."""
+
+    def open(self, key: str) -> CheckpointFiles:
+        """A complete checkpoint, to read parts of."""
+
+
+@dataclass(frozen=True)
+class Retries:
+    """Tries of an upload before it counts as failed; the wait between tries doubles."""
+
+    tries: int = 5
+    first_wait_s: float = 1.0
+
+    def __call__(self, function: Callable[[], T]) -> T:
+        for wait in range(self.tries - 1):
+            try:
+                return function()
+            except StorageError:
+                time.sleep(self.first_wait_s * 2**wait)
+        return function()
 
 
 class Checkpointer:
@@ -194,48 +232,71 @@ def _is_alone() -> bool:
     return dist.get_world_size() == 1
 
 
-class TrainedTensors(LazyTensors):
-    """The trained tensors of a checkpoint by the student's own names, each read when it is asked for, in the pieces
-    that workers have saved it in; needs no process group.
+class Uploader:
+    """Uploads one checkpoint at a time, on a thread of every worker; the first one completes it when all have theirs.
 
-    Args:
-        directory: has the checkpoint's index, `INDEX`.
-        read_range: reads the other files; None: they are in `directory` as well.
+    Created by all workers at the same time. The threads talk to each other over a process group of their own.
     """
 
-    def __init__(self, directory: Path, read_range: ReadRange | None = None) -> None:
-        self._read_range = read_range or partial(_read_file, directory)
-        self._index = FileSystemReader(directory).read_metadata()
-        prefix = f"model.{STUDENT}"
-        self.places = {
-            name.removeprefix(prefix): (name, entry)
-            for name, entry in self._index.state_dict_metadata.items()
-            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
+    def __init__(self, store: CheckpointStore, retries: Retries) -> None:
+        self._store = store
+        self._retries = retries
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_UPLOAD)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        stored, entry = self.places[name]
-        first, last, _ = (slice(None) if rows is None else rows).indices(entry.size[0])
-        tensor = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
-        places, wanted = [], []
-        for number, chunk in enumerate(entry.chunks):
-            begin, *columns = (
-                slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
-            )
-            low, high = max(begin.start, first), min(begin.stop, last)
-            if low < high:
-                places.append((slice(low - first, high - first), *columns))
-                own = slice(low - begin.start, high - begin.start)
-                wanted.append((Piece.of(self._index, stored, number), own))
-        for number, values in read_pieces(wanted, self._read_range):
-            tensor[places[number]] = values
-        return tensor
+    def start(self, directory: Path, name: str, progress: Progress) -> None:
+        """Upload and then delete this worker's `directory`. Waits for the checkpoint before, whose failure is past."""
+        self.wait()
+        self._error = None
+        self._thread = threading.Thread(target=self._run, args=(directory, name, progress), name="checkpoint")
+        self._thread.start()
 
+    def finish(self) -> None:
+        """Wait for the last checkpoint. Raises `StorageError` where it is not complete, on every worker alike."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
 
-def _read_file(directory: Path, name: str, start: int, stop: int) -> bytes:
-    with (directory / name).open("rb") as file:
-        file.seek(start)
-        return file.read(stop - start)
+    def wait(self) -> None:
+        """Wait for the last checkpoint, complete or reported as lost."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None and not isinstance(self._error, StorageError):
+            raise self._error
+
+    def _run(self, directory: Path, name: str, progress: Progress) -> None:
+        try:
+            self._error = self._upload(directory, name, progress)
+        except BaseException as error:
+            self._error = error
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _upload(self, directory: Path, name: str, progress: Progress) -> StorageError | None:
+        """Upload and return the error that left the checkpoint incomplete, if any, the same on every worker."""
+        mine: dict[str, ManifestFile] | StorageError
+        try:
+            mine = self._retries(lambda: self._store.upload(directory, name)) if any(directory.iterdir()) else {}
+        except StorageError as error:
+            mine = error
+        parts: list[dict[str, ManifestFile] | StorageError | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine, group=self._group)
+        result = [next((part for part in parts if isinstance(part, StorageError)), None)]
+        if dist.get_rank() == 0:
+            files = {path: file for part in parts if isinstance(part, dict) for path, file in part.items()}
+            result = [result[0] or self._commit(name, files, progress)]
+            if result[0] is not None:
+                self._store.failed(name, progress, result[0])
+        dist.broadcast_object_list(result, group=self._group)
+        return result[0]
+
+    def _commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress) -> StorageError | None:
+        try:
+            self._retries(lambda: self._store.commit(name, files, progress, dist.get_world_size()))
+        except StorageError as error:
+            return error
+        return None
 
 
 def on_all_workers(function: Callable[[], T]) -> T:

@@ -1,21 +1,41 @@
-"""The course of a training run by its held-out KL: which state is the best, when to go back to it, when to end. A pure
-function of the measurements; knows no model and no workers.
+"""The course of a training run: its learning rate at every step, and by its held-out KL the peak rate that a search
+finds, which state is the best, when to go back to it, when to end. Functions of the step and the measurements alone, so
+that a resumed run needs no other state; knows no model and no workers, and loads no torch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftkv_platform.contract.events import CourseCode, CourseData, TriedRate
-from swiftkv_platform.specs import TrainingSpec
+from swiftkv_platform.planning.steering import MAX_TRIALS
+from swiftkv_platform.specs import OptimizerSpec, TrainingSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROUNDING = 1e-6
 """Share by which a KL may exceed that of the start before it counts as risen."""
 TIE = 0.02
 """Share by which a KL may exceed the lowest and count as equal: a few rows tell no smaller difference. Of equal states
 the later one is the best, whose rate was lower."""
+FEWEST_WARMUP_STEPS = 20
+"""Adam's second moments average over far more steps than a short run's share; with fewer, a handful of gradients sizes
+the first full steps."""
+WARMUP_RATIO = 0.05
+FACTOR = 3.0
+"""Ratio of neighbouring rates."""
+NEARLY = 0.9
+"""Share of the largest fall of KL that is as good as all of it: of the rates that reach it, the highest is taken, since
+what is gained in a few steps speaks for low rates more than a whole run does."""
+MAX_RELATIVE_UPDATE = 0.05
+"""Largest root mean square of an update to that of the weights: AdamW's first updates have the size of the rate, and
+Muon's are scaled to AdamW's."""
+SHARE_FOR_ALL_LAYERS = 0.2
+"""Share of the spec's rate to begin with where all layers are trained: what their updates do to the output adds up."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,17 @@ class Course:
         """Lowest held-out KL that is known; infinite where none is."""
         known = self.best_kl if math.isnan(self.lowest_kl) else self.lowest_kl
         return math.inf if math.isnan(known) else known
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Positions the loss has counted."""
+    course: Course = field(default_factory=Course)
 
 
 @dataclass(frozen=True)
@@ -239,3 +270,89 @@ def _finite(kl: float) -> float | None:
 
 def _shown(kl: float | None) -> str:
     return "no number" if kl is None else f"{kl:.4g}"
+
+
+_STEADY = Course()
+
+
+def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, course: Course = _STEADY) -> float:
+    """The rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to zero.
+
+    The last step of the warm-up has the full rate. The step after the last would have rate 0, so the last one still
+    learns. `course`: its peak rate and warm-up, where it has them, stand for the spec's; after going back, the rate is
+    lower and rises over a warm-up once more.
+    """
+    peak = spec.learning_rate if math.isnan(course.peak_rate) else course.peak_rate
+    assert peak is not None, "settled before training, see specs.defaults"
+    warmup_steps = course.warmup_steps
+    if warmup_steps < 0:
+        warmup_steps = math.ceil((WARMUP_RATIO if spec.warmup_ratio is None else spec.warmup_ratio) * total_steps)
+    rate = _scheduled(spec, peak, step, total_steps, warmup_steps) * course.rate_scale
+    since = step - course.restarted_at
+    return rate * (since + 1) / warmup_steps if course.restarted_at and since < warmup_steps else rate
+
+
+def default_warmup_steps(spec: OptimizerSpec, total_steps: int) -> int:
+    """Steps of the warm-up: the spec's share of the run, or 5% and no fewer than 20, of a short run a fifth."""
+    if spec.warmup_ratio is not None:
+        return math.ceil(spec.warmup_ratio * total_steps)
+    return max(math.ceil(WARMUP_RATIO * total_steps), min(FEWEST_WARMUP_STEPS, math.ceil(total_steps / 5)))
+
+
+def _scheduled(spec: OptimizerSpec, peak: float, step: int, total_steps: int, warmup_steps: int) -> float:
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    match spec.schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1.0 - progress)
+        case "cosine":
+            return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def highest_rate(matrices: Iterable[Tensor]) -> float:
+    """The rate whose updates have the largest size that the trained matrices are given, the median one counting."""
+    sizes = sorted(float(matrix.detach().float().square().mean().sqrt()) for matrix in matrices)
+    sizes = [size for size in sizes if size > 0.0]  # a head that begins at zero has no size to keep
+    return MAX_RELATIVE_UPDATE * sizes[len(sizes) // 2] if sizes else math.inf
+
+
+def first_rate(rate: float, highest: float, trainable: str) -> float:
+    """The rate to begin the search with, or to train with where there is none."""
+    return min(rate * SHARE_FOR_ALL_LAYERS if trainable == "all" else rate, highest)
+
+
+def search(
+    first: float, start_kl: float, held_out_kl: Callable[[float], float], *, highest: float = math.inf
+) -> tuple[float, list[TriedRate]]:
+    """The rate to train with, and what was tried.
+
+    From `first` down or, where that is worse, up, by factors of three, until it gets no better, the next rate is above
+    `highest`, or the trials are used up. The lowest rate tried where none leaves the KL below the start's.
+
+    Args:
+        start_kl: held-out KL before training.
+        held_out_kl: held-out KL after a trial at a rate, from the same start each time; not finite where it diverged.
+    """
+    kls: dict[float, float] = {}
+
+    def kl(rate: float) -> float:
+        if rate not in kls:
+            found = held_out_kl(rate)
+            kls[rate] = found if math.isfinite(found) else math.inf
+        return kls[rate]
+
+    rate, factor = first, FACTOR
+    if kl(first) >= start_kl or kl(first / FACTOR) < kl(first):
+        rate, factor = first / FACTOR, 1.0 / FACTOR
+    while len(kls) < MAX_TRIALS and rate * factor <= highest and (kl(rate) >= start_kl or kl(rate * factor) < kl(rate)):
+        rate *= factor
+    tried: list[TriedRate] = [
+        {"learning_rate": one, "held_out_kl": kls[one] if math.isfinite(kls[one]) else None} for one in sorted(kls)
+    ]
+    fall = start_kl - min(kls.values())
+    if fall <= 0.0:
+        return min(kls), tried
+    return max(one for one, left in kls.items() if start_kl - left >= NEARLY * fall), tried

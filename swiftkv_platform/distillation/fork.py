@@ -31,7 +31,7 @@ from swiftkv_platform.model.packed_attention import (
 from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.planning.layers import split_by_size
-from swiftkv_platform.specs import DistillationSpec
+from swiftkv_platform.specs import DistillationSpec, JobSpec
 
 
 class Fork(nn.Module):
@@ -80,6 +80,19 @@ class Fork(nn.Module):
             student.disable_input_require_grads()
             for layer in student.model.layers[min(self._first, self._first_trained) :]:
                 layer.training = True  # transformers asks this flag; the submodules stay without dropout
+
+    @classmethod
+    def of_job(cls, student: Any, spec: JobSpec, *, device: torch.device) -> Fork:
+        """The fork of a job's workers. Collective where rows are shared by several."""
+        shared = spec.sharding.sequence_parallel_size
+        return cls(
+            student,
+            spec.distillation,
+            dtype=getattr(torch, spec.model.dtype),
+            gradient_checkpointing=spec.training.gradient_checkpointing,
+            attention=spec.training.attn_implementation,
+            sequence=SequenceGroup.create(shared, device) if shared > 1 else None,
+        )
 
     def _freeze(self, dtype: torch.dtype) -> None:
         trained = trained_parameters(self.student, self._spec)

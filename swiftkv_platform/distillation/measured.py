@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from swiftkv_platform.distillation.fork import first_trained_layer, keep_teacher, load_trained, sharding_units
-from swiftkv_platform.distillation.parallel.native import materialize
-from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.distillation.parallel import materialize
+from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.specs import DistillationSpec
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError  # nosec B403  # the error that torch raises; nothing is unpickled with it
 from typing import IO, Any, cast
@@ -24,13 +25,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from swiftkv_platform.distillation.parallel import STUDENT
 from swiftkv_platform.errors import ArtifactCorruptError
+from swiftkv_platform.model.checkpoint import LazyTensors
 
 INDEX = ".metadata"
 """File that says where each tensor of a checkpoint is, in which pieces."""
 ReadRange = Callable[[str, int, int], bytes]
 """Bytes of a checkpoint's file, by its name, from the first number up to the second."""
-
 _BATCH_BYTES = 64 << 20
 """Bytes of pieces that are in memory at a time, or one piece."""
 _PART_BYTES = 16 << 20
@@ -239,10 +241,6 @@ def _batches(order: Iterable[int], wanted: Sequence[tuple[Piece, slice | None]])
         yield batch
 
 
-def _columns(first: int, length: int) -> slice:
-    return slice(first, first + length)
-
-
 class RangeReader(FileSystemReader):
     """torch's reader of a checkpoint's directory that has the index alone: what a worker loads comes in ranges, and the
     pieces of other workers do not. It loads tensors, of which a checkpoint consists.
@@ -282,3 +280,51 @@ class RangeReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _columns(first: int, length: int) -> slice:
+    return slice(first, first + length)
+
+
+class TrainedTensors(LazyTensors):
+    """The trained tensors of a checkpoint by the student's own names, each read when it is asked for, in the pieces
+    that workers have saved it in; needs no process group.
+
+    Args:
+        directory: has the checkpoint's index, `INDEX`.
+        read_range: reads the other files; None: they are in `directory` as well.
+    """
+
+    def __init__(self, directory: Path, read_range: ReadRange | None = None) -> None:
+        self._read_range = read_range or partial(_read_file, directory)
+        self._index = FileSystemReader(directory).read_metadata()
+        prefix = f"model.{STUDENT}"
+        self.places = {
+            name.removeprefix(prefix): (name, entry)
+            for name, entry in self._index.state_dict_metadata.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        stored, entry = self.places[name]
+        first, last, _ = (slice(None) if rows is None else rows).indices(entry.size[0])
+        tensor = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
+        places, wanted = [], []
+        for number, chunk in enumerate(entry.chunks):
+            begin, *columns = (
+                slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+            low, high = max(begin.start, first), min(begin.stop, last)
+            if low < high:
+                places.append((slice(low - first, high - first), *columns))
+                own = slice(low - begin.start, high - begin.start)
+                wanted.append((Piece.of(self._index, stored, number), own))
+        for number, values in read_pieces(wanted, self._read_range):
+            tensor[places[number]] = values
+        return tensor
+
+
+def _read_file(directory: Path, name: str, start: int, stop: int) -> bytes:
+    with (directory / name).open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)

@@ -40,10 +40,8 @@ class SequenceGroup:
     size: int
 
     @classmethod
-    def create(cls, size: int, device: torch.device) -> SequenceGroup | None:
-        """Make groups of `size` and return this worker's; None for groups of one. Collective over the default group."""
-        if size == 1:
-            return None
+    def create(cls, size: int, device: torch.device) -> SequenceGroup:
+        """Make groups of `size` and return this worker's. Collective over the default group."""
         mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("data", "sequence"))
         return cls(mesh.get_group("sequence"), mesh.get_local_rank("sequence"), size)
 

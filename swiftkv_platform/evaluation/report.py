@@ -12,9 +12,8 @@ from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
 from swiftkv_platform.evaluation.harness.needle import NEEDLE, TEACHER_FINDS
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
-from swiftkv_platform.evaluation.held_out import HeldOutIntervals
 from swiftkv_platform.evaluation.instruct import Limits
-from swiftkv_platform.evaluation.paired import Interval, samples_to_decide
+from swiftkv_platform.evaluation.paired import HeldOutIntervals, Interval, samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import (
     BORDERS,

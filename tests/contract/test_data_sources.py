@@ -12,7 +12,7 @@ from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.rows import source_rows
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.jobs.attempt.downloads import StoreFiles
+from swiftkv_platform.jobs.worker.setup import StoreFiles
 from swiftkv_platform.sources import Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store

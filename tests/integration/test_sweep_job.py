@@ -131,7 +131,7 @@ def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -
     import swiftkv_platform.model  # noqa: F401 (registers the classes)
     from swiftkv_platform.data.preparation import prepare_data
     from swiftkv_platform.evaluation.quality import evaluate
-    from swiftkv_platform.jobs.worker.prepare import load_tokenizer
+    from swiftkv_platform.jobs.worker.setup import load_tokenizer
 
     artifact, rows = tmp_path / "artifact", tmp_path / "rows"
     spec = sweep_spec(artifact, corpus)

@@ -15,15 +15,15 @@ from torch import Tensor
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors, load_whole_state
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.checkpoint import Checkpointer, load_whole_state
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import Parallel, parallelize
-from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
-from swiftkv_platform.distillation.weights import LazyStudent
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.model import checkpoint, convert
+from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.numerics.spawning import run_in_group
@@ -166,14 +166,7 @@ def run(scenario: Run) -> Outcome:
             lazy = LazyStudent.open(scenario.teacher, {}, dtype=dtype, **shape)
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
     student = student if lazy is None else lazy.model
-    fork = Fork(
-        student,
-        spec.distillation,
-        dtype=dtype,
-        gradient_checkpointing=spec.training.gradient_checkpointing,
-        attention=spec.training.attn_implementation,
-        sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, torch.device("cpu")),
-    )
+    fork = Fork.of_job(student, spec, device=torch.device("cpu"))
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
     weights = None if lazy is None else _Watched(lazy, fork)
     with counted_reads() as sizes:

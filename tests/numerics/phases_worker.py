@@ -16,29 +16,31 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-import swiftkv_platform.distillation.weights as weights
 import swiftkv_platform.jobs.worker.evaluate as evaluation
 import swiftkv_platform.jobs.worker.measure as measure
-import swiftkv_platform.jobs.worker.prepare as prepare
+import swiftkv_platform.jobs.worker.setup as setup
+import swiftkv_platform.model.lazy_student as weights
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import parallelize
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
 from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
-from swiftkv_platform.jobs.attempt.parts import StoredParts
-from swiftkv_platform.jobs.attempt.preparation import Prepared
-from swiftkv_platform.jobs.worker.calibrate import calibrate
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, Prepared, StoredParts
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
-from swiftkv_platform.jobs.worker.memory import shared_workspace
-from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_tokenizer, open_lazy, set_up_process
+from swiftkv_platform.jobs.worker.setup import (
+    calibrate,
+    compute_dtype,
+    load_tokenizer,
+    open_lazy,
+    set_up_process,
+    shared_workspace,
+)
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.workers import Workers
@@ -131,7 +133,7 @@ class AnonymousMemory:
 def in_this_process() -> Iterator[None]:
     """Leave the process as it was, after phases that would have had one of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "give_back_freed_tensors", lambda: None)
+        patch.setattr(setup, "give_back_freed_tensors", lambda: None)
         for module, name in (
             (evaluation, "MODEL_SHARE"),
             (measure, "_PREFILL_ROUNDS"),

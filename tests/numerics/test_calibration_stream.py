@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from swiftkv_platform.distillation.fork import load_trained
-from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration_statistics import REFIT_RIDGE
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
+from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.model.workers import Workers
 from tests.checkpoints import ROWS, save, save_fp8
 from tests.parameters import KINDS, few, in_turn

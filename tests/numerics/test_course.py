@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.contract.events import CourseCode
-from swiftkv_platform.distillation.checkpoint import TrainedTensors
-from swiftkv_platform.distillation.micro_batches import HeldOut
+from swiftkv_platform.distillation.pieces import TrainedTensors
+from swiftkv_platform.distillation.trainer import HeldOut
 from swiftkv_platform.planning.steering import RunSchedule
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

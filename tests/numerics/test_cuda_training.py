@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.optimizer import build_optimizers
+from swiftkv_platform.distillation.parallel import build_optimizers
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.families import student_classes

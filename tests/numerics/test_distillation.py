@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import StopRequest
-from swiftkv_platform.distillation.checkpoint import TrainedTensors
+from swiftkv_platform.distillation import parallel
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
-from swiftkv_platform.distillation.parallel import native
+from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
@@ -210,7 +210,7 @@ def test_a_worker_alone_uses_no_threads_of_gloo(
         def __init__(self, *_args: Any, **_options: Any) -> None:
             raise AssertionError("one worker has no others to reduce gradients with, or to tell its plans")
 
-    monkeypatch.setattr(native, "DistributedDataParallel", Forbidden)
+    monkeypatch.setattr(parallel, "DistributedDataParallel", Forbidden)
     for name in ("gather_object", "scatter_object_list"):
         monkeypatch.setattr(torch.distributed, name, Forbidden)
     train(tmp_path, stop_after=3)

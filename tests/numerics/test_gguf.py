@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.jobs.attempt.downloads import teacher_path
+from swiftkv_platform.jobs.worker.setup import teacher_path
 from swiftkv_platform.model import convert_checkpoint
 from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.sources import Access

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import parallelize
-from swiftkv_platform.distillation.weights import save_lazy
-from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy
+from swiftkv_platform.distillation.trainer import parallelize
+from swiftkv_platform.jobs.worker.setup import compute_dtype, load_student, open_lazy
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
+from swiftkv_platform.model.lazy_student import save_lazy
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning import LayerMap, read_architecture
 from swiftkv_platform.planning.volumes import Inputs, Volumes, volumes

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.lazy_student import LazyStudent, save_lazy
 from tests.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
 from tests.numerics.distillation_worker import Outcome, Run, counted_reads, run_spawned
 from tests.parameters import KINDS, few

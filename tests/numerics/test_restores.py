@@ -16,14 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Parent
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, load_whole_state
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Retries, load_whole_state
+from swiftkv_platform.distillation.course import Progress
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import Parallel, parallelize
+from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.pieces import INDEX
-from swiftkv_platform.distillation.uploads import Retries
+from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import StorageError
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.jobs.attempt.parents import open_parent, trained_tensors
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.model import convert
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory

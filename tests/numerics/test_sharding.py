@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftkv_platform.distillation.checkpoint import TrainedTensors
+from swiftkv_platform.distillation.pieces import TrainedTensors
 from tests.numerics.distillation_worker import (
     CHECKPOINTS,
     Outcome,

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.optimizer import build_optimizer
+from swiftkv_platform.distillation.parallel import build_optimizer
 from swiftkv_platform.engine.kv_cache import bytes_per_block
 from swiftkv_platform.engine.memory import layer_shapes, storage_format
 from swiftkv_platform.model import convert

@@ -61,8 +61,7 @@ def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
 
 def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:
     """Return what the tenant's job keeps of a model, once its spec is accepted: the text of its tokenizer's files."""
-    from swiftkv_platform.jobs.attempt.downloads import teacher_path
-    from swiftkv_platform.jobs.worker.prepare import load_student, load_tokenizer
+    from swiftkv_platform.jobs.worker.setup import load_student, load_tokenizer, teacher_path
 
     spec = JobSpec.model_validate({"name": "t", "model": {"name_or_path": str(name), "dtype": "float32"}})
     access(stage).check(spec)

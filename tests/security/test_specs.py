@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits, JobLimits
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.jobs.attempt.downloads import access_of
+from swiftkv_platform.jobs.worker.setup import access_of
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.unit.control_plane.routes.conftest import Server, Start, refusal

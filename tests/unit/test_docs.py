@@ -219,7 +219,7 @@ def test_a_default_is_the_same_on_every_page_and_in_the_code() -> None:
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("swiftkv_platform", "jobs", "serve")
-MOST_FILES_TO_THE_OPTIMIZER = 12
+MOST_FILES_TO_THE_OPTIMIZER = 20
 
 
 def modules() -> dict[str, Path]:

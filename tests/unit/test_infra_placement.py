@@ -15,8 +15,8 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
+from swiftkv_platform.jobs.driver import task_options
 from swiftkv_platform.jobs.ray_train import scaling_config
-from swiftkv_platform.jobs.tasks import task_options
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec

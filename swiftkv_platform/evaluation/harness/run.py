@@ -18,14 +18,15 @@ from typing import Any
 from jinja2 import TemplateError
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.evaluation.harness.metrics import (
+from swiftkv_platform.evaluation.harness.pairs import (
+    Aggregations,
     choose_metric,
     declared_metrics,
     leaves,
+    loss_interval,
     measured_metrics,
     number,
 )
-from swiftkv_platform.evaluation.harness.pairs import Aggregations, loss_interval
 from swiftkv_platform.evaluation.harness.tasks import (
     FIELD,
     Fetch,

@@ -15,9 +15,9 @@ from swiftkv_platform.data.completions import Answer, PromptSource, Teacher, Wri
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
+from swiftkv_platform.jobs.worker.prepare import write_answers
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_RECALL, BUILTIN_TEACHER, DataSpec, JobSpec
 from tests.training_text import CHAT, Write, turns
 

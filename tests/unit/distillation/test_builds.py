@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.distillation.parallel.zero import LONGEST_BUILD_S, remove_abandoned_locks
+from swiftkv_platform.distillation.zero import LONGEST_BUILD_S, remove_abandoned_locks
 
 
 def test_only_locks_of_builds_that_were_cut_off_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from swiftkv_platform.distillation.optimizer import build_optimizer, build_optimizers, learning_rate, set_learning_rate
+from swiftkv_platform.distillation.course import learning_rate
+from swiftkv_platform.distillation.parallel import build_optimizer, build_optimizers, set_learning_rate
 from swiftkv_platform.specs import JobSpec, OptimizerSpec
 
 TOTAL = 100

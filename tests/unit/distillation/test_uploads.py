@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from swiftkv_platform.contract.attempts import ManifestFile, StopRequest
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.checkpoint import CheckpointFiles, Retries, Uploader
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
-from swiftkv_platform.distillation.uploads import CheckpointFiles, Progress, Retries, Uploader
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import group_of_one

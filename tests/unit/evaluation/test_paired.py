@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from swiftkv_platform.evaluation.harness.pairs import loss_interval
-from swiftkv_platform.evaluation.held_out import HeldOutIntervals
 from swiftkv_platform.evaluation.paired import (
+    HeldOutIntervals,
     bootstrap_interval,
     mean_of,
     samples_to_decide,

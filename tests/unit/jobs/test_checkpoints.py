@@ -7,10 +7,8 @@ import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.distillation.checkpoint import Progress
-from swiftkv_platform.distillation.course import Course
-from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
-from swiftkv_platform.jobs.attempt.chosen import finished_before
+from swiftkv_platform.distillation.course import Course, Progress
+from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, finished_before
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest

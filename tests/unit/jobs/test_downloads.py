@@ -9,7 +9,7 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptRequest, StoredFile, file_key, is_file_id, made_at, new_file_id
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.jobs.attempt.downloads import StoreFiles, access_of, teacher_path
+from swiftkv_platform.jobs.worker.setup import StoreFiles, access_of, teacher_path
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
 from swiftkv_platform.specs import JobSpec, ModelSpec
 from swiftkv_platform.storage.addresses import open_store

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import ConflictError
-from swiftkv_platform.jobs.attempt import curve
-from swiftkv_platform.jobs.attempt.curve import Curve, read_curve
+from swiftkv_platform.jobs.attempt import tracking
 from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.jobs.attempt.tailing import following
+from swiftkv_platform.jobs.attempt.tracking import Curve, read_curve
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.attempt_store import FakeWorker
@@ -89,20 +89,6 @@ def test_points_are_told_without_a_flush_nor_another_step_once_the_store_is_back
             store.error = None
             store.written.wait()
             assert points(store) == [point(number) for number in range(1, step + 1)]
-
-
-def test_no_step_waits_for_a_store_that_hangs(store: HangingStore) -> None:
-    store.open.clear()
-    with metrics_buffer(store) as buffer:
-        buffer.add(point(1))
-        store.reached.wait()
-        for step in range(2, 100):
-            buffer.add(point(step))
-        assert said(store) == []  # `add` came back all the same
-        store.open.set()
-    first, second = said(store)
-    assert first.data["points"] == [point(1)]
-    assert second.data["points"] == [point(step) for step in range(2, 100)]
 
 
 @pytest.mark.parametrize("error", [AWAY, ConflictError("came late"), RuntimeError("unheard of")])
@@ -216,7 +202,7 @@ def test_losses_are_kept_and_nothing_else(store: HangingStore) -> None:
 
 
 def test_a_long_run_keeps_every_few_steps_and_the_last(store: HangingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve, "_MOST_POINTS", 8)
+    monkeypatch.setattr(tracking, "_MOST_POINTS", 8)
     draw(Curve(store, FIRST), *range(1, 42))
     assert [each["step"] for each in read_curve(store, [FIRST])] == [8, 16, 24, 32, 40, 41]
 

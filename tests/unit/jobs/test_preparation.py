@@ -12,10 +12,9 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data import completions
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.jobs.attempt.preparation import find_rows
+from swiftkv_platform.jobs.attempt.stored import find_rows
 from swiftkv_platform.jobs.tasks import prepare, write
-from swiftkv_platform.jobs.worker import generate_data
-from swiftkv_platform.jobs.worker.calibrate import calibrate
+from swiftkv_platform.jobs.worker.setup import calibrate
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -137,7 +136,7 @@ def test_other_settings_are_other_answers(asking: Any, store: ObjectStore) -> No
 def test_a_worker_without_room_for_the_teacher_refuses(
     asking: Any, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate_data, "free_bytes", lambda *_, **__: 1e5)
+    monkeypatch.setattr("swiftkv_platform.jobs.worker.prepare.free_bytes", lambda *_, **__: 1e5)
     with pytest.raises(InvalidInputError, match=r"a worker has 0\.0 GB free") as refused:
         write(asking(), store.uri, 0)
     assert refused.value.field == "data.sources.0.complete"

@@ -17,13 +17,12 @@ from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.jobs.attempt.curve import Curve
-from swiftkv_platform.jobs.attempt.preparation import Prepared
+from swiftkv_platform.jobs.attempt.stored import Prepared
+from swiftkv_platform.jobs.attempt.tracking import Curve
 from swiftkv_platform.jobs.values import Plan
-from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
-from swiftkv_platform.jobs.worker.prepare import load_student
 from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
+from swiftkv_platform.jobs.worker.setup import calibrate, load_student
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, PublishSpec
 from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory

@@ -14,12 +14,11 @@ import torch
 
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.events import CourseCode
-from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.trainer import StepMetrics
-from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.jobs.values import WorkerConfig
-from swiftkv_platform.jobs.worker.telemetry import Telemetry, training_flops_per_token
-from swiftkv_platform.jobs.worker.train import _RankZero
+from swiftkv_platform.jobs.worker.prepare import training_flops_per_token
+from swiftkv_platform.jobs.worker.train import Telemetry, _RankZero
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -137,7 +136,7 @@ from pathlib import Path
 
 import torch
 
-from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
+from swiftkv_platform.jobs.worker.setup import give_back_freed_tensors
 
 
 def anonymous_mib():

@@ -7,7 +7,7 @@ import pytest
 
 from swiftkv_platform.engine import LLMEngine
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.jobs.worker.generate_data import _load_engine
+from swiftkv_platform.jobs.worker.prepare import _load_engine
 from swiftkv_platform.model import convert, convert_checkpoint, export_adapter
 from swiftkv_platform.model.adapters import whole_model
 from swiftkv_platform.model.bases import model_directory

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
-from swiftkv_platform.distillation.parallel.base import STUDENT, Parallel, Read, State, Weights
+from swiftkv_platform.distillation.parallel import (
+    STUDENT,
+    Parallel,
+    Read,
+    State,
+    Weights,
+    build_optimizer,
+    set_learning_rate,
+)
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import JobSpec
 

@@ -1,0 +1,294 @@
+"""Files of an attempt in the object store, where workers of every machine and later attempts find them: prepared
+rows, the calibrated start, checkpoints, parts of the evaluation. Knows keys and manifests, nothing of what the
+files hold, and loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile
+from swiftkv_platform.distillation.course import Progress, chosen_step
+from swiftkv_platform.errors import ObjectNotFoundError, StorageError
+from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import (
+    StoredDirectory,
+    delete_directory,
+    fetch_directory,
+    is_complete,
+    publish_directory,
+    read_manifest,
+    upload_files,
+    write_manifest,
+)
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectStore, join_key
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swiftkv_platform.data.prepared import PreparedData
+
+OnCommit = Callable[[str, Manifest, Progress], None]
+"""Callback for a complete checkpoint: its key, manifest and progress."""
+OnFailure = Callable[[str, Progress, StorageError], None]
+"""Callback for a checkpoint that could not be stored: its key, progress and why."""
+CHOSEN_STEP = "chosen_step"
+"""Entry of a checkpoint's lineage: step of the state that the model is made of, were training to end there; null is the
+checkpoint's own."""
+ENDED = "ended"
+"""Entry of a checkpoint's lineage: whether training has ended, whatever its step."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Starting point of every worker and of the evaluation."""
+
+    data: PreparedData
+    calibrated: Mapping[str, Tensor] | None
+    """Parameters of the calibrated start, by the student's names, read when they are asked for; None for a job that
+    starts from the copies."""
+
+
+@dataclass(frozen=True)
+class StoredPreparation:
+    """Starting point of every worker and of the evaluation, as it travels between processes.
+
+    It names objects and holds none: Ray would keep a large value on the machine that prepared it, which may be lost.
+    """
+
+    store_uri: str
+    rows: str
+    """Key of the prepared rows in that store."""
+    start: str | None
+    """Key of the calibrated start there, where it is or the workers publish it before they train; None for a job that
+    starts from the copies."""
+
+    @property
+    def lacks_start(self) -> bool:
+        """Whether the workers have yet to find the calibrated start."""
+        return self.start is not None and not is_complete(open_store(self.store_uri), self.start)
+
+    def fetch(self, directory: Path) -> None:
+        fetch_directory(open_store(self.store_uri), self.rows, directory)
+
+    def fetch_start(self, directory: Path) -> None:
+        """Bring the start, if there is one, beside the rows' `directory`."""
+        if self.start is not None:
+            fetch_directory(open_store(self.store_uri), self.start, _start_beside(directory))
+
+    def publish_start(self, tensors: Path) -> None:
+        """Upload the calibrated start, weight files in the directory `tensors`."""
+        assert self.start is not None, "called for a job that calibrates"
+        publish_directory(open_store(self.store_uri), tensors, self.start, kind="data", lineage={}, metrics={})
+
+    def open(self, directory: Path) -> Prepared:
+        """The preparation that was fetched to `directory` and beside it; tensors are read as they are asked for."""
+        from swiftkv_platform.data.prepared import PreparedData
+        from swiftkv_platform.model.checkpoint import StoredTensors
+
+        start = None if self.start is None else StoredTensors(_start_beside(directory))
+        return Prepared(PreparedData.load(directory), start)
+
+
+def find_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
+    """The rows that this attempt or an earlier one prepared: a resumed run must see the very same."""
+    return _newest(store, request, lambda attempt: attempt.data_prefix)
+
+
+def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -> str:
+    key = request.attempt_id.data_prefix
+    publish_directory(store, directory, key, kind="data", lineage={}, metrics={})
+    return key
+
+
+def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
+    """The calibrated start that this attempt or an earlier one found."""
+    return _newest(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
+
+
+def start_key(request: AttemptRequest) -> str | None:
+    """Key at which the workers of this attempt publish the calibrated start, unless an earlier one's is there; None for
+    a job that starts from the copies, or continues from a model or checkpoint."""
+    calibrates = request.spec.swiftkv.is_calibrated and request.parent is None
+    return request.attempt_id.start_prefix(request.spec.name) if calibrates else None
+
+
+def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
+    keys = (prefix(attempt) for attempt in reversed(request.attempt_id.so_far()))
+    return next((key for key in keys if is_complete(store, key)), None)
+
+
+def _start_beside(rows: Path) -> Path:
+    return rows.with_name(f"{rows.name}-start")
+
+
+class AttemptCheckpoints:
+    """The `CheckpointStore` of an attempt: it writes below the attempt's own prefix, and may start elsewhere.
+
+    Args:
+        keep: newest complete checkpoints of this attempt that are kept, beside that of the best state.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        request: AttemptRequest,
+        *,
+        keep: int,
+        on_commit: OnCommit = lambda *_: None,
+        on_failure: OnFailure = lambda *_: None,
+    ) -> None:
+        self._store = store
+        self._attempts = AttemptStore(store)
+        self._attempt = request.attempt_id
+        self._prefix = request.attempt_id.checkpoints_prefix
+        self._resume_from = request.resume_from
+        self._keep = keep
+        self._training = request.spec.training
+        self._on_commit = on_commit
+        self._on_failure = on_failure
+
+    def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
+        return upload_files(self._store, directory, join_key(self._prefix, name))
+
+    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
+        key = join_key(self._prefix, name)
+        course = progress.course
+        lineage: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
+        if course.is_measured:
+            lineage |= {CHOSEN_STEP: chosen_step(course, self._training), ENDED: bool(course.ended)}
+            lineage |= {"best_step": course.best_step, "best_kl": course.best_kl, "start_kl": course.start_kl}
+        manifest = write_manifest(self._store, key, files, kind="checkpoint", lineage=lineage, metrics={})
+        self._on_commit(key, manifest, progress)
+        self._prune(course.best_step)
+
+    def failed(self, name: str, progress: Progress, error: StorageError) -> None:
+        self._on_failure(join_key(self._prefix, name), progress, error)
+
+    def newest(self) -> str | None:
+        """This attempt's newest complete checkpoint; before it has one, the one it was told to resume from."""
+        return next(self._complete(), None) or self._resume_from
+
+    def candidates(self) -> list[str]:
+        """The newest, and what to go on from should that be damaged: older ones, then those of earlier attempts."""
+        if self._resume_from is None:
+            return [*self._complete()]
+        earlier = list(self._attempts.complete_checkpoints(self._attempt.job_id, before_attempt=self._attempt.number))
+        older = earlier[earlier.index(self._resume_from) + 1 :] if self._resume_from in earlier else []
+        return [*self._complete(), self._resume_from, *older]
+
+    def of_step(self, step: int) -> list[str]:
+        return list(checkpoints_of_step(self._store, self._attempt, step))
+
+    def model(self) -> str | None:
+        """Key of the checkpoint that the model is made of, once training has ended."""
+        newest = self.newest()
+        return None if newest is None else model_checkpoint(self._store, self._attempt, newest)
+
+    def fetch(self, key: str, directory: Path) -> None:
+        fetch_directory(self._store, key, directory)
+
+    def open(self, key: str) -> StoredDirectory:
+        return StoredDirectory(self._store, key)
+
+    def _complete(self) -> Iterator[str]:
+        """Keys of the complete checkpoints, newest first: names begin with the step."""
+        for name in sorted(self._store.list_directories(self._prefix), reverse=True):
+            key = join_key(self._prefix, name)
+            if is_complete(self._store, key):
+                yield key
+
+    def _prune(self, best_step: int) -> None:
+        """Delete what sorts before the newest `keep`, with what a run that died left unfinished there, but for the best
+        state. A later attempt may go on from any of it."""
+        if self._attempts.is_superseded(self._attempt):
+            return
+        kept = list(islice(self._complete(), self._keep))
+        kept += own_checkpoints_of_step(self._store, self._attempt, best_step)
+        oldest = min(kept[: self._keep])
+        for name in self._store.list_directories(self._prefix):
+            key = join_key(self._prefix, name)
+            if key < oldest and key not in kept:
+                delete_directory(self._store, key)
+
+
+def model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
+    """Key of the checkpoint that the model is made of: the one whose step the `last` one's manifest names; the last one
+    itself where that could not be stored."""
+    lineage = read_manifest(store, last).lineage
+    chosen = lineage.get(CHOSEN_STEP)
+    if chosen is None or chosen == lineage["step"]:
+        return last
+    key = next(checkpoints_of_step(store, attempt, chosen), None)
+    if key is None:
+        get_logger().warning("best_checkpoint_lost", step=chosen)
+    return key or last
+
+
+def finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
+    """The checkpoint that the model is made of, if the one to resume from is that of a run's end, or no step is to
+    follow the one to continue from: then there is nothing left to train."""
+    if total_steps == 0:
+        assert request.parent is not None, "a spec without a parent trains"
+        return request.parent.key
+    if request.resume_from is None:
+        return None
+    lineage = read_manifest(store, request.resume_from).lineage
+    if int(lineage["step"]) < total_steps and not lineage.get(ENDED):
+        return None
+    return model_checkpoint(store, request.attempt_id, request.resume_from)
+
+
+def checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
+    """Keys of the complete checkpoints of a step, those of the newest attempt first."""
+    for one in reversed(attempt.so_far()):
+        yield from own_checkpoints_of_step(store, one, step)
+
+
+def own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:
+    """Keys of an attempt's complete checkpoints of a step."""
+    prefix = attempt.checkpoints_prefix
+    for name in store.list_directories(prefix):
+        key = join_key(prefix, name)
+        if name.startswith(f"step-{step:08d}-") and is_complete(store, key):
+            yield key
+
+
+def newest_bytes(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptId], str]) -> bytes | None:
+    """Return what an attempt, else the newest one before it, has stored at its `key`; None where none has."""
+    for one in reversed(attempt.so_far()):
+        with suppress(ObjectNotFoundError):
+            return store.get_bytes(key(one))
+    return None
+
+
+class StoredParts:
+    """The `Parts` of an attempt. They belong to the checkpoint that is measured: another's are not taken for them."""
+
+    def __init__(self, store: ObjectStore, request: AttemptRequest, checkpoint: str) -> None:
+        self._store = store
+        self._attempt = request.attempt_id
+        self._digest = hashlib.sha256(checkpoint.encode()).hexdigest()[:16]
+        self._progress = PhaseProgress(Reporter(store, request.attempt_id, "evaluation"), "evaluate")
+
+    def get(self, name: str) -> bytes | None:
+        kept = newest_bytes(self._store, self._attempt, lambda attempt: attempt.evaluation_key(self._digest, name))
+        if kept is None:
+            self._progress.begin(name)
+        return kept
+
+    def put(self, name: str, data: bytes) -> None:
+        self._store.put_bytes(self._attempt.evaluation_key(self._digest, name), data)
+
+    def progress(self, name: str, done: int, total: int) -> None:
+        self._progress.tell(name, done, total)

@@ -1,0 +1,271 @@
+"""Start of every phase on a worker: its process and memory, the group and the directory that it shares with others,
+teacher and data sets brought to its machine as far as the attempt may read them, and the student, with its calibrated
+start. Knows no Ray.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.data.opening import RemoteFile
+from swiftkv_platform.data.packing import PackedRows
+from swiftkv_platform.data.prepared import PreparedData
+from swiftkv_platform.distillation.calibration_text import calibration_batches
+from swiftkv_platform.errors import DataError
+from swiftkv_platform.jobs.attempt.stored import StoredPreparation
+from swiftkv_platform.jobs.values import Member
+from swiftkv_platform.model import convert, tokenizers
+from swiftkv_platform.model.bases import model_directory
+from swiftkv_platform.model.calibration_stream import calibrate_streamed
+from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.directories import ShardWriter
+from swiftkv_platform.model.lazy_student import LazyStudent
+from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
+from swiftkv_platform.sources import OPEN, Access, S3Source
+from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.downloads import download_model, keys_below
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_MAPPED_BYTES = 8 << 20
+"""Least size of a tensor that gets a mapping of its own. glibc's bound rises to 32 MiB as soon as a tensor of that size
+is freed; what was gathered of each layer then stays in its heap, and a worker holds twice what it uses."""
+_PATIENCE = timedelta(hours=24)
+"""Longest wait of a worker for what another does alone, e.g. a download; a lost one is noticed at once."""
+_MODEL = "model.name_or_path"
+
+
+def set_up_process(spec: JobSpec) -> None:
+    """Use the cores this process was given (threads of processes that share a core slow each other down fiftyfold),
+    keep no memory that it does not use, and draw no progress bars into its log."""
+    give_back_freed_tensors()
+    torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
+    transformers.utils.logging.disable_progress_bar()
+
+
+def give_back_freed_tensors() -> None:
+    """Have glibc return a large tensor's memory to the system once it is freed; other C libraries stay as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def free_bytes(device: torch.device, num_local: int) -> float:
+    """Bytes that one of `num_local` workers of this machine may take on `device`."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(psutil.virtual_memory().available) / num_local
+
+
+def task_device(spec: JobSpec) -> torch.device:
+    """Device on which a task with a worker's resources computes."""
+    return torch.device("cuda" if spec.resources.gpus_per_worker else "cpu")
+
+
+@contextmanager
+def joined(member: Member, resources: ResourcesSpec) -> Iterator[None]:
+    """The default process group of a group's workers; none for one alone."""
+    if member.size == 1:
+        yield
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if resources.gpus_per_worker else "gloo",
+        init_method=f"tcp://{member.address}",
+        rank=member.rank,
+        world_size=member.size,
+        timeout=_PATIENCE,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A directory that the workers of a machine share."""
+
+    path: Path
+    fetches: bool
+    """Whether this worker is the first of its machine, which fetches for the others."""
+    num_local: int
+    """Workers of the machine."""
+
+
+@contextmanager
+def shared_workspace(name: str) -> Iterator[Workspace]:
+    """A new directory, the same for all workers of a machine; the first of them removes it as it leaves. Collective."""
+    workers = Workers()
+    hosts, host = workers.gather(socket.gethostname()), socket.gethostname()
+    path = Path(tempfile.gettempdir()) / workers.from_first(f"{name}-{uuid4().hex}")
+    path.mkdir(exist_ok=True)
+    fetches = workers.rank == hosts.index(host)
+    try:
+        yield Workspace(path, fetches, hosts.count(host))
+    finally:
+        if fetches:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def access_of(request: AttemptRequest) -> Access:
+    """Sources that an attempt may read."""
+    return Access(request.allowed_roots, request.hub_organizations, request.code_tasks, files=request.files)
+
+
+def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fetch: bool = True) -> str:
+    """Return a name that transformers can load: a directory, or, where sources have no rules, a hub id as it came. A
+    GGUF file becomes a directory of this machine's cache.
+
+    Args:
+        workspace: where an `s3://` teacher goes.
+        access: what may be read; a directory is held to it with everything in it.
+        fetch: download an `s3://` teacher; else it is only told where it will be, for processes that share a machine.
+
+    Raises:
+        ModelError: an unknown built-in teacher, an address with nothing below it, or a model that asks for code or for
+            what may not be read.
+        InvalidInputError: a name that is closed, or a hub id that this machine's working directory shadows.
+    """
+
+    def download(uri: str) -> Path:
+        target = workspace / "teacher"
+        return download_model(uri, target, access=access, field=_MODEL) if fetch else target
+
+    return model_directory(model.name_or_path, model.revision, access=access, download=download, field=_MODEL)
+
+
+class StoreFiles:
+    """Objects of stores as files below `workspace`: the `RemoteFiles` of data sources."""
+
+    def __init__(self, workspace: Path) -> None:
+        self._workspace = workspace
+
+    def list(self, source: S3Source) -> builtins.list[RemoteFile]:
+        """Raises `DataError` if there is no object at `source` and none below it."""
+        address = f"s3://{source.bucket}"
+        store = open_store(address)
+        if source.key and store.head(source.key) is not None:
+            return [RemoteFile(address, source.key)]
+        return [RemoteFile(address, key) for key in keys_below(store, source, DataError, field="data.sources")]
+
+    def fetch(self, file: RemoteFile) -> Path:
+        """Download one object, unless it is there."""
+        path = self.path(file)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            open_store(file.store).download_file(file.key, path)
+        return path
+
+    def path(self, file: RemoteFile) -> Path:
+        """Local path of an object, or of what lies below its key."""
+        return self._workspace / file.store.removeprefix("s3://").strip("/") / file.key
+
+
+def fetch_data(uri: str, workspace: Path) -> Path:
+    """The file or directory that an `s3://` address becomes below `workspace`. Raises `DataError`: nothing is there."""
+    files, source = StoreFiles(workspace), S3Source(uri)
+    for file in files.list(source):
+        files.fetch(file)
+    return files.path(RemoteFile(f"s3://{source.bucket}", source.key))
+
+
+def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
+    """The teacher's tokenizer. Raises `ModelError`: it cannot be read, or makes ids that the teacher does not embed."""
+    revision = spec.model.revision
+    vocab_size = read_config(path, revision=revision).vocab_size
+    tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(path, vocab_size, revision=revision)
+    return tokenizer
+
+
+def compute_dtype(spec: JobSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.model.dtype)
+    return dtype
+
+
+def load_student(spec: JobSpec, path: str) -> Any:
+    """The student with copied projections, in the spec's dtype."""
+    return convert(path, **student_shape(spec), dtype=compute_dtype(spec), revision=spec.model.revision)
+
+
+def open_lazy(
+    spec: JobSpec, path: str, start: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu"
+) -> LazyStudent:
+    """The student in the spec's dtype, its weights unread.
+
+    Args:
+        start: where its own tensors start; what is not there is copied from the teacher.
+        device: where weights go when they are read.
+    """
+    return LazyStudent.open(
+        path, start or {}, dtype=compute_dtype(spec), device=device, revision=spec.model.revision, **student_shape(spec)
+    )
+
+
+def student_shape(spec: JobSpec) -> dict[str, Any]:
+    """Arguments of `convert` that make a student of a teacher."""
+    return {
+        "num_key_value_layers": spec.swiftkv.num_key_value_layers,
+        "prefill_reduction": spec.swiftkv.prefill_reduction,
+        "key_value_group_size": spec.swiftkv.key_value_group_size,
+        "early_exit": spec.swiftkv.early_exit,
+        "sharing": spec.swiftkv.sharing,
+        "own_output_projection": spec.swiftkv.own_output_projection,
+        "decode_key_value": spec.swiftkv.decode_key_value,
+    }
+
+
+def find_start(spec: JobSpec, stored: StoredPreparation, path: str, rows: Path, *, device: torch.device | str) -> None:
+    """Have the workers of the default process group find and publish the calibrated start, unless that has been done.
+
+    Args:
+        path: the teacher.
+        rows: directory of the prepared rows.
+    """
+    workers = Workers()
+    if workers.from_first(workers.is_first and stored.lacks_start):
+        with tempfile.TemporaryDirectory(prefix="start-") as directory:
+            calibrate(spec, path, PreparedData.load(rows).train, Path(directory), device=device)
+            if workers.is_first:
+                stored.publish_start(Path(directory))
+    workers.gather(None)  # the others wait
+
+
+def calibrate(spec: JobSpec, path: str, rows: PackedRows, directory: Path, *, device: torch.device | str) -> None:
+    """Write the calibrated start into `directory`, by the first of the workers of the default process group; each runs
+    the teacher over its share of the rows, layer by layer.
+
+    Args:
+        path: the teacher.
+        rows: the training rows.
+    """
+    workers = Workers()
+    batches = calibration_batches(
+        rows, spec.swiftkv.calibration_tokens, seed=spec.training.seed, share=workers.rank, num_shares=workers.size
+    )
+    source = open_lazy(spec, path, device=device)
+    writer = ShardWriter(directory, "calibrated", MAX_SHARD_BYTES)
+    for name, tensor in calibrate_streamed(
+        source, batches, workers=workers, refit=spec.swiftkv.is_refitted, device=device
+    ):
+        writer.add(name, tensor.to(source.model.dtype))
+    writer.flush()

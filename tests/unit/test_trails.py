@@ -25,13 +25,18 @@ from tests.unit.engine.tiny_models import save_swiftkv
 ROOT = Path(__file__).parents[2]
 ROOMS = ("jobs", "serve", "swiftkv_platform")
 MOST_FILES_TO_A_TOKEN = 12
+MOST_FILES_TO_A_STEP = 20
 
 
-def tables(heading: str) -> list[list[str]]:
-    """Files in the first column of each table below a heading of docs/architecture.md."""
+def section(heading: str) -> str:
+    """Text below a heading of docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    found = [re.findall(r"^\| `([^`]+\.py)` \|", table, re.MULTILINE) for table in section.split("|---|---|")[1:]]
+    return text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def tables(page: str) -> list[list[str]]:
+    """Files in the first column of each table."""
+    found = [re.findall(r"^\| `([^`]+\.py)` \|", table, re.MULTILINE) for table in page.split("|---|---|")[1:]]
     return [table for table in found if table]
 
 
@@ -85,27 +90,32 @@ async def test_generate_trail(tmp_path: Path) -> None:
     await engine.aclose()
     assert len(answer.json()["choices"][0]["token_ids"]) == 4
     assert not entered.recording, "no token was sampled"
-    trail, parts = tables("From POST /generate to a token")
+    trail, parts = tables(section("From POST /generate to a token"))
     assert [file for file in entered.files if file not in parts] == trail
     assert [file for file in entered.files if file not in trail] == parts
     assert len(trail) <= MOST_FILES_TO_A_TOKEN
 
 
 def test_submission_trail(tmp_path: Path, empty_database: Path) -> None:
-    """The second job is traced, from its request to the one that Ray's dashboard gets of the reconciler's round."""
+    """The second job is traced: its request, then a round of the reconciler, to the request that Ray's dashboard gets.
+    From there on it is `tests/unit/jobs/test_trail.py`'s."""
     ray = Script()
+    ray.on("GET", "/api/version", json_answer({"ray_version": "2"}))
     ray.on("POST", "/api/jobs/", json_answer({"submission_id": "s"}))
-    ray.on("GET", "/api/jobs/", json_answer([]))
     entered = Entered(until="swiftkv_platform/control_plane/jobs/ray_jobs.py:submit")
+    settings = Settings(home=tmp_path, _env_file=None)
     with serve(ray) as url, traced(entered):
         parts = replace(make_parts(tmp_path, empty_database), cluster=RayJobs(url))
-        settings = Settings(home=tmp_path, _env_file=None)
+        reconciler = build_reconciler(settings, parts, UNDISPUTED, Instruments())
         with control_plane(parts, settings) as client:
             for entered.recording in (False, True):
                 assert client.post("/jobs", json=SPEC).status_code == 201
-            build_reconciler(settings, parts, UNDISPUTED, Instruments()).tick()
+            reconciler.tick()
     assert ray.sent("POST", "/api/jobs/")
-    trail, passed = tables("From POST /jobs to an optimizer step")
-    trail = trail[: trail.index("jobs/distill.py")]
-    assert [file for file in entered.files if file not in passed] == trail
-    assert [file for file in entered.files if file not in trail] == passed
+    page = section("From POST /jobs to an optimizer step")
+    [trail] = tables(page)
+    listed = re.findall(r"`([^`]+\.py)`", page.split("Parts that a submission passes", 1)[1])
+    passed = {f"swiftkv_platform/{file}" for file in listed}
+    assert [file for file in entered.files if file not in passed] == trail[: trail.index("jobs/distill.py")]
+    assert {*entered.files}.difference(trail) == passed
+    assert len(trail) <= MOST_FILES_TO_A_STEP

@@ -321,8 +321,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> 
         {"params": matrices, "weight_decay": spec.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    given = [group for group in groups if group["params"]]
-    return AdamW(given, lr=0.0, betas=spec.betas, eps=spec.epsilon)  # the step sets the rate
+    return AdamW([group for group in groups if group["params"]], lr=0.0, betas=spec.betas)  # the step sets the rate
 
 
 def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:

@@ -74,8 +74,6 @@ class OptimizerSpec(Spec):
     weight_decay: NonNegative = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
     """AdamW's."""
-    epsilon: Positive = 1e-8
-    """AdamW's, added to the root of the second moment."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Muon's."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None

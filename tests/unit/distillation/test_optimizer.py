@@ -48,7 +48,6 @@ def test_weight_decay_spares_norms_and_biases_and_the_rate_set_is_used() -> None
     parameter.grad = torch.ones(2, 2)
     optimizer.step()
     assert parameter[0, 0].item() == pytest.approx(0.75, abs=1e-3)  # Adam's first step has the size of its rate
-    assert build_optimizer([parameter], OptimizerSpec(epsilon=0.5)).defaults["eps"] == 0.5
 
 
 def test_muon_takes_the_matrices_and_leaves_vectors_and_the_exit_head_to_adamw() -> None:

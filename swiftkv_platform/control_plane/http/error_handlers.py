@@ -28,6 +28,10 @@ from swiftkv_platform.web.problems import (
 _CLIENT_CLOSED_REQUEST = 499
 _MOST_FIELDS = 20
 """Refused fields that an answer names."""
+_OF_A_DEPLOYMENT = (
+    "this is the control plane, which has /v1/files and /v1/fine_tuning alone; for OpenAI's other routes use the `url` "
+    "of a deployment (GET /deployments) and /v1, such as URL/v1/chat/completions"
+)
 
 
 def install(app: FastAPI) -> None:
@@ -56,8 +60,10 @@ def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
 
 def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    code = HTTPStatus(error.status_code).name.lower()
-    return error_response(make_problem(request.url.path, error.status_code, code, str(error.detail)), error.headers)
+    code, detail = HTTPStatus(error.status_code).name.lower(), str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND and request.url.path.startswith("/v1/"):
+        detail = _OF_A_DEPLOYMENT
+    return error_response(make_problem(request.url.path, error.status_code, code, detail), error.headers)
 
 
 def _on_disconnect(_request: Request, _error: Exception) -> Response:

@@ -54,13 +54,6 @@ class ModelSpec(Spec):
     """Compute dtype of forward and backward; trained weights and optimizer state are always float32."""
 
 
-_DecodeKeyValue = Literal["shared", "own"]
-
-
-def _form_of_a_new_student(given: dict[str, Any]) -> _DecodeKeyValue:
-    return "shared" if given.get("initialization") == "refitted" else "own"
-
-
 class SwiftKVSpec(Spec):
     """The transformation (paper, section 3)."""
 
@@ -83,15 +76,22 @@ class SwiftKVSpec(Spec):
     """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
     `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's
     own states; for `own_output_projection`."""
-    decode_key_value: _DecodeKeyValue = Field(default_factory=_form_of_a_new_student)
+    decode_key_value: Literal["shared", "own"] = "own"
     """Origin of K and V in layers >= l of tokens that run through them: of a prompt's last token and of all that is
-    generated. `own`, the default: their own hidden state in the first layer of each group, as in the teacher, by
+    generated. `own`: their own hidden state in the first layer of each group, as in the teacher, by
     projections that are trained too; prefill costs the same, and far less of the teacher's quality is lost. A text of
     which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
     x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
     student in this form."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refits_the_papers_form(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("initialization") == "refitted":
+            return {"decode_key_value": "shared", **value}
+        return value
 
     @model_validator(mode="after")
     def _one_way_to_say_l(self) -> Self:

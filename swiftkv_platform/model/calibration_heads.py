@@ -164,6 +164,7 @@ def merge_keys(
     Args:
         keys: by layer, the regression of its keys on h, [inputs, num_key_value_heads * head_dim].
         queries: by layer, summed squared queries, [num_attention_heads, head_dim].
+        gram: sum of h^T h; keys have its inputs first, and any others behind them weigh nothing.
 
     Returns:
         The shared projection, shaped like one of `keys`, and factors [num_key_value_heads, head_dim / 2].
@@ -173,8 +174,9 @@ def merge_keys(
     scale = torch.stack([_query_norms(q, num_key_value_heads) for q in queries])  # [group, kv_heads, frequencies]
     scale = scale / scale.mean(0)
     weighted = predicted * scale[:, None]
-    images = torch.einsum("nm,gmhf->gnhf", gram.to(weighted.dtype), weighted)
-    covariance = torch.einsum("anhf,bnhf->hfab", weighted, images.conj())
+    of_h = weighted[:, : len(gram)]
+    images = torch.einsum("nm,gmhf->gnhf", gram.to(weighted.dtype), of_h)
+    covariance = torch.einsum("anhf,bnhf->hfab", of_h, images.conj())
     _, vectors = torch.linalg.eigh(covariance)  # ascending
     principal = vectors[..., -1].movedim(-1, 0)  # [group, kv_heads, frequencies]
     principal = principal * torch.exp(-1j * principal[:1].angle())  # the leader's own factor is real
@@ -203,7 +205,7 @@ def match_heads(
     orders = [list(range(num_key_value_heads))]
     joined: list[tuple[torch.Tensor, torch.Tensor]] = []  # weighted keys and gram @ them, in the heads' new order
     for keys, queries in layers:
-        weighted = _complex(keys, queries.shape[1]) * _query_norms(queries, num_key_value_heads)
+        weighted = _complex(keys[: len(gram)], queries.shape[1]) * _query_norms(queries, num_key_value_heads)
         image = torch.einsum("nm,mhf->nhf", gram.to(weighted.dtype), weighted)
         if joined:
             orders.append(assign_heads(_lost_energy(joined, weighted, image)))

@@ -116,7 +116,8 @@ def _factorise(
 
 def _size(weights: torch.Tensor, statistics: CalibrationStatistics, regression: GroupRegression) -> torch.Tensor:
     """Root mean square of what `weights` [rows, outputs] make of h."""
-    total = torch.einsum("no,nm,mo->", weights, regression.gram, weights)
+    of_h = weights[: regression.num_inputs]
+    total = torch.einsum("no,nm,mo->", of_h, regression.gram, of_h)
     return (total / (statistics.num_tokens * weights.shape[1])).sqrt()
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 RIDGE = 1e-4
 """Ridge penalty as a share of the mean diagonal of the Gram matrix."""
@@ -99,13 +98,14 @@ def share_components(
     Args:
         parts: by layer, a linear map of h, [inputs, num_heads, dim].
         metrics: by layer, what an error in each direction counts, [num_heads, dim, dim].
-        gram: sum of h^T h, [inputs, inputs].
+        gram: sum of h^T h; maps have its inputs first, and any others behind them weigh nothing.
     """
     dim = parts[0].shape[-1]
     roots = [root_and_inverse(metric) for metric in metrics]
     weighted = torch.cat([torch.einsum("nhd,hde->nhe", p, root) for p, (root, _) in zip(parts, roots, strict=True)], -1)
-    images = torch.einsum("nm,mhd->nhd", gram, weighted)
-    _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", weighted, images))  # ascending
+    of_h = weighted[: len(gram)]
+    images = torch.einsum("nm,mhd->nhd", gram, of_h)
+    _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", of_h, images))  # ascending
     principal = vectors[..., -dim:]  # [heads, group * dim, dim]
     by_layer = principal.unflatten(1, (len(parts), dim)).unbind(1)
     # Any basis of the components has the same error; with this rotation and size, what takes the maps up changes least.
@@ -164,9 +164,8 @@ class GroupRegression:
 
     @property
     def gram(self) -> torch.Tensor:
-        """Sum of h^T h, with zeros for n, [rows, rows]."""
-        gram = self.regression.gram
-        return F.pad(gram, (0, len(gram), 0, len(gram))) if self.keeps_own else gram
+        """Sum of h^T h, [inputs, inputs]."""
+        return self.regression.gram
 
     def predict(self, i: int, name: str) -> torch.Tensor:
         """The map to what the module `name` of layer i's attention puts out, [rows, outputs]."""

@@ -45,7 +45,7 @@ def test_the_estimate_is_the_plans(teacher: dict[str, Any]) -> None:
     assert estimate.kv_bytes_per_token == 8 * 2 * 8 * 4 * 2, "layers, K and V, heads, their size, bytes"
     assert estimate.prefill_flops_ratio == pytest.approx(0.5, abs=0.05)
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    student = 6 * 64 * 64 + 2 * 2 * 64 * 32 + 64
+    student = 6 * 64 * 64 + 2 * 2 * 2 * 64 * 32 + 64  # K and V of two groups, of skipped and of deep tokens
     assert estimate.trained_parameters == student
     assert estimate.parameters == 12 * layer + student + 2 * 1024 * 64 + 64
     assert estimate.max_tokens == 10 * 4 * 256

@@ -6,11 +6,12 @@
     python -m benchmarks.depths DIRECTORY --spec benchmarks/configs/python-5m-depths.yaml --needle-lengths \\
                                 --points 6:1 6:2:teacher-output 6:2 6:4 --steps 250 --seeds 0 1 2
 
-The spec names the teacher, the data and the loss; a point `l:g[:START][:teacher-output]` replaces its `swiftkv`
-section. Students whose layers share a KV cache layer, and those with a refitted start, have output projections of their
-own, unless `teacher-output` is said; `--early-exit` trains an exit head beside. Runs are the trainer's own in this
-process, with rate search, guard and best state as in a job; `--steps 0` measures starts alone. A seed draws the order
-of the rows, and those of the calibration.
+The spec names the teacher, the data and the loss; a point `l:g[:START][:teacher-output][:own]` replaces its `swiftkv`
+section, but for its `decode_key_value`, which `own` and `shared` replace. Students whose layers share a KV cache
+layer, and those with a refitted start, have output projections of their own, unless `teacher-output` is said;
+`--early-exit` trains an exit head beside. Runs are the trainer's own in this process, with rate search, guard and
+best state as in a job; `--steps 0` measures starts alone. A seed draws the order of the rows, and those of the
+calibration.
 
 A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, by position in the
 answer and by prompt length; the share of numbers found in prompts of each length by student and teacher; and with an
@@ -65,6 +66,8 @@ from swiftkv_platform.storage.addresses import open_store
 SPEC = Path(__file__).parent / "configs" / "smollm2-depths.yaml"
 POINTS = ("22:1", "15:1", "15:2", "15:1:refitted", "11:1")
 TEACHER_OUTPUT = "teacher-output"
+FORMS = ("own", "shared")
+"""Values of `decode_key_value`."""
 Row = dict[str, Any]
 
 
@@ -200,7 +203,9 @@ class TrainingRuns:
 def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
     """The spec of one point."""
     layers, group_size, *options = point.split(":")
-    [start] = [option for option in options if option != TEACHER_OUTPUT] or ["calibrated"]
+    [start] = [option for option in options if option not in (TEACHER_OUTPUT, *FORMS)] or ["calibrated"]
+    form = "shared" if start == "refitted" else spec.swiftkv.decode_key_value
+    form = next((option for option in options if option in FORMS), form)
     own = TEACHER_OUTPUT not in options and (int(group_size) > 1 or start == "refitted")
     swiftkv = {
         "num_key_value_layers": int(layers),
@@ -208,6 +213,7 @@ def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -
         "own_output_projection": own,
         "early_exit": args.early_exit,
         "initialization": start,
+        "decode_key_value": form,
         "calibration_tokens": args.calibration_tokens or spec.swiftkv.calibration_tokens,
     }
     document = spec.model_dump(mode="json", exclude_unset=True)
@@ -300,7 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("directory", type=Path, help="where answers and finished points are kept")
     parser.add_argument("--spec", type=Path, default=SPEC, help="job spec of the teacher, the data and the loss")
-    parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output]")
+    parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output][:own]")
     parser.add_argument("--steps", type=int, default=150, help="of training; 0: measure starts alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--calibration-tokens", type=int, help="of the start; default: as the spec says")

@@ -19,14 +19,15 @@ def arguments(**changed: object) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("point", "expected"),
     [
-        ("22:1", (22, 1, False, "calibrated")),
-        ("15:2", (15, 2, True, "calibrated")),
-        ("15:1:refitted", (15, 1, True, "refitted")),
-        ("15:1:copied", (15, 1, False, "copied")),
-        ("15:2:teacher-output", (15, 2, False, "calibrated")),
+        ("22:1", (22, 1, False, "calibrated", "shared")),
+        ("15:2", (15, 2, True, "calibrated", "shared")),
+        ("15:1:refitted", (15, 1, True, "refitted", "shared")),
+        ("15:1:copied", (15, 1, False, "copied", "shared")),
+        ("15:2:teacher-output", (15, 2, False, "calibrated", "shared")),
+        ("15:2:own", (15, 2, True, "calibrated", "own")),
     ],
 )
-def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[int, int, bool, str]) -> None:
+def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[int, int, bool, str, str]) -> None:
     spec = load_spec(SPEC)
     found = point_spec(spec, point, arguments(calibration_tokens=2048), seed=3)
     swiftkv = found.swiftkv
@@ -35,6 +36,7 @@ def test_a_point_takes_the_place_of_the_specs_own(point: str, expected: tuple[in
         swiftkv.key_value_group_size,
         swiftkv.own_output_projection,
         swiftkv.initialization,
+        swiftkv.decode_key_value,
     )
     assert (swiftkv.calibration_tokens, found.training.max_steps, found.training.seed) == (2048, 20, 3)
     assert (found.data, found.distillation, found.optimizer) == (spec.data, spec.distillation, spec.optimizer)

@@ -56,7 +56,7 @@ def llm_spec(*, short: bool = False) -> dict[str, Any]:
             source["complete"] = {**source["complete"], "max_tokens": 12}
         spec["data"]["max_length"] = 128
         spec["swiftkv"]["calibration_tokens"] = 1024
-        spec["training"] |= {"max_steps": 2, "batch_size": 1, "micro_batch_size": 1}
+        spec["training"] |= {"max_steps": 2, "batch_size": 1, "micro_batch_size": 1, "keep_best": False}
         spec["evaluation"] |= {"max_tokens": 256, "continuations": 0}
         spec["name"] += "-short"
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]

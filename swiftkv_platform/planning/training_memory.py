@@ -153,7 +153,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
         if shared or (i < first and not setup.gradient_checkpointing):
             per_token += narrow * (heads if own.expansion else cached)
         if setup.decodes_own and i in layer_map.leaders:  # the deep tokens' own, and both kinds put together
-            per_token += narrow * 3 * cached
+            per_token += narrow * 2 * cached
         if setup.gradient_checkpointing:
             per_token += narrow * hidden
             continue

@@ -77,10 +77,10 @@ def test_a_job_spec_is_planned_phase_by_phase() -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[1:6]] == ["prepare", "calibrate", "train", "evaluate", "publish"]
-    assert lines[3].split()[1:6] == ["32", "23.8", "GiB", "3.91", "GiB"]
+    assert lines[3].split()[1:6] == ["32", "23.5", "GiB", "3.91", "GiB"]
     assert lines[6].startswith("All phases take ")
     assert "of which training 2 h" in lines[6]
-    assert "A worker's device holds most in training, 23.8 GiB." in lines[6]
+    assert "A worker's device holds most in training, 23.5 GiB." in lines[6]
     assert "A node's disk holds most in publishing, " in lines[6]
     assert "answers to tasks, needles and continuations (evaluation)" in lines[7]
     assert lines[8].startswith("Assumed: 4 nodes of up to 8 workers; 396 TFLOPs a second and worker (assumed: 40% of ")

@@ -151,7 +151,8 @@ class ControlPlaneMetrics:
     def collect(self) -> Iterable[Metric]:
         up = {name: check.get() for name, check in self._checks.items()}
         jobs, deliveries = self._jobs.get(), self._deliveries.get()
-        answered = wait([*up.values(), jobs, deliveries], timeout=_SCRAPE_WAITS_S).done
+        asked: list[Future[Any]] = [*up.values(), jobs, deliveries]
+        answered = wait(asked, timeout=_SCRAPE_WAITS_S).done
         text = "Whether it answers and can be used."
         good = {answer for answer in answered if answer.exception() is None}
         values = {name: answer in good and answer.result() is None for name, answer in up.items()}

@@ -228,7 +228,7 @@ class JobCluster(Protocol):
         ...
 
     def check(self) -> None:
-        """Returns if the cluster answers."""
+        """Returns if the cluster answers and has a node that is alive."""
         ...
 
 

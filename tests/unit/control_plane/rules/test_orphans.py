@@ -1,5 +1,6 @@
 """Attempts that run for no job are stopped, and those that find no place give their slot back after a while."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -136,6 +137,19 @@ def test_submissions_are_listed_with_their_ends() -> None:
     with serve(script) as url:
         found = [(each.submission_id, each.entrypoint, each.ended_at) for each in RayJobs(url).listed()]
     assert found == [("a-1", "one", None), ("a-2", "two", None), ("a-3", "three", 7.5), ("a-4", "lost", 1.0)]
+
+
+@pytest.mark.parametrize("state", ["alive", "dead", "silent"])
+def test_a_dashboard_without_a_live_node_is_no_cluster(state: str) -> None:
+    """As while a head starts, and when its node hangs: version and jobs are told, and no submission is taken."""
+    nodes = [{"node_id": "a", "state": "ALIVE"}] if state == "alive" else []
+    script = Script()
+    script.on(
+        "GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": nodes}}}, 500 if state == "silent" else 200)
+    )
+    with serve(script) as url, nullcontext() if state == "alive" else pytest.raises(ClusterUnavailableError) as raised:
+        RayJobs(url).check()
+    assert raised is None or ("no live node" in str(raised.value)) is (state == "dead")
 
 
 def test_what_ray_does_not_know_is_removed_and_what_it_will_not_remove_is_told() -> None:

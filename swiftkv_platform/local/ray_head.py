@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
-from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _LONGEST_TEMP_ROOT = 40
@@ -85,6 +84,9 @@ class RayHead:
 
     def answers(self) -> bool:
         """Whether it takes jobs: its dashboard answers, and its node is alive."""
+        # The command line starts without the extra `platform`.
+        from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
+
         with closing(RayDashboard(self.dashboard_url, timeout_s=5.0, token_file=self.token_file)) as dashboard:
             try:
                 dashboard.check_alive()

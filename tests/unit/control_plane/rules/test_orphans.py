@@ -141,7 +141,7 @@ def test_submissions_are_listed_with_their_ends() -> None:
 
 @pytest.mark.parametrize("state", ["alive", "dead", "silent"])
 def test_a_dashboard_without_a_live_node_is_no_cluster(state: str) -> None:
-    """As while a head starts, and when its node hangs: version and jobs are told, and no submission is taken."""
+    """Its version and jobs are told while a head starts, and when its node hangs, but it takes no submission."""
     nodes = [{"node_id": "a", "state": "ALIVE"}] if state == "alive" else []
     script = Script()
     script.on(

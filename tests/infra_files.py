@@ -62,7 +62,7 @@ def config_maps() -> dict[str, dict[str, str]]:
     return {
         generator["name"]: variables(KUBERNETES / "base" / name)
         for generator in kustomizations()["base"]["configMapGenerator"]
-        for name in generator["envs"]
+        for name in generator.get("envs", ())
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -71,11 +71,11 @@ class Readiness:
 
     async def complaint(self, check: str) -> str | None:
         """Return what is wrong with one part, None for nothing."""
-        return await _complaint(self.checks[check].get)
+        return await _complaint(self.checks[check])
 
     async def complaints(self) -> dict[str, str | None]:
         """Return what is wrong with each part, None for nothing; of the loops only those with which something is."""
-        found = await asyncio.gather(*(_complaint(check.get) for check in self.checks.values()))
+        found = await asyncio.gather(*(_complaint(check) for check in self.checks.values()))
         return dict(zip(self.checks, found, strict=True)) | {
             f"loop {loop.name}": "no step of it has come to its end for minutes; the log says why"
             for loop in self.loops
@@ -83,9 +83,9 @@ class Readiness:
         }
 
 
-async def _complaint(ask: Callable[[], str | None]) -> str | None:
+async def _complaint(check: Kept[str | None]) -> str | None:
     try:
-        return await asyncio.wait_for(asyncio.to_thread(ask), _CHECK_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.wrap_future(check.get()), _CHECK_TIMEOUT_S)
     except TimeoutError:
         return f"no answer within {_CHECK_TIMEOUT_S:g} s"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -66,29 +67,38 @@ class ControlPlaneHistograms:
 T = TypeVar("T")
 _KEEP_COUNTS_S = 10.0
 """Seconds that counts are kept: counting reads a whole index."""
+_SCRAPE_WAITS_S = 3.0
+"""Longest wait of a scrape, which Prometheus itself gives up after 10 s."""
 
 
 class Kept(Generic[T]):
-    """The answer of `ask`, asked again once it is older than `keep_s` seconds; one thread asks at a time."""
+    """The answer of `ask`, asked again once it is older than `keep_s` seconds.
+
+    A thread of its own asks, so that whoever waits may give up, and a question that hangs holds one thread.
+    """
 
     def __init__(self, ask: Callable[[], T], clock: Clock, *, keep_s: float) -> None:
         self._ask = ask
         self._clock = clock
         self._keep_s = keep_s
-        self._kept: tuple[float, T] | None = None
-        """Time of the last question, and its answer."""
+        self._asked = 0.0
+        self._answer: Future[T] | None = None
+        """To the last question, which may be under way."""
         self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kept")
 
-    def get(self) -> T:
-        """Raises as `ask`; a failure is not kept."""
+    def get(self) -> Future[T]:
+        """The answer, or the failure of `ask`, which is not kept."""
         with self._lock:
-            now = self._clock()
-            if self._kept is None or now - self._kept[0] >= self._keep_s:
-                self._kept = now, self._ask()
-            return self._kept[1]
+            now, answer = self._clock(), self._answer
+            is_old = now - self._asked >= self._keep_s
+            if answer is None or (answer.done() and (is_old or answer.exception() is not None)):
+                self._asked, answer = now, self._thread.submit(self._ask)
+                self._answer = answer
+            return answer
 
 
-def complaint_of(check: Callable[[], None]) -> Callable[[], str | None]:
+def complaint_of(check: Callable[[], object]) -> Callable[[], str | None]:
     """`check` as a question: what it complains of, None for nothing."""
 
     def ask() -> str | None:
@@ -105,8 +115,10 @@ class ControlPlaneMetrics:
     """Collector of jobs, deliveries, loops and operator's files of one control plane, read when they are asked for.
 
     It also has what the sweeper counted last and has removed; a control plane that stands by has counted nothing.
+    Counts that the database does not give within seconds are left out.
 
     Args:
+        checks: what is wrong with a dependency, by name. The cluster that serves is added: `/readyz` does without it.
         files: whether the newest version of each of the operator's files is usable, by name.
     """
 
@@ -119,7 +131,10 @@ class ControlPlaneMetrics:
         sweeper: Sweeper,
         orphans: Orphans,
         deployments: DeploymentReconciler,
+        checks: Mapping[str, Kept[str | None]],
     ) -> None:
+        serving = Kept(complaint_of(parts.serving.status), parts.clock, keep_s=_KEEP_COUNTS_S)
+        self._checks = {**checks, "serving": serving}
         self._jobs = Kept(parts.jobs.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
         self._deliveries = Kept(parts.outbox.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
         self._loops = loops
@@ -134,8 +149,19 @@ class ControlPlaneMetrics:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        yield _gauge("swiftkv_jobs", "Jobs by status.", "status", self._jobs.get())
-        yield _gauge("swiftkv_webhook_deliveries", "Webhook deliveries by status.", "status", self._deliveries.get())
+        up = {name: check.get() for name, check in self._checks.items()}
+        jobs, deliveries = self._jobs.get(), self._deliveries.get()
+        asked: list[Future[Any]] = [*up.values(), jobs, deliveries]
+        answered = wait(asked, timeout=_SCRAPE_WAITS_S).done
+        text = "Whether it answers and can be used."
+        good = {answer for answer in answered if answer.exception() is None}
+        values = {name: answer in good and answer.result() is None for name, answer in up.items()}
+        yield _gauge("swiftkv_dependency_up", text, "dependency", values)
+        if jobs in good:
+            yield _gauge("swiftkv_jobs", "Jobs by status.", "status", jobs.result())
+        if deliveries in good:
+            text = "Webhook deliveries by status."
+            yield _gauge("swiftkv_webhook_deliveries", text, "status", deliveries.result())
         usable = {name: is_usable() for name, is_usable in self._files.items()}
         text = "Whether a file's newest version is usable and holds."
         yield _gauge("swiftkv_operator_file_usable", text, "file", usable)

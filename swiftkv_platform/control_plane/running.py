@@ -93,7 +93,9 @@ async def running(
     histograms.register(app.state.metrics)
     operator_files = _operator_files(credentials, parts.policies)
     app.state.metrics.register(
-        ControlPlaneMetrics(parts, loops, reconciler, operator_files, sweeper, orphans, deploying)
+        ControlPlaneMetrics(
+            parts, loops, reconciler, operator_files, sweeper, orphans, deploying, app.state.readiness.checks
+        )
     )
     for loop in loops:
         loop.start()

@@ -10,14 +10,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
+from swiftkv_platform.errors import ClusterUnavailableError
 
 _LONGEST_TEMP_ROOT = 40
 """Characters. Ray's sockets lie some 60 deeper, and a unix socket's path ends at 107 (104 on macOS)."""
@@ -84,13 +83,16 @@ class RayHead:
         }
 
     def answers(self) -> bool:
-        """Whether the job API takes requests."""
-        headers = {"Authorization": f"Bearer {self.token_file.read_text(encoding='ascii')}"}
-        try:
-            response = httpx.get(f"{self.dashboard_url}/api/jobs/", headers=headers, timeout=5.0, trust_env=False)
-        except httpx.TransportError:
-            return False
-        return response.is_success
+        """Whether it takes jobs: its dashboard answers, and its node is alive."""
+        # The command line starts without the extra `platform`.
+        from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
+
+        with closing(RayDashboard(self.dashboard_url, timeout_s=5.0, token_file=self.token_file)) as dashboard:
+            try:
+                dashboard.check_alive()
+            except ClusterUnavailableError:
+                return False
+        return True
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)

@@ -266,7 +266,7 @@ class Stack:
     def _complaint(self, state: StackState, name: PartName) -> str | None:
         """Reason for which a part is not ready; None where it is."""
         if name == "ray":
-            return None if self._head(state).answers() else "its job API does not answer"
+            return None if self._head(state).answers() else "it does not answer, or has no live node"
         try:
             with Client(state.url, max_retries=0, timeout=_ANSWER_TIMEOUT_S) as client:
                 client.ready()

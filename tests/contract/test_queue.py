@@ -1,6 +1,10 @@
 """Contract of a database for its schema, the queue and leases: places given once. SQLite and PostgreSQL alike."""
 
 import random
+import tarfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,12 +13,16 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import PrimaryKeyConstraint, Table, UniqueConstraint, inspect, text, update
+from sqlalchemy import PrimaryKeyConstraint, Table, UniqueConstraint, column, inspect, select, table, text, update
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.base import Fence
-from swiftkv_platform.control_plane.database.session import Database, alembic_config
+from swiftkv_platform.control_plane.base import Fence, Page
+from swiftkv_platform.control_plane.database.session import (
+    Database,
+    alembic_config,
+    newest_revision,
+)
 from swiftkv_platform.control_plane.database.tables import Base, JobRow
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.queue import Claim
@@ -24,8 +32,15 @@ from swiftkv_platform.control_plane.loops.rows import SqlLeases
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import SqlRegistry
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
+from tests.old_home import ARCHIVES
+from tests.postgres import emptied
 from tests.records import TENANT, make_job, make_model, standing_of, store
 from tests.threads import at_once
+
+RELEASE = "0005"
+"""Schema of the last release, 0.1.0."""
+
+VERSION = table("alembic_version", column("version_num"))
 
 
 def anything_fits(_tenant: str, _held: Demand, _demand: Demand) -> bool:
@@ -177,6 +192,88 @@ def test_every_migration_can_be_taken_back(database: Database) -> None:
     assert tables == ["alembic_version"]
     database.upgrade()
     database.check_schema()
+
+
+def test_two_who_migrate_at_once_take_turns(postgres_url: str) -> None:
+    with closing(Database(emptied(postgres_url))) as first, closing(Database(postgres_url)) as second:
+        first.downgrade("base")
+        with ThreadPoolExecutor(1) as pool:
+            with first._migrating() as session:
+                command.upgrade(alembic_config(session.connection()), "head")
+                other = pool.submit(second.upgrade)
+                waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                while not session.scalar(waiting) and not other.done():
+                    pass
+            other.result()
+        second.check_schema()
+
+
+def columns(database: Database) -> dict[str, dict[str, tuple[str, bool, bool]]]:
+    """(type, whether null is accepted, whether it may be left out) of each table's columns."""
+    with database.reading() as session:
+        found = inspect(session.connection())
+        return {
+            table: {
+                column["name"]: (str(column["type"]), column["nullable"], column["nullable"] or bool(column["default"]))
+                for column in found.get_columns(table)
+            }
+            for table in found.get_table_names()
+        }
+
+
+def unique_indexes(database: Database, tables: Iterable[str]) -> set[str | None]:
+    with database.reading() as session:
+        found = inspect(session.connection())
+        return {index["name"] for table in tables for index in found.get_indexes(table) if index["unique"]}
+
+
+def test_programs_of_the_last_release_can_go_on_writing_after_the_upgrade(database: Database) -> None:
+    """In a roll the old control planes run beside the new schema: nothing they write is gone, and nothing is added that
+    they would have to write. Where a migration cannot keep to that, it begins the next thousand (`can_use`)."""
+    database.downgrade(RELEASE)
+    before = columns(database)
+    unique = unique_indexes(database, before)
+    database.upgrade()
+    after = columns(database)
+    for name, old in before.items():
+        assert old.items() <= after[name].items(), name
+        assert {key for key in after[name].keys() - old.keys() if not after[name][key][2]} == set(), name
+    # A second promotion of the same alias by 0.1.0 is refused while the roll lasts: it numbers none.
+    assert unique_indexes(database, before) - unique == {"ix_promotions_tenant_alias_version"}
+
+
+def test_the_database_that_the_last_release_wrote_is_upgraded_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "swiftkv.db"
+    with tarfile.open(ARCHIVES / "home-0.1.0.tar.xz") as archive:
+        [member] = [member for member in archive if member.name.endswith("/swiftkv.db")]
+        file = archive.extractfile(member)
+        assert file is not None
+        path.write_bytes(file.read())
+    with closing(Database(f"sqlite:///{path}")) as database:
+        with pytest.raises(InvalidInputError, match=f"schema revision {RELEASE}"):
+            database.check_schema()
+        database.upgrade()
+        database.check_schema()
+        found = SqlJobRepository(database).list(Page(limit=9), tenant="default")
+        assert {job.spec.name: job.status for job in found.items} == {
+            "finished": JobStatus.SUCCEEDED,
+            "paused": JobStatus.PAUSED,
+        }
+        assert found.left_out == []
+
+
+@pytest.mark.parametrize(("revision", "is_usable"), [("0999", True), ("1001", False)])
+def test_an_older_program_starts_on_a_later_schema_unless_that_is_in_the_next_thousand(
+    database: Database, revision: str, is_usable: bool
+) -> None:
+    with database.writing() as session:
+        session.execute(update(VERSION).values(version_num=revision))
+    for step in (database.upgrade, database.check_schema):
+        with nullcontext() if is_usable else pytest.raises(InvalidInputError, match="a later version"):
+            step()
+    with database.writing() as session:
+        assert session.scalar(select(VERSION.c.version_num)) == revision
+        session.execute(update(VERSION).values(version_num=newest_revision()))
 
 
 def test_aliases_from_before_versions_are_numbered(database: Database, jobs: SqlJobRepository) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from swiftkv_platform.control_plane.jobs.ports import RunningSubmission, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Submission, SubmissionStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.redaction import redact
 
@@ -17,6 +17,8 @@ class FakeSubmission:
     env: Mapping[str, str]
     state: Submission = field(default_factory=lambda: Submission(SubmissionStatus.RUNNING))
     log: str = ""
+    ended_at: float = 0.0
+    """Told once it has ended."""
 
 
 class FakeCluster:
@@ -39,13 +41,19 @@ class FakeCluster:
         found = self.submissions.get(submission_id)
         return None if found is None else found.state
 
-    def running(self) -> list[RunningSubmission]:
+    def listed(self) -> list[ListedSubmission]:
         self.check()
         return [
-            RunningSubmission(name, found.entrypoint)
+            ListedSubmission(name, found.entrypoint, found.ended_at if found.state.status.is_terminal else None)
             for name, found in self.submissions.items()
-            if not found.state.status.is_terminal
         ]
+
+    def remove(self, submission_id: str) -> None:
+        self.check()
+        found = self.submissions.get(submission_id)
+        if found is not None and not found.state.status.is_terminal:
+            raise ClusterUnavailableError(f"{submission_id} has not ended")
+        self.submissions.pop(submission_id, None)
 
     def stop(self, submission_id: str) -> None:
         self.check()

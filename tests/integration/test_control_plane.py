@@ -6,6 +6,7 @@ The stand-in is described in `planes.py`.
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,17 @@ def test_cluster_contract_a_failure_says_so(cluster: JobCluster) -> None:
 
 def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None:
     cluster.submit("stopped", "sleep 1000", {})
-    assert ("stopped", "sleep 1000") in {(each.submission_id, each.entrypoint) for each in cluster.running()}
+    assert ("stopped", "sleep 1000", None) in {astuple(each) for each in cluster.listed()}
+    with pytest.raises(ClusterUnavailableError, match="stopped"):
+        cluster.remove("stopped")
     cluster.stop("stopped")
     assert ended(cluster, "stopped") is SubmissionStatus.STOPPED
-    assert "stopped" not in {each.submission_id for each in cluster.running()}
+    [listed] = [each for each in cluster.listed() if each.submission_id == "stopped"]
+    assert listed.ended_at is not None
+    for _ in range(2):
+        cluster.remove("stopped")
+    assert cluster.status("stopped") is None
+    assert "stopped" not in {each.submission_id for each in cluster.listed()}
 
 
 def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster) -> None:

@@ -48,6 +48,7 @@ def test_every_setting_is_a_field_and_its_value_is_accepted(tmp_path: Path) -> N
                 keys = tmp_path / "keys.json"
                 create_key(keys, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
                 monkeypatch.setenv("SWIFTKV_API_KEYS_FILE", str(keys))
+                monkeypatch.setenv("SWIFTKV_TENANTS_FILE", str(INFRA / "kubernetes" / "base" / "tenants.yaml"))
             if values.get("SWIFTKV_STORAGE_URI") == NO_BUCKET:
                 monkeypatch.setenv("SWIFTKV_STORAGE_URI", "s3://models")
             settings = Settings()

@@ -8,6 +8,7 @@ import yaml
 from fastapi.routing import APIRoute
 
 from swiftkv_platform.control_plane import health
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.app import DRAIN_TIMEOUT_S
 from swiftkv_platform.settings import Settings
@@ -48,7 +49,8 @@ def test_addresses_name_services_that_exist() -> None:
 
 def test_kustomizations_list_every_file() -> None:
     for directory, kustomization in kustomizations().items():
-        generated = [name for generator in kustomization.get("configMapGenerator", ()) for name in generator["envs"]]
+        generators = kustomization.get("configMapGenerator", ())
+        generated = [name for each in generators for name in (*each.get("envs", ()), *each.get("files", ()))]
         patches = [patch["path"] for patch in kustomization.get("patches", ())]
         listed = {*kustomization["resources"], *generated, *patches, *kustomization.get("configurations", ())}
         files = {path.name for path in (KUBERNETES / directory).iterdir()}
@@ -128,12 +130,59 @@ def test_references_lead_somewhere() -> None:
         assert int(port) in {entry["port"] for entry in named("Service", host)["spec"]["ports"]}
 
 
+def test_pods_have_a_priority_and_jobs_are_not_moved_but_preempted_first() -> None:
+    classes = {each["metadata"]["name"]: each for each in objects("PriorityClass")}
+    control, serving, training = (classes[f"swiftkv-{name}"] for name in ("control", "serving", "training"))
+    assert 1_000_000_000 > control["value"] > serving["value"] > training["value"] > 0
+    assert training["preemptionPolicy"] == "Never"
+    for name, template in pod_templates().items():
+        of_jobs = name.startswith("swiftkv-ray-") and not name.endswith("-head")
+        of_replicas = name.startswith(("swiftkv-serve-", "swiftkv-model-")) and not name.endswith("-head")
+        kind = training if of_jobs else serving if of_replicas else control
+        assert template["spec"]["priorityClassName"] == kind["metadata"]["name"], name
+        kept = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+        assert template.get("metadata", {}).get("annotations", {}) == (kept if of_jobs else {}), name
+        for container in containers(template):
+            assert container["resources"]["requests"]["ephemeral-storage"], name
+        ours = any("registry.invalid" in container["image"] for container in containers(template))
+        assert template["spec"].get("imagePullSecrets") == ([{"name": "swiftkv-registry"}] if ours else None), name
+    assert "secret docker-registry swiftkv-registry" in (INFRA / "README.md").read_text()
+
+
+def test_quotas_are_a_file_that_changes_under_the_control_plane() -> None:
+    """Under the name that is mounted, without a hash, and not by `subPath`, whose file stays as it was."""
+    [generator] = [each for each in kustomizations()["base"]["configMapGenerator"] if "files" in each]
+    assert generator["options"] == {"disableNameSuffixHash": True}
+    pod = pod_templates()["swiftkv-control-plane"]["spec"]
+    [volume] = [volume for volume in pod["volumes"] if volume.get("configMap") == {"name": generator["name"]}]
+    [mount] = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == volume["name"]]
+    path = f"{mount['mountPath']}/{generator['files'][0]}"
+    assert "subPath" not in mount
+    assert environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_TENANTS_FILE"] == path
+    quotas = Tenants(KUBERNETES / "base" / generator["files"][0])
+    assert quotas.policy("acme") == NO_LIMITS.policy("acme"), "until there are some"
+
+
+def test_an_ingress_leads_to_services_that_exist() -> None:
+    """KubeRay names the Service of replicas, and network policies let in what is labelled."""
+    settings = environments()["ConfigMap-swiftkv-control-plane"]
+    [ingress] = objects("Ingress")
+    services = [rule["http"]["paths"][0]["backend"]["service"] for rule in ingress["spec"]["rules"]]
+    assert services[0] == {
+        "name": named("Service", "swiftkv-control-plane")["metadata"]["name"],
+        "port": {"name": "http"},
+    }
+    assert f"http://{services[1]['name']}:{services[1]['port']['number']}" == settings["SWIFTKV_SERVE_URL"]
+    assert [rule["host"] for rule in ingress["spec"]["rules"]] == ingress["spec"]["tls"][0]["hosts"]
+
+
 def test_the_control_plane_keeps_nothing_in_its_pod() -> None:
     volumes = pod_templates()["swiftkv-control-plane"]["spec"]["volumes"]
     assert {volume["name"]: sorted({*volume} - {"name"}) for volume in volumes} == {
         "home": ["emptyDir"],
         "tmp": ["emptyDir"],
         "api-keys": ["secret"],
+        "tenants": ["configMap"],
     }
     assert named("Deployment", "swiftkv-control-plane")["spec"]["strategy"]["type"] == "RollingUpdate"
 
@@ -154,7 +203,7 @@ def test_budgets_of_ray_pods_are_whole_numbers_of_what_stays() -> None:
 
 
 def test_selectors_find_pods() -> None:
-    labels = [template["metadata"]["labels"] for template in pod_templates().values() if "metadata" in template]
+    labels = [template.get("metadata", {}).get("labels", {}) for template in pod_templates().values()]
     for document in objects("Service", "Deployment", "StatefulSet"):
         selector = document["spec"]["selector"]
         wanted = selector if document["kind"] == "Service" else selector["matchLabels"]

@@ -15,13 +15,14 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
+from swiftkv_platform.control_plane.jobs.estimates import estimate
 from swiftkv_platform.jobs.driver import task_options
 from swiftkv_platform.jobs.ray_train import scaling_config
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
 from tests.infra_files import environments, kustomizations, named
-from tests.recipes import RECIPES
+from tests.recipes import RECIPES, teacher_config
 
 Resources = dict[str, float]
 
@@ -96,6 +97,34 @@ def test_every_recipe_gets_its_nodes_and_reserves_its_memory(schedule: Schedule,
     assert infeasible(schedule(workers(spec), [driver()])) == []
     if not recipe.stem.startswith("builtin-"):
         assert task["memory"] == workers(spec)[0]["memory"] == spec.resources.memory_per_worker
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_finds_its_disk_on_the_nodes_that_it_gets(schedule: Schedule, recipe: Path) -> None:
+    """`scratch`, which is all that a job writes to, is what a node must have free, and what the planner is told."""
+    groups = {
+        group["groupName"]: group["template"]["spec"]
+        for group in named("RayCluster", "swiftkv-ray")["spec"]["workerGroupSpecs"]
+    }
+    scratch = {}
+    for name, pod in groups.items():
+        [container] = pod["containers"]
+        assert container["volumeMounts"] == [{"name": "scratch", "mountPath": "/tmp"}]
+        assert {entry["name"]: entry.get("value") for entry in container["env"]}["HF_HOME"].startswith("/tmp/")
+        [volume] = pod["volumes"]
+        scratch[name] = gibibytes(volume["emptyDir"]["sizeLimit"])
+        assert scratch[name] < gibibytes(container["resources"]["requests"]["ephemeral-storage"])
+    told = int(environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_NODE_DISK_BYTES"])
+    assert told == max(scratch.values())
+    spec = load_spec(recipe)
+    needed = max(phase.node_disk.total for phase in estimate(spec, teacher_config(spec), ()).phases)
+    for launch in schedule(workers(spec), []).to_launch:
+        assert needed <= scratch[launch.instance_type]
+
+
+def gibibytes(quantity: str) -> int:
+    """Bytes of a quantity in GiB."""
+    return int(quantity.removesuffix("Gi")) << 30
 
 
 def test_drivers_and_replicas_get_their_nodes(schedule: Schedule) -> None:

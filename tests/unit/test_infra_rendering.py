@@ -23,6 +23,7 @@ VALUES = {
     "AWS_REGION": "eu-west-1",
     "CONTROL_PLANE_IMAGE": "registry.example.com/swiftkv-control-plane:0.1.0",
     "CLUSTER_IMAGE": "registry.example.com/swiftkv-cluster:0.1.0",
+    "GPU_SERVING_IMAGE": "registry.example.com/swiftkv-cluster-vllm:0.1.0",
 }
 
 CRDS = Path(os.environ.get("SWIFTKV_KUBERAY_CRDS", ROOT.parent / "shared" / "data" / "kuberay-crds"))
@@ -61,7 +62,7 @@ def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[
     full = copy_of_infra(tmp_path_factory.mktemp("full"), VALUES)
     text = (full / "kustomization.yaml").read_text()
     uncommented = re.sub(r"^# (components:|  - \.\.)", r"\1", text, flags=re.MULTILINE)
-    assert len(yaml.safe_load(uncommented)["components"]) == 2
+    assert len(yaml.safe_load(uncommented)["components"]) == 3
     (full / "kustomization.yaml").write_text(uncommented)
     found = {}
     for name, directory in (("base", KUBERNETES / "base"), ("production", plain), ("components", full)):
@@ -145,9 +146,14 @@ def test_production_has_the_values_that_were_given(renderings: dict[str, list[di
             container["image"] for template in templates_of(documents).values() for container in containers(template)
         }
         assert {image for image in images if "swiftkv" in image} == {
-            VALUES["CONTROL_PLANE_IMAGE"],
-            VALUES["CLUSTER_IMAGE"],
+            image for name, image in VALUES.items() if name.endswith("_IMAGE")
         }
+        with_vllm = {
+            name
+            for name, template in templates_of(documents).items()
+            if template["spec"]["containers"][0]["image"] == VALUES["GPU_SERVING_IMAGE"]
+        }
+        assert with_vllm == {"swiftkv-serve-gpu", "swiftkv-serve-h100"}, "`backend: auto` takes vLLM on a GPU"
         data = {key: value for document in of_kind(documents, "ConfigMap") for key, value in document["data"].items()}
         assert (data["SWIFTKV_STORAGE_URI"], data["AWS_REGION"]) == (VALUES["STORAGE_URI"], VALUES["AWS_REGION"])
         assert "swiftkv-values" not in {document["metadata"]["name"].rpartition("-")[0] for document in documents}

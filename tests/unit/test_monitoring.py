@@ -28,7 +28,7 @@ DASHBOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
 
 LABELS = {
     *("deployment", "model", "replica", "reason", "outcome"),  # of replicas
-    *("file", "loop", "method", "route", "status"),  # of the control plane
+    *("dependency", "file", "loop", "method", "route", "status"),  # of the control plane
     "le",
 }
 

@@ -100,7 +100,7 @@ def test_submission_trail(tmp_path: Path, empty_database: Path) -> None:
     """The second job is traced: its request, then a round of the reconciler, to the request that Ray's dashboard gets.
     From there on it is `tests/unit/jobs/test_trail.py`'s."""
     ray = Script()
-    ray.on("GET", "/api/version", json_answer({"ray_version": "2"}))
+    ray.on("GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": [{"state": "ALIVE"}]}}}))
     ray.on("POST", "/api/jobs/", json_answer({"submission_id": "s"}))
     entered = Entered(until="swiftkv_platform/control_plane/jobs/ray_jobs.py:submit")
     settings = Settings(home=tmp_path, _env_file=None)

@@ -95,12 +95,14 @@ def _database_file(path: Path) -> Finding:
 
 
 def _revision(subject: str, place: str, present: str | None, *, upgraded_by_start: bool) -> Finding:
-    from swiftkv_platform.control_plane.database.session import known_revisions, newest_revision
+    from swiftkv_platform.control_plane.database.session import can_use, known_revisions, newest_revision
 
     wanted = newest_revision()
     if present == wanted:
         return ok(f"{subject} has the newest schema, {wanted}.")
     if present is not None and present not in known_revisions():
+        if can_use(present):
+            return ok(f"{subject} has schema {present} of a newer version, with which this one works.")
         message = f"The schema is {present}, which a newer version of this program made; this one knows up to {wanted}."
         return failed(message, f"install that version, or go back with it: {_UPGRADE} --back-to {wanted}")
     if upgraded_by_start:

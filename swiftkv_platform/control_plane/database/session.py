@@ -87,9 +87,14 @@ class Database:
             raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
 
     def upgrade(self) -> None:
-        """Bring the schema to the newest revision, all of it or nothing."""
+        """Bring the schema to the newest revision, all of it or nothing; leave one as it is that a later version has
+        made and this one can use. Processes that do it at the same time take turns. Raises as `check_schema`."""
         with self._migrating() as session:
-            command.upgrade(alembic_config(session.connection()), "head")
+            present = current_revision(session.connection())
+            if present is not None and present > newest_revision():
+                _check_revision(present)
+            else:
+                command.upgrade(alembic_config(session.connection()), "head")
 
     @contextmanager
     def _migrating(self) -> Iterator[Session]:
@@ -99,6 +104,7 @@ class Database:
             with self.writing() as session:
                 if self._engine.dialect.name == "postgresql":
                     restore = take_as_long_as_it_takes(session)
+                self.take_turns(session, "migrations")
                 yield session
         finally:
             if restore is not None:
@@ -120,17 +126,10 @@ class Database:
             ) from error
 
     def check_schema(self) -> None:
-        """Raises `InvalidInputError` unless the schema is at the newest revision."""
+        """Raises `InvalidInputError` unless the schema is at the newest revision, or at one of a later version with
+        which this one works as well."""
         with self.reading() as session:
-            present = current_revision(session.connection())
-        wanted = newest_revision()
-        if present != wanted:
-            raise InvalidInputError(
-                f"the database is at schema revision {present or 'none'}, this program needs {wanted}; "
-                "run `python -m swiftkv_platform.control_plane.database`",
-                field="database_url",
-                value=present,
-            )
+            _check_revision(current_revision(session.connection()))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -146,6 +145,30 @@ def newest_revision() -> str:
     head = ScriptDirectory.from_config(alembic_config()).get_current_head()
     assert head is not None, "the package holds its migrations"
     return head
+
+
+def can_use(present: str | None) -> bool:
+    """Whether this program works with a schema: the newest that it knows, or one of a later version.
+
+    Migrations only add what earlier programs can do without; one after which that is not so begins the next thousand,
+    as 1001 after 0013.
+    """
+    wanted = newest_revision()
+    return present is not None and present >= wanted and present[:-3] == wanted[:-3]
+
+
+def _check_revision(present: str | None) -> None:
+    if can_use(present):
+        return
+    wanted = newest_revision()
+    way_out = "run `python -m swiftkv_platform.control_plane.database`"
+    if present is not None and present > wanted:
+        way_out = "a later version has changed it for good, run that one"
+    raise InvalidInputError(
+        f"the database is at schema revision {present or 'none'}, this program needs {wanted}; {way_out}",
+        field="database_url",
+        value=present,
+    )
 
 
 def known_revisions() -> set[str]:

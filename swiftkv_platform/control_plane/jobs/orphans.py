@@ -1,6 +1,7 @@
-"""Stops attempts on the cluster that no job has any more. Knows ports alone.
+"""Stops attempts on the cluster that no job has any more, and has it forget those that ended. Knows ports alone.
 
-There are such after the database was restored from a backup, and after a submission that was cancelled arrived late.
+Attempts run for no job after the database was restored from a backup, and after a submission that was cancelled arrived
+late. An attempt that ended leaves its job once its log is saved; Ray keeps its submission for ever.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from dataclasses import dataclass, field
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository, RunningSubmission
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository, ListedSubmission
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.logs import get_logger
 
 _INTERVAL_S = 60.0
+_FORGOTTEN_AFTER_S = 24 * 3600.0
+"""A day to look at it in Ray's dashboard. An id that Ray knows is started once, also by a process that was frozen in
+the middle of a submission."""
+_MOST_FORGOTTEN = 100
+"""Submissions that are forgotten at a time."""
 
 
 @dataclass
@@ -43,25 +49,33 @@ class Orphans:
             get_logger().info("orphans not looked for", reason=error.message)
 
     def stop(self) -> None:
-        """Stop every attempt that runs for no job. Raises `ClusterUnavailableError` and `DatabaseUnavailableError`.
+        """Stop every attempt that runs for no job, and forget those that ended a day ago. Raises
+        `ClusterUnavailableError` and `DatabaseUnavailableError`.
 
         A job is stored as starting before it is submitted: what is seen to run first, and is in no job afterwards, is
         in none.
         """
-        running = self.cluster.running()
-        if not running:
+        forgotten_before = self.clock() - _FORGOTTEN_AFTER_S
+        listed = self.cluster.listed()
+        looked_at = [each for each in listed if each.ended_at is None or each.ended_at < forgotten_before]
+        if not looked_at:
             return
         wanted = self.jobs.attempts_on_cluster()
-        for submission in running:
+        forgotten = 0
+        for submission in looked_at:
             attempt = attempt_of(submission, self.store_uri)
             if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):
                 continue
-            get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
-            self.cluster.stop(submission.submission_id)
-            self.stopped += 1
+            if submission.ended_at is None:
+                get_logger().warning("orphan stopped", job_id=attempt.job_id, attempt=attempt.number)
+                self.cluster.stop(submission.submission_id)
+                self.stopped += 1
+            elif forgotten < _MOST_FORGOTTEN:
+                self.cluster.remove(submission.submission_id)
+                forgotten += 1
 
 
-def attempt_of(submission: RunningSubmission, store_uri: str) -> AttemptId | None:
+def attempt_of(submission: ListedSubmission, store_uri: str) -> AttemptId | None:
     """The attempt that a submission is; None for one of another store, or of other people."""
     try:
         words = shlex.split(submission.entrypoint)

@@ -184,12 +184,14 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class RunningSubmission:
-    """A submission that has not ended."""
+class ListedSubmission:
+    """A submission as the cluster lists it."""
 
     submission_id: str
     entrypoint: str
     """Its command, as it was submitted."""
+    ended_at: float | None = None
+    """Unix seconds; None until it has ended."""
 
 
 class JobCluster(Protocol):
@@ -203,12 +205,17 @@ class JobCluster(Protocol):
         """Return the submission as it stands; None where the cluster does not know the id."""
         ...
 
-    def running(self) -> Sequence[RunningSubmission]:
-        """Return all submissions that have not ended, whoever submitted them."""
+    def listed(self) -> Sequence[ListedSubmission]:
+        """Return all submissions that the cluster knows, whoever submitted them."""
         ...
 
     def stop(self, submission_id: str) -> None:
         """Ask for the end of a submission; harmless for one that has ended or is unknown."""
+        ...
+
+    def remove(self, submission_id: str) -> None:
+        """Have the cluster forget a submission that has ended; harmless for one that is unknown. Raises
+        `ClusterUnavailableError` for one that has not ended."""
         ...
 
     def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
@@ -221,7 +228,7 @@ class JobCluster(Protocol):
         ...
 
     def check(self) -> None:
-        """Returns if the cluster answers."""
+        """Returns if the cluster answers and has a node that is alive."""
         ...
 
 

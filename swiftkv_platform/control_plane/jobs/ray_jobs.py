@@ -6,12 +6,13 @@ import codecs
 import io
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
-from swiftkv_platform.control_plane.jobs.ports import RunningSubmission, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Submission, SubmissionStatus
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.redaction import StreamRedactor
 
@@ -49,20 +50,21 @@ class RayJobs:
         document = self._dashboard.document(response, f"look up {submission_id}")
         return Submission(SubmissionStatus(document["status"]), document.get("message") or "")
 
-    def running(self) -> Sequence[RunningSubmission]:
+    def listed(self) -> Sequence[ListedSubmission]:
         response = self._dashboard.request("GET", "/api/jobs/")
         self._dashboard.check(response, "list its jobs")
-        return [
-            RunningSubmission(job["submission_id"], job["entrypoint"])
-            for job in response.json()
-            # Drivers that connected by themselves are listed as well, and have no submission.
-            if job.get("submission_id") and not SubmissionStatus(job["status"]).is_terminal
-        ]
+        # Drivers that connected by themselves are listed as well, and have no submission.
+        return [_listed(job) for job in response.json() if job.get("submission_id")]
 
     def stop(self, submission_id: str) -> None:
         response = self._dashboard.request("POST", f"{_path(submission_id)}/stop")
         if response.status_code != httpx.codes.NOT_FOUND:
             self._dashboard.check(response, f"stop {submission_id}")
+
+    def remove(self, submission_id: str) -> None:
+        response = self._dashboard.request("DELETE", _path(submission_id))
+        if response.status_code != httpx.codes.NOT_FOUND:
+            self._dashboard.check(response, f"delete {submission_id}")
 
     def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
         """Ray reads the log's file in pieces here; its own `/logs` holds all of it in three processes."""
@@ -97,10 +99,17 @@ class RayJobs:
         yield text.close()
 
     def check(self) -> None:
-        self._dashboard.check(self._dashboard.request("GET", "/api/version"), "tell its version")
+        self._dashboard.check_alive()
 
     def close(self) -> None:
         self._dashboard.close()
+
+
+def _listed(job: Mapping[str, Any]) -> ListedSubmission:
+    ended = SubmissionStatus(job["status"]).is_terminal
+    # Milliseconds. One that was lost before it began has no end.
+    ended_at = (job.get("end_time") or job.get("start_time") or 0) / 1000 if ended else None
+    return ListedSubmission(job["submission_id"], job["entrypoint"], ended_at)
 
 
 def _path(submission_id: str) -> str:

@@ -25,6 +25,7 @@ _WEB_SOCKET_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
 _HEARTBEAT_S = 30.0
 """A dashboard whose machine is gone closes nothing; one that does not answer a ping is away."""
 _LARGEST_MESSAGE = 64 << 20
+_LIVE_NODES = "/api/v0/nodes?limit=1&timeout=5&filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
 
 
 class RayDashboard:
@@ -102,6 +103,13 @@ class RayDashboard:
         """Raises `ClusterUnavailableError` unless the answer is a success."""
         if not response.is_success:
             raise self.failure(response, action)
+
+    def check_alive(self) -> None:
+        """Raises `ClusterUnavailableError` unless Ray answers and has a node that is alive, the head's own included: a
+        dashboard without one takes no jobs."""
+        document = self.document(self.request("GET", _LIVE_NODES), "list its nodes")
+        if not document["data"]["result"]["result"]:
+            raise self._unavailable("has no live node")
 
     def failure(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
         """Error to raise where Ray answered, but could not `action`."""

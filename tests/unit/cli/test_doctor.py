@@ -328,9 +328,12 @@ def test_schemas_that_are_not_this_versions(
     findings = doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url)
     assert "newest schema" in findings["database"].message
     assert "the database differ by" in findings["clock"].message
+    environment = {"SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path / 'test.db'}"}
+    with sqlite_database.writing() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '0999'"))
+    assert "schema 0999 of a newer version" in doctor(failed=False, **environment)["database"].message
     with sqlite_database.writing() as session:
         session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    environment = {"SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path / 'test.db'}"}
     finding = only_failure(doctor(failed=True, **environment), "database")
     assert ("9999" in finding.message, "--back-to" in finding.advice) == (True, True)
 

@@ -11,9 +11,11 @@ import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from swiftkv_platform.control_plane import metrics
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
+from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from tests.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Start, StillClock, make_parts, refusal
@@ -44,7 +46,7 @@ def samples(client: httpx.Client) -> dict[tuple[str, tuple[tuple[str, str], ...]
     }
 
 
-def wait_for(client: TestClient, name: str, at_least: float, **labels: str) -> float:
+def wait_for(client: httpx.Client, name: str, at_least: float, **labels: str) -> float:
     deadline = time.monotonic() + DEADLINE_S
     while True:
         value = samples(client).get((name, tuple(sorted(labels.items()))), 0.0)
@@ -126,6 +128,47 @@ def test_probes_that_come_at_once_look_once(parts: Components, start: Start, mon
     server.wait(60)
     assert server.client.get("/readyz").status_code == 200
     assert calls.count("ping") == 2
+
+
+PARTS = {"database": "database", "ray": "cluster", "object_store": "objects", "serving": "serving"}
+
+
+@pytest.mark.parametrize("away", PARTS)
+@pytest.mark.parametrize("how", ["fails", "is silent", "is broken"])
+def test_metrics_tell_what_is_away_and_are_there_without_it(
+    parts: Components, start: Start, monkeypatch: pytest.MonkeyPatch, away: str, how: str
+) -> None:
+    is_away, answers = threading.Event(), threading.Event()
+
+    def replace_method(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            if not is_away.is_set():
+                return real(*arguments, **options)
+            if how == "is silent":
+                answers.wait(30)
+            raise DatabaseUnavailableError("away") if how == "fails" else ZeroDivisionError
+
+        monkeypatch.setattr(owner, name, call)
+
+    asked = {"database": ["reading", "check"], "ray": ["check"], "object_store": ["ping"], "serving": ["status"]}
+    for name in asked[away]:
+        replace_method(getattr(parts, PARTS[away]), name)
+    server = start(changed={"clock": StillClock()})
+    with monkeypatch.context() as hasty:
+        hasty.setattr(metrics, "_SCRAPE_WAITS_S", 1.0 if how == "is silent" else 30.0)
+        is_away.set()
+        found = samples(server.client)
+    told = {name: found["swiftkv_dependency_up", (("dependency", name),)] for name in PARTS}
+    assert told == {name: float(name != away) for name in PARTS}
+    assert ("swiftkv_jobs_put_off", ()) in found
+    assert (("swiftkv_jobs", (("status", "queued"),)) in found) is (away != "database")
+    is_away.clear()
+    answers.set()
+    server.wait(3600)
+    wait_for(server.client, "swiftkv_dependency_up", 1, dependency=away)
+    assert ("swiftkv_jobs", (("status", "queued"),)) in samples(server.client)
 
 
 def test_a_loop_that_gets_nowhere_is_told(parts: Components, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

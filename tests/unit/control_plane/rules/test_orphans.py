@@ -1,5 +1,6 @@
 """Attempts that run for no job are stopped, and those that find no place give their slot back after a while."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,9 @@ from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
+from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.attempt_store import FakeWorker
-from tests.fakes.scripted_server import Script, json_answer, serve
+from tests.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.unit.control_plane.rules.conftest import Plane
 
 STORE = "memory://test"
@@ -84,6 +86,32 @@ def test_what_no_job_has_is_stopped_and_what_one_has_runs_on(plane: Plane) -> No
         assert runs(plane, name), "it is not this control plane's, or its row cannot be read"
 
 
+def test_what_ended_is_forgotten_a_day_later_but_for_what_a_job_follows(plane: Plane) -> None:
+    """Its log is saved by then; Ray itself forgets nothing."""
+    followed, retried, done = (started(plane) for _ in range(3))
+    plane.worker(done).artifact()
+    for job in (retried, done):
+        plane.cluster.submissions[f"{job.id}-1"].log = "trained\n"
+        plane.end(job, SubmissionStatus.SUCCEEDED if job is done else SubmissionStatus.FAILED)
+    plane.cluster.finish(f"{followed.id}-1", SubmissionStatus.SUCCEEDED)  # and no control plane has seen it
+    other = Entrypoint(("python",), "s3://another/store").shell(AttemptId("job_1", 1))
+    plane.cluster.submit("job_1-1", other, {})
+    plane.cluster.finish("job_1-1", SubmissionStatus.SUCCEEDED)
+    stopper, ended = orphans(plane), {f"{job.id}-1" for job in (retried, done)}
+    stopper.tick()
+    assert ended < plane.cluster.submissions.keys(), "it can be looked at in Ray's dashboard for a day"
+    plane.clock.now += 24 * 3600 + 1
+    for _ in range(2):
+        stopper.stop()
+        assert not ended & plane.cluster.submissions.keys()
+        assert {f"{followed.id}-1", "job_1-1"} <= plane.cluster.submissions.keys()
+    assert stopper.stopped == 0
+    for job in (retried, done):
+        saved = plane.store.saved_logs(AttemptId(job.id, 1))
+        assert saved is not None
+        assert b"".join(saved.stream(0)) == b"trained\n"
+
+
 def test_a_driver_reserves_what_is_set_and_nothing_else() -> None:
     """Ray moves a driver off its head as soon as one reservation is named, be it of nothing."""
     for reserved in ({}, {"entrypoint_num_cpus": 0.5}, {"entrypoint_num_cpus": 1.0, "entrypoint_memory": 2 << 30}):
@@ -95,19 +123,43 @@ def test_a_driver_reserves_what_is_set_and_nothing_else() -> None:
         assert {name: value for name, value in request.body.items() if name.startswith("entrypoint_")} == reserved
 
 
-def test_submissions_that_have_not_ended_are_listed() -> None:
+def test_submissions_are_listed_with_their_ends() -> None:
     """Drivers that connected by themselves have no submission, and are in the list as well."""
     script = Script()
     listed = [
         {"type": "SUBMISSION", "submission_id": "a-1", "entrypoint": "one", "status": "RUNNING"},
         {"type": "SUBMISSION", "submission_id": "a-2", "entrypoint": "two", "status": "PENDING"},
-        {"type": "SUBMISSION", "submission_id": "a-3", "entrypoint": "three", "status": "STOPPED"},
+        {"submission_id": "a-3", "entrypoint": "three", "status": "STOPPED", "start_time": 1000, "end_time": 7500},
+        {"submission_id": "a-4", "entrypoint": "lost", "status": "FAILED", "start_time": 1000, "end_time": None},
         {"type": "DRIVER", "submission_id": None, "entrypoint": "four", "status": "RUNNING"},
     ]
     script.on("GET", "/api/jobs/", json_answer(listed))
     with serve(script) as url:
-        running = RayJobs(url).running()
-    assert [(each.submission_id, each.entrypoint) for each in running] == [("a-1", "one"), ("a-2", "two")]
+        found = [(each.submission_id, each.entrypoint, each.ended_at) for each in RayJobs(url).listed()]
+    assert found == [("a-1", "one", None), ("a-2", "two", None), ("a-3", "three", 7.5), ("a-4", "lost", 1.0)]
+
+
+@pytest.mark.parametrize("state", ["alive", "dead", "silent"])
+def test_a_dashboard_without_a_live_node_is_no_cluster(state: str) -> None:
+    """Its version and jobs are told while a head starts, and when its node hangs, but it takes no submission."""
+    nodes = [{"node_id": "a", "state": "ALIVE"}] if state == "alive" else []
+    script = Script()
+    script.on(
+        "GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": nodes}}}, 500 if state == "silent" else 200)
+    )
+    with serve(script) as url, nullcontext() if state == "alive" else pytest.raises(ClusterUnavailableError) as raised:
+        RayJobs(url).check()
+    assert raised is None or ("no live node" in str(raised.value)) is (state == "dead")
+
+
+def test_what_ray_does_not_know_is_removed_and_what_it_will_not_remove_is_told() -> None:
+    script = Script()
+    for name, status in (("gone", 404), ("runs", 500)):
+        script.on("DELETE", f"/api/jobs/{name}", Answer(status, body=b"it is in a non-terminal state RUNNING"))
+    with serve(script) as url:
+        RayJobs(url).remove("gone")
+        with pytest.raises(ClusterUnavailableError, match="non-terminal"):
+            RayJobs(url).remove("runs")
 
 
 DEADLINE_S = 1800

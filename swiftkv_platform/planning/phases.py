@@ -113,9 +113,9 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
     of_decode = setup.decodes_own * own.decode_parameters
     twins = narrow * 2 * (own.query_parameters + of_output + own.key_value_parameters + of_decode)
     turning = twins + 4 * _DOUBLE * max(hidden * query, of_output)
-    # The layers of a group are merged by their maps, of x and of what deep tokens write themselves: as they are, those of
-    # keys in complex parts and weighted, and what the sums, in complex numbers, make of them. Values are weighed by the
-    # teacher's output projections, one of which is in float64.
+    # The layers of a group are merged by their maps, of x and of what deep tokens write themselves: as they are, those
+    # of keys in complex parts and weighted, and what the sums, in complex numbers, make of them. Values are weighed by
+    # the teacher's output projections, one of which is in float64.
     maps = _DOUBLE * size * (1 + setup.decodes_own) * (hidden + 1) * 9 * key_value // 4
     weighed = (size * narrow + _DOUBLE) * own.output_parameters
     merging = sums + size * twins + weighed + 2 * _DOUBLE * (hidden + 1) ** 2 + maps

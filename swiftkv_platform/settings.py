@@ -106,7 +106,8 @@ class Settings(BaseSettings):
     max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
     """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
-    """Seconds that a job may hold its slot while its workers find no place; then it fails as `not_placed`."""
+    """Seconds that an attempt that has not trained may hold its slot while its workers find no place; then the job is
+    queued again, and uses no retry."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
     """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024

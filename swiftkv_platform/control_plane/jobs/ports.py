@@ -192,6 +192,15 @@ class RunningSubmission:
     """Its command, as it was submitted."""
 
 
+@dataclass(frozen=True)
+class Node:
+    """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
+
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    """Resources that no task, actor or placement group holds."""
+
+
 class JobCluster(Protocol):
     """The cluster on which attempts run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
@@ -218,6 +227,11 @@ class JobCluster(Protocol):
 
     def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
         """Stream what the entrypoint prints, as `logs` has it, from its beginning until the submission has ended."""
+        ...
+
+    def capacity(self) -> Sequence[Node] | None:
+        """Return the nodes that run, as they were seconds ago; None where the cluster does not tell, or grows by itself
+        when an attempt asks for more."""
         ...
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
-from swiftkv_platform.control_plane.jobs.ports import RunningSubmission, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import Node, RunningSubmission, Submission, SubmissionStatus
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.redaction import StreamRedactor
 
@@ -95,6 +95,26 @@ class RayJobs:
             async for message in messages:
                 yield text.feed(message)
         yield text.close()
+
+    def capacity(self) -> Sequence[Node] | None:
+        """From the report that Ray's autoscaler, or what stands for it on a cluster without one, writes every 5 s."""
+        response = self._dashboard.request("GET", "/api/cluster_status")
+        try:
+            report = response.json()["data"]["clusterStatus"]
+            groups = report["autoscalerReport"]["nodeTypeMapping"]
+            usage = report["loadMetricsReport"]["usageByNode"].values()
+            nodes = [
+                Node(
+                    {name: float(total) for name, (_, total) in node.items()},
+                    {name: total - used for name, (used, total) in node.items()},
+                )
+                for node in usage
+            ]
+        except (ValueError, LookupError, TypeError, AttributeError):  # another version's, or there is none yet
+            return None
+        # A node that no autoscaler started is a group of its own.
+        is_fixed = bool(groups) and all(group == f"node_{node}" for node, group in groups.items())
+        return nodes if is_fixed and response.is_success else None
 
     def check(self) -> None:
         self._dashboard.check(self._dashboard.request("GET", "/api/version"), "tell its version")

@@ -137,6 +137,22 @@ def test_a_job_that_runs(run: Run, script: Script) -> None:
     assert shown["cost"] == "0.50, 1.25 expected in the end"
 
 
+def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
+    reason = {"code": "waiting_for_resources", "message": "waits for 1 worker with 1 CPU and 4 GPU"}
+    row = {**JOB, "status": "queued", "status_reason": reason, "queue_place": 3, "waiting_since": 60}
+    script.on("GET", "/jobs/job_1", json_answer(row))
+    script.on("GET", "/jobs", list_answer([row, {**row, "waiting_since": None}]))
+    shown = lines(run("jobs", "get", "job_1"))
+    assert shown["reason"] == "waiting_for_resources: waits for 1 worker with 1 CPU and 4 GPU"
+    assert shown["queue"] == f"place 3, waits for resources since {local_time(60)}"
+    listed = run("jobs", "list").stdout
+    assert listed.count("queued, place 3") == 2
+    ended = {**JOB, "status": "cancelled"}
+    script.on("GET", "/jobs/job_1", json_answer(row), json_answer(ended))
+    script.on("GET", "/jobs/job_1/events", event_stream(), list_answer([]))
+    assert "place 3, waits for resources since" in run("jobs", "watch", "job_1", code=1).stdout
+
+
 def test_a_job_that_has_succeeded(run: Run, script: Script) -> None:
     report = {
         "teacher": {"perplexity": 13.456},

@@ -107,6 +107,10 @@ class JobRepository(Protocol):
         """
         ...
 
+    def queue_places(self, tenant: str) -> Mapping[str, int]:
+        """Place of each of the tenant's queued jobs among them, by priority, then by age; the first has 1."""
+        ...
+
     def usage(self, tenant: str) -> Usage: ...
 
     def claim(

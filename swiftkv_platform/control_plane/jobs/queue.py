@@ -56,8 +56,8 @@ class FairQueue:
         self._catch_up(queues)
         chosen: list[Waiting] = []
         while len(chosen) < room:
-            for queue in queues.values() if places else ():
-                while queue and not places.could_fit(queue[0].id):
+            for queue in queues.values():
+                while queue and not (places is None or places.could_fit(queue[0].id)):
                     queue.popleft()
             fitting = [
                 tenant

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, Node, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.cluster import FakeCluster
@@ -149,6 +149,15 @@ def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None
     assert "stopped" not in {each.submission_id for each in cluster.running()}
 
 
+def test_cluster_contract_nodes_are_told(cluster: JobCluster) -> None:
+    """Ray reports them some seconds after it has started, and what is held likewise."""
+    if isinstance(cluster, FakeCluster):
+        cluster.nodes = [Node({"CPU": 2.0, "memory": 1e9}, {"CPU": 2.0, "memory": 1e9})]
+    [node] = eventually(cluster.capacity, "the cluster tells its nodes")
+    for name in ("CPU", "memory"):
+        assert 0 <= node.free[name] <= node.total[name] > 0
+
+
 def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster) -> None:
     assert cluster.status("unknown") is None
     assert b"".join(cluster.logs("unknown")) == b""
@@ -158,6 +167,6 @@ def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster
 
 def test_a_cluster_that_is_away_is_said_to_be() -> None:
     cluster = RayJobs(f"http://127.0.0.1:{free_port()}")
-    for call in (cluster.check, lambda: cluster.status("x"), lambda: cluster.submit("x", "true", {})):
+    for call in (cluster.check, cluster.capacity, lambda: cluster.status("x"), lambda: cluster.submit("x", "true", {})):
         with pytest.raises(ClusterUnavailableError, match="SWIFTKV_RAY_DASHBOARD_URL"):
             call()

@@ -8,6 +8,7 @@ from pydantic_core import to_json
 
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
+from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
@@ -68,9 +69,9 @@ class AttemptLimits:
     max_runtime_s: int | None = None
     """Seconds that it may run, waits for places not counted, whatever its spec says; None leaves it to the spec."""
 
-    def exceeded(self, job: Job, now: float) -> Reason | None:
+    def exceeded(self, job: Job, now: float, submission: Submission | None = None) -> Reason | None:
         """Why the job's attempt must end; None if it may go on."""
-        return self._not_placed(job, now) or self._overdue(job, now)
+        return self._not_placed(job, now, submission) or self._overdue(job, now)
 
     def _overdue(self, job: Job, now: float) -> Reason | None:
         attempt, own = job.attempt, job.spec.limits.max_runtime_s
@@ -84,27 +85,24 @@ class AttemptLimits:
         message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
         return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
 
-    def _not_placed(self, job: Job, now: float) -> Reason | None:
+    def _not_placed(self, job: Job, now: float, submission: Submission | None) -> Reason | None:
         """An attempt that has trained waits as long as it lasts."""
-        attempt = job.attempt
+        attempt, code = job.attempt, ReasonCode.NOT_PLACED
+        waiting = f"has found no place on the cluster for {self.placement_s:g} s"
         if attempt.has_trained or job.status is JobStatus.EVALUATING:
             return None
         if attempt.waiting:
-            since, needs = attempt.waiting_since, "; ".join(attempt.waiting.values())
-        elif job.status is JobStatus.STARTING and not attempt.placed:
-            since, needs = (
-                attempt.submitted_at,
-                "the attempt itself, of which nothing has been heard since it was submitted",
-            )
-        else:
+            since, what = attempt.waiting_since, f"{waiting}: {'; '.join(attempt.waiting.values())}"
+        elif job.status is not JobStatus.STARTING or attempt.placed:
             return None
+        elif submission is not None and submission.status is SubmissionStatus.PENDING:
+            since, what = attempt.submitted_at, f"{waiting}: its own process waits"
+        else:
+            since, what = attempt.submitted_at, f"has said nothing for {self.placement_s:g} s since it was submitted"
+            code = ReasonCode.WORKER_LOST
         if since is None or now - since <= self.placement_s:
             return None
-        message = (
-            f"attempt {attempt.number} has found no place on the cluster for {self.placement_s:g} s: {needs}; "
-            "the job is queued again"
-        )
-        return Reason(ReasonCode.NOT_PLACED, message, field="resources")
+        return Reason(code, f"attempt {attempt.number} {what}", field="resources")
 
 
 DEFAULT_LIMITS = AttemptLimits()

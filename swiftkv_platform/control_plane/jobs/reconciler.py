@@ -323,7 +323,7 @@ class Reconciler:
         reading = read(seen, stored, now=int(self.clock()))
         self.instruments.read(stored, self.clock())
         has_more = len(stored) == _MOST_EVENTS
-        after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading)
+        after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading, submission)
         self.attention.looked(job.id, now=self.clock(), version=after.version, heard=bool(stored), has_more=has_more)
         return after
 
@@ -346,9 +346,9 @@ class Reconciler:
         except StorageError as error:
             self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
-    def _keep(self, before: Job, reading: Reading) -> Job:
+    def _keep(self, before: Job, reading: Reading, submission: Submission | None) -> Job:
         """Store what a running attempt has said, and stop it if it must not go on."""
-        reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock())
+        reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock(), submission)
         if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
         self._cap_cost(reading)

@@ -164,9 +164,26 @@ def test_workers_that_find_no_place_give_the_slot_back(plane: Plane, reconciler:
         assert plane.get(job).status is JobStatus.RUNNING
     later(plane, reconciler, 2)
     check_not_placed(plane, reconciler, job, NEEDS)
-    silent = next(iter(plane.jobs.on_cluster()))
+
+
+def test_a_process_that_finds_no_place_gives_the_slot_back(plane: Plane, reconciler: Reconciler) -> None:
+    job = on_cluster(plane, reconciler)
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.PENDING)
     later(plane, reconciler, DEADLINE_S + 1)
-    check_not_placed(plane, reconciler, plane.jobs.load([silent.id])[0], "the attempt itself")
+    check_not_placed(plane, reconciler, job, "its own process")
+
+
+def test_a_process_that_says_nothing_costs_a_retry(plane: Plane, reconciler: Reconciler) -> None:
+    job = on_cluster(plane, reconciler, fault_tolerance={"max_retries": 1})
+    for _ in range(2):
+        later(plane, reconciler, DEADLINE_S + 1)
+        later(plane, reconciler, 60)
+        later(plane, reconciler, 60)
+    failed = plane.get(job)
+    assert (failed.status, failed.retries, failed.attempt.number) == (JobStatus.FAILED, 1, 2)
+    assert failed.error is not None
+    assert failed.error.code == "worker_lost"
+    assert "has said nothing" in failed.error.message
 
 
 @pytest.mark.parametrize("first", ["waiting", "placed"])

@@ -67,20 +67,21 @@ def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     if job.spec.sweep is not None and attempt.has_trained:
         return ()  # trials that run leave their places to those that wait
     workers = _workers(job.spec)
-    phase = phases[-1] if phases else ""
+    phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers tell of no places
     needed = 1 if phase == "publish" else len(workers)
-    is_known = not attempt.waiting and attempt.placed_at is not None and now >= attempt.placed_at + _LAG_S
-    held = 0 if not is_known else needed if phase in _WHOLE else 1
-    return workers[: needed - held]
+    if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _LAG_S:
+        return workers[:needed]
+    return [] if phase in _WHOLE else workers[1:needed]
 
 
 class Places:
     """Places that are free in one round of the queue, taken one job after the other."""
 
     def __init__(self, nodes: Sequence[Node], kept: Iterable[Sequence[Bundle]], admission: Admission) -> None:
-        self._total = [_plain(node.total) for node in nodes]
+        self._total = [node.total for node in nodes]
         self._free = [_plain(node.free) for node in nodes]
         self._admission = admission
+        self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
         """Reasons of the jobs that have found none."""
         for bundles in kept:
@@ -90,7 +91,8 @@ class Places:
     def could_fit(self, job_id: str) -> bool:
         """Whether the nodes would hold the job if nothing else were on them."""
         needs = self._admission.needs(job_id)
-        if needs is None or _take([dict(node) for node in self._total], needs.bundles):
+        if job_id in self._possible or needs is None or fit(self._total, needs.bundles):
+            self._possible.add(job_id)
             return True
         self._refuse(job_id, f"waits for {needs.words}: no node has such places, or too few have; some have to join")
         self._admission.never.add(job_id)
@@ -101,7 +103,7 @@ class Places:
         needs = self._admission.needs(job_id)
         if job_id in self.refused:
             return False
-        if needs is None or _take([dict(node) for node in self._free], needs.bundles):
+        if needs is None or fit(self._free, needs.bundles):
             return True
         self._refuse(job_id, f"waits for {needs.words}, which others hold or have still to take")
         return False
@@ -170,6 +172,11 @@ class Admission:
             for job in waiting
             if job.status is JobStatus.QUEUED and job.status_reason != places.refused[job.id]
         ]
+
+
+def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
+    """Whether nodes that have this much hold all bundles at once."""
+    return _take([_plain(node) for node in nodes], bundles)
 
 
 def _plain(resources: Bundle) -> dict[str, float]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.control_plane.jobs.capacity import GIB, outstanding
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.ports import Node
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.settings import NodeGroup
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.records import make_job
 from tests.unit.control_plane.rules.conftest import Plane
@@ -143,6 +145,7 @@ def placed(*phases: str, status: JobStatus = JobStatus.RUNNING, **attempt: Any) 
         (placed("prepare", "train", "evaluate", waiting={"publish of test": ""}), 200.0, 1),
         (placed("prepare", "train", "evaluate", "publish"), 200.0, 0),
         (placed("prepare", status=JobStatus.PAUSING), 200.0, 0),
+        (replace(placed(), attempt=replace(placed().attempt, pace=Pace(1, 1.0), placed_at=None)), 200.0, 0),
         (transition(make_job(), JobStatus.PAUSED, now=100)[0], 200.0, 0),
     ],
 )
@@ -151,13 +154,13 @@ def test_what_a_job_has_still_to_take_is_kept_for_it(job: Job, now: float, left:
     assert len(outstanding(job, driver={"CPU": 1.0}, now=now)) == left
 
 
-def answered(status: Any, summary: Any = None) -> Any:
+def answered(status: Any, usage: Any = None, state: Any = None, groups: Any = None) -> Any:
     script = Script()
-    for path, answer in (("/api/cluster_status", status), ("/nodes", summary)):
+    for path, answer in (("/api/cluster_status", status), ("/nodes", usage), ("/api/v0/nodes", state)):
         if answer is not None:
             script.on("GET", path, json_answer(answer))
     with serve(script) as url:
-        return RayJobs(url).capacity()
+        return RayJobs(url, node_groups=groups or {}).capacity()
 
 
 def recorded(name: str) -> Any:
@@ -167,6 +170,7 @@ def recorded(name: str) -> Any:
 def test_ray_tells_its_nodes() -> None:
     [told] = answered(recorded("cluster_status"))
     assert (told.total["CPU"], told.free["CPU"]) == (2.0, 0.0), "a placement group's place is taken"
+    assert {*told.total} == {*told.free} == {"CPU", "memory"}, "placement groups add names that come and go"
     assert told.free["memory"] == told.total["memory"] - (100 << 20)
 
 
@@ -179,6 +183,29 @@ def test_names_of_accelerators_survive_rays_spelling(plane: Plane) -> None:
     job = plane.submit(resources=workers(1, gpus_per_worker=1, accelerator_type=kind))
     plane.reconciler().tick()
     assert plane.get(job).status is JobStatus.STARTING
+
+
+GROUPS = {
+    "cpu": NodeGroup(max_nodes=3, resources={"CPU": 2, "memory": 16 * GIB}),
+    "h100": NodeGroup(max_nodes=1, resources={"CPU": 8, "GPU": 8, "accelerator_type:H100": 1}),
+}
+
+
+def test_groups_that_an_autoscaler_fills_count_with_the_nodes_that_may_come() -> None:
+    """Ray's autoscaler v2 tells what nodes hold in words, and nothing of its groups. The node of the recorded answers
+    was started without one, so its group is added here."""
+    state = recorded("v2_state")
+    state["data"]["result"]["result"][0]["labels"]["ray.io/node-group"] = "cpu"
+    arguments = (recorded("v2_cluster_status"), recorded("v2_nodes"), state)
+    present, *coming = answered(*arguments, GROUPS)
+    assert (present.total["CPU"], present.free["CPU"]) == (2.0, 0.0), "a placement group's place is taken"
+    assert present.free["memory"] == pytest.approx(present.total["memory"] - (100 << 20), rel=1e-2)
+    assert sorted(node.free["CPU"] for node in coming) == [2, 2, 8]
+    state["data"]["result"]["result"][0]["state"] = "DEAD"
+    assert len(answered(*arguments, GROUPS)) == 4
+    assert answered(*arguments) is None, "no groups are known"
+    for missing in range(3):
+        assert answered(*(None if at == missing else each for at, each in enumerate(arguments)), GROUPS) is None
 
 
 @pytest.mark.parametrize("name", ["starting", "grows", "v2", "old", "other", "words"])

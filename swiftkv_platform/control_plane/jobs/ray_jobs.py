@@ -6,8 +6,9 @@ import codecs
 import io
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from time import monotonic
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +22,7 @@ from swiftkv_platform.settings import NodeGroup
 
 _TIMEOUT_S = 15.0
 _ALL_LINES = -1
+_LONGEST_SILENCE_S = 60.0
 _GROUP = "ray.io/node-group"
 """Label of a node of a group."""
 _USAGE = re.compile(r"(\S+)/\S+ (\S+)(?: \((\S+) used of (\S+) reserved in placement groups\))?")
@@ -43,7 +45,11 @@ class RayJobs:
         entrypoint_num_cpus: float = 0.0,
         entrypoint_memory: int = 0,
         node_groups: Mapping[str, NodeGroup] = {},
+        clock: Callable[[], float] = monotonic,
     ) -> None:
+        self._clock = clock
+        self._report = 0.0, 0.0
+        """Time of the newest report, by Ray's clock, and that at which it was first seen, by this one's."""
         self._node_groups = node_groups
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         reserved = {"entrypoint_num_cpus": entrypoint_num_cpus, "entrypoint_memory": entrypoint_memory}
@@ -120,7 +126,11 @@ class RayJobs:
         with groups, from what autoscaler v2 says of its nodes."""
         try:
             report = self._data("/api/cluster_status")["clusterStatus"]
-            return self._nodes_of_v2() if report is None and self._node_groups else _nodes_of_v1(report)
+            if report is None and self._node_groups:
+                return self._nodes_of_v2()
+            if report["time"] != self._report[0]:
+                self._report = report["time"], self._clock()
+            return _nodes_of_v1(report) if self._clock() - self._report[1] <= _LONGEST_SILENCE_S else None
         except (ValueError, LookupError, TypeError, AttributeError):  # of another version, or there is none yet
             return None
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.pace import Pace
+from swiftkv_platform.control_plane.jobs.attention import Attention
 from swiftkv_platform.control_plane.jobs.capacity import GIB, outstanding
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.ports import Node
@@ -16,7 +17,7 @@ from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.settings import NodeGroup
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.records import make_job
-from tests.unit.control_plane.rules.conftest import Plane
+from tests.unit.control_plane.rules.conftest import Clock, Plane
 
 RECORDED = Path(__file__).parents[3] / "fixtures" / "ray"
 """Answers of Ray 2.60's dashboard: one node of 2 CPUs with a task on one and a placement group on the other."""
@@ -121,7 +122,7 @@ def test_another_control_plane_knows_what_runs(plane: Plane, reconciler: Reconci
     plane.submit(resources=workers(2))
     reconciler.tick()
     second = plane.submit(resources=workers(2))
-    plane.reconciler(max_running_jobs=9).tick()
+    plane.reconciler(max_running_jobs=9, attention=Attention(most=0)).tick()
     assert plane.get(second).status is JobStatus.QUEUED
 
 
@@ -172,6 +173,16 @@ def test_ray_tells_its_nodes() -> None:
     assert (told.total["CPU"], told.free["CPU"]) == (2.0, 0.0), "a placement group's place is taken"
     assert {*told.total} == {*told.free} == {"CPU", "memory"}, "placement groups add names that come and go"
     assert told.free["memory"] == told.total["memory"] - (100 << 20)
+
+
+def test_a_report_that_nothing_renews_is_forgotten() -> None:
+    clock, script = Clock(), Script()
+    script.on("GET", "/api/cluster_status", json_answer(recorded("cluster_status")))
+    with serve(script) as url:
+        ray = RayJobs(url, clock=clock)
+        for seconds, is_told in ((0, True), (59, True), (2, False), (600, False)):
+            clock.now += seconds
+            assert (ray.capacity() is not None) is is_told
 
 
 def test_names_of_accelerators_survive_rays_spelling(plane: Plane) -> None:

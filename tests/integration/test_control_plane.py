@@ -96,20 +96,15 @@ TINY: dict[str, Any] = {
 @pytest.mark.timeout(600)
 def test_two_jobs_that_together_do_not_fit_end_one_after_the_other(tmp_path: Path, variables: dict[str, str]) -> None:
     with ray_head(variables, num_cpus=2) as head:
-        settings = {"SWIFTKV_PLACEMENT_TIMEOUT_S": "5", "SWIFTKV_SOURCE_ROOTS": "[]"}
-        plane = Plane(
-            tmp_path / "plane", RayCluster.of(head), settings, entrypoint=("-m", "swiftkv_platform.jobs.distill")
-        )
+        plane = Plane(tmp_path / "plane", RayCluster.of(head), entrypoint=("-m", "swiftkv_platform.jobs.distill"))
         plane.start()
         try:
             eventually(RayJobs(head.dashboard_url).capacity, "Ray tells its nodes")
             names = ("first", "second")
             ids = [plane.client.jobs.create({**TINY, "name": name}).id for name in names]
-            plane.wait_for_step(ids[0], 1)
-            waiting = plane.client.jobs.get(ids[1])
-            assert waiting.status == "queued"
-            assert waiting.status_reason is not None
-            assert (waiting.status_reason.code, waiting.queue_place) == ("waiting_for_resources", 1)
+            reason = eventually(lambda: plane.client.jobs.get(ids[1]).status_reason, "the second says why it waits")
+            assert reason.code == "waiting_for_resources"
+            assert plane.client.jobs.get(ids[1]).queue_place == 1, "the first has started"
             first, second = (plane.client.jobs.wait(job_id, timeout=300) for job_id in ids)
         finally:
             plane.stop()

@@ -174,10 +174,10 @@ class Reconciler:
             places = self._admission.places(now) if waits or left_out else None
             deployments = self.deployments() if waits else ()
             queue = self._queue.next(standing, room=room, deployments=deployments, places=places)
-            for job, event in self._admission.untold(places, int(now)):
-                self._attend(job, partial(self._store_change, events=[event]))
             jobs = self._loaded([job.id for job in queue])
             room -= self._start(jobs)
+            for job, event in self._admission.untold(places, int(now)):
+                self._attend(job, partial(self._store_change, events=[event]))
             if len(jobs) == len(queue):
                 return
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 _SHARED = "SWIFTKV_SHARED_DIRECTORY"
 """Environment variable: the operator's word that every node mounts the store's directory."""
+_LOOKS_FOR_ROOM = 5
 _MAX_FAILURES = 3
 """Times that a group whose worker was lost begins again."""
 
@@ -141,11 +143,22 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
 
 
 def group_size(resources: ResourcesSpec) -> int:
-    """Workers of a group: as many as the cluster has room for, within what the spec allows."""
-    there = ray.cluster_resources()
+    """Workers of a group: as many as find room now, within what the spec allows. What others hold is not waited for:
+    more of them may follow. Workers that have trained leave their places a moment after they have ended."""
+    fewest, most = resources.min_workers, resources.max_workers
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
-    room = min(int(there.get(name, 0.0) // amount) for name, amount in each.items() if amount)
-    return max(resources.min_workers, min(resources.max_workers, room))
+
+    def room(there: dict[str, float]) -> int:
+        return min(int(there.get(name, 0.0) // amount) for name, amount in each.items() if amount)
+
+    found = fewest
+    most = min(most, room(ray.cluster_resources())) if fewest < most else fewest
+    for _ in range(_LOOKS_FOR_ROOM):
+        if found >= most:
+            break
+        found = max(fewest, room(ray.available_resources()))
+        time.sleep(LOOK_INTERVAL_S if found < most else 0.0)
+    return min(found, max(fewest, most))
 
 
 def run_together(

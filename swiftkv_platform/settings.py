@@ -10,6 +10,8 @@ from typing import Annotated
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from swiftkv_platform.frozen import FrozenModel
+
 
 def default_home() -> Path:
     """`~/.swiftkv`: databases, stores, logs and pids of a machine without configuration."""
@@ -17,6 +19,17 @@ def default_home() -> Path:
 
 
 Days = Annotated[float, Field(ge=0.0)]
+
+
+ResourceName = Annotated[str, Field(pattern=r"^(CPU|GPU|memory|accelerator_type:\S+)$")]
+
+
+class NodeGroup(FrozenModel):
+    """Nodes of one kind that Ray's autoscaler adds."""
+
+    max_nodes: Annotated[int, Field(ge=1)]
+    resources: dict[ResourceName, Annotated[float, Field(ge=0.0)]]
+    """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
 
 
 class Settings(BaseSettings):
@@ -49,6 +62,11 @@ class Settings(BaseSettings):
     none of its reservations, which keeps a machine of two cores to the workers; else on any node with room."""
     entrypoint_memory: Annotated[int, Field(ge=0)] = 0
     """Bytes that Ray reserves for the driver of each job, as the CPUs; a driver takes some 400 MB."""
+    node_groups: dict[str, NodeGroup] = {}
+    """Groups of nodes that Ray's autoscaler v2 adds, by name, as JSON:
+    `{"gpu": {"max_nodes": 8, "resources": {"CPU": 8, "GPU": 1}}}`. Jobs then wait in the queue for what these groups
+    and the nodes there are cannot hold. Ray does not tell them: without this setting a job of a cluster that grows
+    starts at once and waits in its attempt."""
     serve_url: str = "http://127.0.0.1:8001"
     """Address of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None
@@ -106,7 +124,8 @@ class Settings(BaseSettings):
     max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
     """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
-    """Seconds that a job may hold its slot while its workers find no place; then it fails as `not_placed`."""
+    """Seconds that an attempt that has not trained may hold its slot while its workers find no place; then the job is
+    queued again, and uses no retry."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
     """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024

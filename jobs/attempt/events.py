@@ -43,6 +43,7 @@ from swiftkv_platform.contract.events import (
     StatusEvent,
     TrackingData,
     TrackingEvent,
+    phase_name,
 )
 from swiftkv_platform.errors import StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
@@ -54,7 +55,6 @@ from swiftkv_platform.tracking.tracker import TrackingInfo
 
 PROGRESS_INTERVAL_S = 30.0
 """Seconds between events of one part's progress."""
-_GIB = 1 << 30
 LOOK_INTERVAL_S = 1.0
 """Seconds between looks for control objects."""
 _told_to_leave = threading.Event()
@@ -217,29 +217,21 @@ class PhaseProgress:
 
 def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
     """Tell that workers of a phase are about to be asked for, before they are."""
-    reporter.placement({"phase": _name(spec, phase), "state": "waiting", "needs": _needs(spec, num_workers)})
+    reporter.placement({"phase": phase_name(phase, spec.name), "state": "waiting", "needs": _needs(spec, num_workers)})
 
 
 def say_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
     """Tell that a worker of the phase, the one that calls this, has found a place."""
-    Reporter(store, request.attempt_id, phase).placement({"phase": _name(request.spec, phase), "state": "placed"})
-
-
-def _name(spec: JobSpec, phase: str) -> str:
-    """A sweep's trials have names of their own."""
-    return f"{phase} of {spec.name}"
+    Reporter(store, request.attempt_id, phase).placement(
+        {"phase": phase_name(phase, request.spec.name), "state": "placed"}
+    )
 
 
 def _needs(spec: JobSpec, num_workers: int) -> str:
     resources, there = spec.resources, ray.cluster_resources()
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
-    asked = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
-    if resources.memory_per_worker is not None:
-        asked += f" and {resources.memory_per_worker / _GIB:.3g} GiB of memory"
-    kind = f" of type {resources.accelerator_type}" if resources.accelerator_type else ""
     total = " and ".join(f"{there.get(name, 0.0):g} {name}" for name, amount in each.items() if amount)
-    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    return f"{workers} with {asked}{kind} each; the whole cluster had {total}"
+    return f"{resources.described(num_workers)}; the whole cluster had {total}"
 
 
 def look(store: ObjectStore, request: AttemptRequest) -> StopRequest:

@@ -142,7 +142,14 @@ def list_jobs(
     tell_table(
         jobs,
         ("job", "name", "status", "steps", "attempt", "created"),
-        lambda job: (job.id, job.name, job.status, _steps(job), job.attempt, local_time(job.created_at)),
+        lambda job: (
+            job.id,
+            job.name,
+            ", ".join(filter(None, (job.status, _place(job)))),
+            _steps(job),
+            job.attempt,
+            local_time(job.created_at),
+        ),
         empty="No jobs.",
         json=json,
     )
@@ -275,6 +282,8 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
             for event in stream:
                 print_json(event)
         else:
+            if queue := _queue(job):
+                say(f"queued: {queue}")
             follow(stream, out())
     except KeyboardInterrupt:
         hint = f"{job.id} goes on. `swiftkv jobs watch {job.id}` follows, `swiftkv jobs cancel {job.id}` ends it."
@@ -299,6 +308,7 @@ def _print_job(job: Job, *, json: bool) -> None:
         "name": job.name,
         "status": job.status,
         "reason": f"{reason.code}: {reason.message}" if reason else None,
+        "queue": _queue(job),
         "attempt": job.attempt,
         "steps": _progress(job),
         "created": local_time(job.created_at),
@@ -312,6 +322,15 @@ def _print_job(job: Job, *, json: bool) -> None:
         "tracking": _tracking(job.tracking),
     }
     tell_fields(job, fields, json=json)
+
+
+def _place(job: Job) -> str | None:
+    return f"place {job.queue_place}" if job.queue_place else None
+
+
+def _queue(job: Job) -> str | None:
+    since = local_time(job.waiting_since)
+    return ", ".join(filter(None, (_place(job), since and f"waits for resources since {since}"))) or None
 
 
 def _progress(job: Job) -> str:

@@ -56,6 +56,10 @@ class Job(_Answer):
     name: str
     status: str
     status_reason: StatusReason | None = None
+    queue_place: int | None = None
+    """Place of a queued job among its tenant's; the first has 1."""
+    waiting_since: int | None = None
+    """Time since which a queued job waits for places on the cluster; `status_reason` says for which."""
     created_at: int
     """Unix seconds, as all times here."""
     started_at: int | None = None

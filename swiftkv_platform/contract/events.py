@@ -22,7 +22,9 @@ class ReasonCode(StrEnum):
     """The attempt was stopped from outside."""
     OUT_OF_MEMORY = "out_of_memory"
     NOT_PLACED = "not_placed"
-    """The attempt's workers found no place on the cluster."""
+    """The attempt's workers found no place on the cluster; the job is queued again."""
+    WAITING_FOR_RESOURCES = "waiting_for_resources"
+    """The job is in the queue until the cluster has places for its workers."""
     MAX_RUNTIME_EXCEEDED = "max_runtime_exceeded"
     """Control plane and workers are of versions that do not fit."""
     INTERNAL = "internal"
@@ -138,6 +140,16 @@ class PlacementData(TypedDict):
     """`waiting` of the driver, before it asks the cluster for workers; `placed` of one of them."""
     needs: NotRequired[Annotated[str, Field(max_length=2000)]]
     """Needs of the workers that wait, and what there is, in words."""
+
+
+def phase_name(phase: str, spec_name: str) -> str:
+    """Name of a phase in `PlacementData`; a sweep's trials have names of their own."""
+    return f"{phase} of {spec_name}"
+
+
+def phase_of(name: str) -> str:
+    """The phase that `phase_name` has named: `write`, `prepare`, `train`, `evaluate` or `publish`."""
+    return name.partition(" of ")[0]
 
 
 @with_config(_OPEN)

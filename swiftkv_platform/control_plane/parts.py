@@ -85,6 +85,7 @@ def build_components(settings: Settings) -> Components:
             settings.ray_dashboard_url,
             entrypoint_num_cpus=settings.entrypoint_num_cpus,
             entrypoint_memory=settings.entrypoint_memory,
+            node_groups=settings.node_groups,
         ),
         serving=RayServe(
             settings.resolved_serve_dashboard_url,

@@ -144,6 +144,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         clock=parts.clock,
         entrypoint=parts.entrypoint,
         max_running_jobs=settings.max_running_jobs,
+        driver={"CPU": settings.entrypoint_num_cpus, "memory": settings.entrypoint_memory},
         policies=parts.policies,
         rules=source_rules(settings),
         publishing=PublishRules(settings.publish_targets),

@@ -197,6 +197,15 @@ class ResourcesSpec(Spec):
     def min_workers(self) -> int:
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.min
 
+    def described(self, num_workers: int) -> str:
+        """Return in words what this many workers need: `2 workers with 1 CPU and 1 GPU each`."""
+        each = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
+        asked = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
+        if self.memory_per_worker is not None:
+            asked += f" and {self.memory_per_worker / (1 << 30):.3g} GiB of memory"
+        kind = f" of type {self.accelerator_type}" if self.accelerator_type else ""
+        return f"1 worker with {asked}{kind}" if num_workers == 1 else f"{num_workers} workers with {asked}{kind} each"
+
 
 class CheckpointSpec(Spec):
     every_steps: Count = 100
@@ -231,7 +240,7 @@ class LimitsSpec(Spec):
     cost_cap: Positive | None = None
     """Cost in the operator's currency: a job that has cost more is paused, at a checkpoint."""
     max_runtime_s: Count | None = None
-    """An attempt that runs longer is stopped and the job fails."""
+    """An attempt that runs longer is stopped and the job fails. Waits for places on the cluster do not count."""
 
 
 JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

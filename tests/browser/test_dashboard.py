@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import Node, SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import (
@@ -50,6 +50,10 @@ def test_a_job_from_its_spec_to_its_report(server: Server, page: Page) -> None:
     expect(page.get_by_role("heading", name="from-the-dashboard")).to_be_visible()
     (job,) = server.get("/jobs")["data"]
     expect(page.locator("main .head .status")).to_have_text("queued")
+    server.cluster.nodes = [Node({"CPU": 2}, {"CPU": 1})]
+    server.tick()
+    expect(page.get_by_text("place 1 in the queue")).to_contain_text("waits for 2 workers with 1 CPU each")
+    server.cluster.nodes = None
     server.tick()
     worker = server.worker(job["id"])
     worker.say("status", status="running")

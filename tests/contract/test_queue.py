@@ -76,6 +76,8 @@ def test_the_queue_is_what_the_jobs_say(jobs: SqlJobRepository) -> None:
         own = [job for job in made if job.tenant == tenant]
         assert usage.waiting == sum(job.status in (JobStatus.QUEUED, JobStatus.PAUSED) for job in own)
         assert usage.held == found.held.get(tenant, Demand())
+        queue = [item.id for item in standing_of(made, most=60, now=99.0).waiting.get(tenant, ())]
+        assert jobs.queue_places(tenant) == {job_id: place for place, job_id in enumerate(queue, 1)}
     held = {job.id: job.attempt.number for job in made if job.status.holds_cluster}
     assert [item.id for item in jobs.on_cluster()] == sorted(held)
     assert jobs.attempts_on_cluster() == held

@@ -1,10 +1,10 @@
 """A training cluster in a dictionary. Passes the contract of the real one (tests/integration/test_control_plane.py)."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Node, Submission, SubmissionStatus
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.redaction import redact
 
@@ -29,6 +29,8 @@ class FakeCluster:
         self.started: list[str] = []
         """Every start of an entrypoint, in order; a submission id twice would be a bug."""
         self.away = False
+        self.nodes: Sequence[Node] | None = None
+        """Answer of `capacity`; what is submitted here takes no place."""
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
         self.check()
@@ -77,6 +79,10 @@ class FakeCluster:
             if state is None or state.status.is_terminal:
                 return
             await asyncio.sleep(_POLL_S)
+
+    def capacity(self) -> Sequence[Node] | None:
+        self.check()
+        return self.nodes
 
     def check(self) -> None:
         if self.away:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, Node, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.cluster import FakeCluster
 from tests.integration.planes import Plane, RayCluster, eventually
-from tests.rays import free_port
+from tests.rays import free_port, ray_head
 
 pytestmark = pytest.mark.integration
 
@@ -83,6 +83,36 @@ def test_cancelling_ends_the_process(plane: Plane) -> None:
 
 def test_readiness_sees_every_part(plane: Plane) -> None:
     assert plane.client.ready()["checks"] == {"database": "ok", "ray": "ok", "object_store": "ok"}
+
+
+TINY: dict[str, Any] = {
+    "model": {"name_or_path": "builtin:python-5m", "dtype": "float32"},
+    "data": {"max_length": 128, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 20}]},
+    "training": {"max_steps": 4, "batch_size": 4, "micro_batch_size": 2},
+    "evaluation": {"max_tokens": 512},
+}
+
+
+@pytest.mark.soak("two whole jobs on a Ray of their own")
+@pytest.mark.timeout(600)
+def test_two_jobs_that_together_do_not_fit_end_one_after_the_other(tmp_path: Path, variables: dict[str, str]) -> None:
+    with ray_head(variables, num_cpus=2) as head:
+        plane = Plane(tmp_path / "plane", RayCluster.of(head), entrypoint=("-m", "swiftkv_platform.jobs.distill"))
+        plane.start()
+        try:
+            eventually(RayJobs(head.dashboard_url).capacity, "Ray tells its nodes")
+            names = ("first", "second")
+            ids = [plane.client.jobs.create({**TINY, "name": name}).id for name in names]
+            reason = eventually(lambda: plane.client.jobs.get(ids[1]).status_reason, "the second says why it waits")
+            assert reason.code == "waiting_for_resources"
+            assert plane.client.jobs.get(ids[1]).queue_place == 1, "the first has started"
+            first, second = (plane.client.jobs.wait(job_id, timeout=300) for job_id in ids)
+        finally:
+            plane.stop()
+    assert [(job.status, job.attempt) for job in (first, second)] == [("succeeded", 1)] * 2
+    assert first.finished_at is not None
+    assert second.started_at is not None
+    assert first.finished_at <= second.started_at
 
 
 class FakeWithProcesses(FakeCluster):
@@ -157,6 +187,15 @@ def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None
     assert "stopped" not in {each.submission_id for each in cluster.listed()}
 
 
+def test_cluster_contract_nodes_are_told(cluster: JobCluster) -> None:
+    """Ray reports them some seconds after it has started, and what is held likewise."""
+    if isinstance(cluster, FakeCluster):
+        cluster.nodes = [Node({"CPU": 2.0, "memory": 1e9}, {"CPU": 2.0, "memory": 1e9})]
+    [node] = eventually(cluster.capacity, "the cluster tells its nodes")
+    for name in ("CPU", "memory"):
+        assert 0 <= node.free[name] <= node.total[name] > 0
+
+
 def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster) -> None:
     assert cluster.status("unknown") is None
     assert b"".join(cluster.logs("unknown")) == b""
@@ -166,6 +205,6 @@ def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster
 
 def test_a_cluster_that_is_away_is_said_to_be() -> None:
     cluster = RayJobs(f"http://127.0.0.1:{free_port()}")
-    for call in (cluster.check, lambda: cluster.status("x"), lambda: cluster.submit("x", "true", {})):
+    for call in (cluster.check, cluster.capacity, lambda: cluster.status("x"), lambda: cluster.submit("x", "true", {})):
         with pytest.raises(ClusterUnavailableError, match="SWIFTKV_RAY_DASHBOARD_URL"):
             call()

@@ -15,10 +15,12 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
+from swiftkv_platform.control_plane.jobs.capacity import Needs, fit
 from swiftkv_platform.control_plane.jobs.estimates import estimate
 from swiftkv_platform.jobs.driver import task_options
 from swiftkv_platform.jobs.ray_train import scaling_config
 from swiftkv_platform.serve.app import build_app
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
 from tests.infra_files import environments, kustomizations, named
@@ -29,14 +31,19 @@ Resources = dict[str, float]
 Schedule = Callable[[Sequence[Resources], Sequence[Resources]], SchedulingReply]
 
 
+def autoscaling(name: str) -> AutoscalingConfig:
+    """Groups of a shipped cluster, as Ray's autoscaler reads them."""
+    cluster = named("RayCluster", name)
+    cluster["metadata"]["namespace"] = kustomizations()["base"]["namespace"]
+    return AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(cluster), skip_content_hash=True)
+
+
 def scheduler(name: str) -> Schedule:
     """Ray's scheduler of nodes over the groups of a shipped cluster, none of which has a node yet.
 
     Its arguments are the bundles of a placement group, and the resources of single tasks and actors.
     """
-    cluster = named("RayCluster", name)
-    cluster["metadata"]["namespace"] = kustomizations()["base"]["namespace"]
-    config = AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(cluster), skip_content_hash=True)
+    config = autoscaling(name)
 
     def schedule(bundles: Sequence[Resources], singles: Sequence[Resources]) -> SchedulingReply:
         gang = [GangResourceRequest(requests=[ResourceRequestUtil.make(bundle) for bundle in bundles])]
@@ -125,6 +132,20 @@ def test_every_recipe_finds_its_disk_on_the_nodes_that_it_gets(schedule: Schedul
 def gibibytes(quantity: str) -> int:
     """Bytes of a quantity in GiB."""
     return int(quantity.removesuffix("Gi")) << 30
+
+
+def test_the_control_plane_knows_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in two files; a recipe is not kept waiting for ever by the difference."""
+    monkeypatch.setenv("SWIFTKV_NODE_GROUPS", environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_NODE_GROUPS"])
+    groups = Settings(_env_file=None).node_groups
+    configs = autoscaling("swiftkv-ray").get_node_type_configs()
+    assert {*groups} == {group["groupName"] for group in named("RayCluster", "swiftkv-ray")["spec"]["workerGroupSpecs"]}
+    for name, group in groups.items():
+        assert group.max_nodes == configs[name].max_worker_nodes
+        assert group.resources == {key: value for key, value in configs[name].resources.items() if "object" not in key}
+    nodes = [dict(group.resources) for group in groups.values() for _ in range(group.max_nodes)]
+    for recipe in RECIPES:
+        assert fit(nodes, Needs.of(load_spec(recipe), driver()).bundles), recipe
 
 
 def test_drivers_and_replicas_get_their_nodes(schedule: Schedule) -> None:

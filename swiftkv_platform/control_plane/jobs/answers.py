@@ -48,6 +48,10 @@ class JobAnswer(Answer):
     name: str
     status: JobStatus
     status_reason: StatusReason | None
+    queue_place: int | None
+    """Place of a queued job among its tenant's, which start in this order; the first has 1."""
+    waiting_since: int | None
+    """Time since which a queued job waits for places on the cluster; `status_reason` says for which."""
     created_at: int
     started_at: int | None
     finished_at: int | None
@@ -73,12 +77,13 @@ class JobAnswer(Answer):
     created_by: str
 
     @classmethod
-    def of(cls, job: Job, prices: Prices, now: float) -> Self:
+    def of(cls, job: Job, prices: Prices, now: float, queue_place: int | None = None) -> Self:
         error = None if job.error is None else {**vars(job.error), "param": job.error.field}
         return cls.model_validate(
             {
                 **vars(job),
                 "name": job.spec.name,
+                "queue_place": queue_place,
                 "attempt": job.attempt.number,
                 "submission_id": job.attempt.submission_id,
                 "cost": prices.cost_of(job, now),

@@ -16,6 +16,10 @@ from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
 
 _LONGEST_DELAY_S = 60.0
+_OF_THE_CLUSTER = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
+"""Ends of an attempt that are the cluster's doing and use up no retry."""
+_TO_TRY_AGAIN = (ReasonCode.NOT_PLACED, ReasonCode.WORKER_LOST)
+"""Reasons of the control plane to end an attempt after which another one is made."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,9 @@ class AttemptOutcomes:
 
     def _settle_pause(self, reading: Reading, failure: Failure | None) -> None:
         """An attempt that ended for another cause is off the cluster as well, unless trying again is no use."""
-        if reading.job.attempt.stopping is not None:
-            reading.move(JobStatus.FAILED, reading.job.attempt.stopping)
+        stopping = reading.job.attempt.stopping
+        if stopping is not None and stopping.code not in _TO_TRY_AGAIN:
+            reading.move(JobStatus.FAILED, stopping)
         elif failure is not None and not failure.retryable:
             reading.move(JobStatus.FAILED, failure.reason)
         else:
@@ -82,9 +87,9 @@ class AttemptOutcomes:
 
     def _settle_failure(self, reading: Reading, failure: Failure) -> None:
         retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
-        preempted = failure.reason.code == ReasonCode.PREEMPTED  # the cluster's doing, so no retry is used up
-        if failure.retryable and (retries_left or preempted):
-            self._requeue(reading, failure.reason, counts=not preempted)
+        counts = failure.reason.code not in _OF_THE_CLUSTER
+        if failure.retryable and (retries_left or not counts):
+            self._requeue(reading, failure.reason, counts=counts)
         else:
             reading.move(JobStatus.FAILED, failure.reason)
 
@@ -132,7 +137,7 @@ class AttemptOutcomes:
 def _cause(job: Job, submission: Submission | None) -> Failure:
     """Reason of the failure: the control plane's decision, else the attempt's own last word, else what Ray says."""
     if job.attempt.stopping is not None:
-        return Failure(job.attempt.stopping, retryable=False)
+        return Failure(job.attempt.stopping, retryable=job.attempt.stopping.code in _TO_TRY_AGAIN)
     if job.attempt.failure is not None:
         return job.attempt.failure
     assert submission is not None, "a forgotten submission without a known failure is not a failure"

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.events import Level
+from swiftkv_platform.contract.events import Level, phase_of
 from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.errors import IllegalTransitionError
@@ -137,10 +137,19 @@ class Attempt:
     """Time at which workers began to wait, or others last made progress; Unix seconds, by the control plane's clock."""
     placed: tuple[str, ...] = ()
     """Phases whose workers have found a place."""
+    placed_at: float | None = None
+    """Unix seconds at which the last of them was heard of."""
+    waited_s: float = 0.0
+    """Seconds that its workers have waited for places, waits that go on not counted."""
     paused: bool = False
     """Whether the attempt says that it has: its checkpoint is complete."""
     stopping: Reason | None = None
-    """Reason for which the control plane ends it; the job then fails."""
+    """Reason for which the control plane ends it; the job then fails, or is queued again where none found a place."""
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether workers of this attempt have begun to train."""
+        return self.pace is not None or "train" in map(phase_of, self.placed)
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,8 @@ class Job:
     """Attempts that count against `fault_tolerance.max_retries`."""
     not_before: float = 0.0
     """A retry waits in the queue until then."""
+    waiting_since: int | None = None
+    """Unix seconds since which a queued job waits for places on the cluster."""
     tracking: Mapping[str, Any] | None = None
     artifact_uri: str | None = None
     distilled_model: str | None = None
@@ -249,7 +260,7 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
             field="status",
             value=job.status.value,
         )
-    changed = replace(job, status=status, status_reason=reason)
+    changed = replace(job, status=status, status_reason=reason, waiting_since=None)
     if job.status.holds_cluster and not status.holds_cluster:
         changed = replace(changed, earlier_seconds=job.seconds_on_cluster(now))
     if status is JobStatus.RUNNING and job.started_at is None:
@@ -268,6 +279,13 @@ def start(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, E
     name = job.attempt_id.submission_id
     attempt = replace(job.attempt, submission_id=name, resume_from=resume_from)
     return transition(replace(job, attempt=attempt), JobStatus.STARTING, now=now)
+
+
+def wait(job: Job, *, now: int, reason: Reason) -> tuple[Job, Event]:
+    """The queued job with what it waits for on the cluster, and the event that says so."""
+    since = now if job.waiting_since is None else job.waiting_since
+    event = Event(new_id("evt"), job.id, now, "message", reason.message, data={"code": str(reason.code)})
+    return replace(job, status_reason=reason, waiting_since=since), event
 
 
 def requeue(job: Job, *, now: int, reason: Reason, delay_s: float = 0.0, counts: bool = False) -> tuple[Job, Event]:

@@ -1,4 +1,4 @@
-"""Limits of deployments: the operator's on each, and a tenant's quotas on all of them beside its jobs."""
+"""Limits on what a job may ask for, and on the time of its attempts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic_core import to_json
 
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
+from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
@@ -64,42 +65,44 @@ class AttemptLimits:
     """Time that the operator grants every attempt."""
 
     placement_s: float = 1800.0
-    """Seconds that an attempt may hold a slot while none of its workers has found a place."""
+    """Seconds that an attempt that has not trained may hold a slot while its workers find no place."""
     max_runtime_s: int | None = None
-    """Seconds that it may run, whatever its spec says; None leaves it to the spec."""
+    """Seconds that it may run, waits for places not counted, whatever its spec says; None leaves it to the spec."""
 
-    def exceeded(self, job: Job, now: float) -> Reason | None:
+    def exceeded(self, job: Job, now: float, submission: Submission | None = None) -> Reason | None:
         """Why the job's attempt must end; None if it may go on."""
-        return self._not_placed(job, now) or self._overdue(job, now)
+        return self._not_placed(job, now, submission) or self._overdue(job, now)
 
     def _overdue(self, job: Job, now: float) -> Reason | None:
-        since, own = job.attempt.submitted_at, job.spec.limits.max_runtime_s
+        attempt, own = job.attempt, job.spec.limits.max_runtime_s
         limits = [limit for limit in (own, self.max_runtime_s) if limit is not None]
-        if since is None or not limits or now - since <= min(limits):
+        if attempt.submitted_at is None or not limits:
+            return None
+        waited = attempt.waited_s + (0.0 if attempt.waiting_since is None else now - attempt.waiting_since)
+        if now - attempt.submitted_at - waited <= min(limits):
             return None
         whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
         message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
         return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
 
-    def _not_placed(self, job: Job, now: float) -> Reason | None:
-        """Another try would ask for the same again, so this ends the job."""
-        attempt = job.attempt
-        if attempt.waiting:
-            since, needs = attempt.waiting_since, "; ".join(attempt.waiting.values())
-        elif job.status is JobStatus.STARTING and not attempt.placed:
-            since, needs = (
-                attempt.submitted_at,
-                "the attempt itself, of which nothing has been heard since it was submitted",
-            )
-        else:
+    def _not_placed(self, job: Job, now: float, submission: Submission | None) -> Reason | None:
+        """An attempt that has trained waits as long as it lasts."""
+        attempt, code = job.attempt, ReasonCode.NOT_PLACED
+        waiting = f"has found no place on the cluster for {self.placement_s:g} s"
+        if attempt.has_trained or job.status is JobStatus.EVALUATING:
             return None
+        if attempt.waiting:
+            since, what = attempt.waiting_since, f"{waiting}: {'; '.join(attempt.waiting.values())}"
+        elif job.status is not JobStatus.STARTING or attempt.placed:
+            return None
+        elif submission is not None and submission.status is SubmissionStatus.PENDING:
+            since, what = attempt.submitted_at, f"{waiting}: its own process waits"
+        else:
+            since, what = attempt.submitted_at, f"has said nothing for {self.placement_s:g} s since it was submitted"
+            code = ReasonCode.WORKER_LOST
         if since is None or now - since <= self.placement_s:
             return None
-        message = (
-            f"attempt {attempt.number} has found no place on the cluster for {self.placement_s:g} s: {needs}; "
-            "use fewer or smaller resources.num_workers, or a larger cluster"
-        )
-        return Reason(ReasonCode.NOT_PLACED, message, field="resources")
+        return Reason(code, f"attempt {attempt.number} {what}", field="resources")
 
 
 DEFAULT_LIMITS = AttemptLimits()

@@ -107,6 +107,10 @@ class JobRepository(Protocol):
         """
         ...
 
+    def queue_places(self, tenant: str) -> Mapping[str, int]:
+        """Place of each of the tenant's queued jobs among them, by priority, then by age; the first has 1."""
+        ...
+
     def usage(self, tenant: str) -> Usage: ...
 
     def claim(
@@ -194,6 +198,15 @@ class ListedSubmission:
     """Unix seconds; None until it has ended."""
 
 
+@dataclass(frozen=True)
+class Node:
+    """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
+
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    """Resources that no task, actor or placement group holds."""
+
+
 class JobCluster(Protocol):
     """The cluster on which attempts run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
@@ -225,6 +238,11 @@ class JobCluster(Protocol):
 
     def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
         """Stream what the entrypoint prints, as `logs` has it, from its beginning until the submission has ended."""
+        ...
+
+    def capacity(self) -> Sequence[Node] | None:
+        """Return the nodes that run, as they were seconds ago; None where the cluster does not tell, or grows by itself
+        when an attempt asks for more."""
         ...
 
     def check(self) -> None:

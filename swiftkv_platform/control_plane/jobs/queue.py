@@ -41,11 +41,13 @@ class FairQueue:
         self._given: dict[str, float] = {}
         """Shares started so far over the tenant's weight."""
 
-    def next(self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = ()) -> list[Waiting]:
+    def next(
+        self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = (), places: Places | None = None
+    ) -> list[Waiting]:
         """Choose at most `room` of the jobs that wait, in the order in which they should start beside the deployments.
 
-        Of a tenant whose first job does not fit its quota none is taken: a smaller one that overtook it could keep it
-        waiting for ever.
+        Of a tenant whose first job does not fit its quota, or finds no places, none is taken: a smaller one that
+        overtook it could keep it waiting for ever. One that the nodes cannot hold is left out.
         """
         held, queues = dict(standing.held), {tenant: deque(jobs) for tenant, jobs in standing.waiting.items()}
         for tenant, demand in held_by((), deployments).items():
@@ -54,10 +56,15 @@ class FairQueue:
         self._catch_up(queues)
         chosen: list[Waiting] = []
         while len(chosen) < room:
+            for queue in queues.values():
+                while queue and not (places is None or places.could_fit(queue[0].id)):
+                    queue.popleft()
             fitting = [
                 tenant
                 for tenant, queue in queues.items()
-                if queue and self.fits(tenant, held.get(tenant, Demand()), queue[0].demand)
+                if queue
+                and self.fits(tenant, held.get(tenant, Demand()), queue[0].demand)
+                and (places is None or places.fits(queue[0].id))
             ]
             if not fitting:
                 break
@@ -66,6 +73,8 @@ class FairQueue:
             held[tenant] = held.get(tenant, Demand()) + job.demand
             self._given[tenant] = self._given[tenant] + job.demand.share(total) / self._policies.policy(tenant).weight
             chosen.append(job)
+            if places is not None:
+                places.take(job.id)
         return chosen
 
     def fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
@@ -119,6 +128,20 @@ class Usage:
     waiting: int
     """Jobs that wait or are paused."""
     held: Demand
+
+
+class Places(Protocol):
+    """Places on the cluster that are free in a round of the queue."""
+
+    def could_fit(self, job_id: str) -> bool:
+        """Whether the nodes would hold the job if nothing else were on them."""
+        ...
+
+    def fits(self, job_id: str) -> bool:
+        """Whether the job finds its places now."""
+        ...
+
+    def take(self, job_id: str) -> None: ...
 
 
 class Claim(Protocol):

@@ -4,29 +4,53 @@ from __future__ import annotations
 
 import codecs
 import io
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from time import monotonic
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
-from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Node, Submission, SubmissionStatus
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
 from swiftkv_platform.redaction import StreamRedactor
+from swiftkv_platform.settings import NodeGroup
 
 _TIMEOUT_S = 15.0
 _ALL_LINES = -1
+_LONGEST_SILENCE_S = 60.0
+_GROUP = "ray.io/node-group"
+"""Label of a node of a group."""
+_USAGE = re.compile(r"(\S+)/\S+ (\S+)(?: \((\S+) used of (\S+) reserved in placement groups\))?")
+_COUNTED = re.compile(r"(CPU|GPU|memory)$|accelerator")
+"""Names of what jobs ask for; Ray has others, of placement groups, that come and go."""
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _LONGEST_READ_S = 3600
 """Ray breaks off a log that takes longer to read; its own default is 30 s."""
 
 
 class RayJobs:
     """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`. `entrypoint_num_cpus`: CPUs reserved for each
-    driver; without any reservation drivers run on Ray's head. `entrypoint_memory`: bytes reserved for each driver."""
+    driver; without any reservation drivers run on Ray's head. `entrypoint_memory`: bytes reserved for each driver.
+    `node_groups`: those that its autoscaler may fill, by name."""
 
-    def __init__(self, dashboard_url: str, *, entrypoint_num_cpus: float = 0.0, entrypoint_memory: int = 0) -> None:
+    def __init__(
+        self,
+        dashboard_url: str,
+        *,
+        entrypoint_num_cpus: float = 0.0,
+        entrypoint_memory: int = 0,
+        node_groups: Mapping[str, NodeGroup] = {},
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._clock = clock
+        self._report = 0.0, 0.0
+        """Time of the newest report, by Ray's clock, and that at which it was first seen, by this one's."""
+        self._node_groups = node_groups
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         reserved = {"entrypoint_num_cpus": entrypoint_num_cpus, "entrypoint_memory": entrypoint_memory}
         self._reserved = {name: amount for name, amount in reserved.items() if amount}
@@ -98,6 +122,39 @@ class RayJobs:
                 yield text.feed(message)
         yield text.close()
 
+    def capacity(self) -> Sequence[Node] | None:
+        """From the report of autoscaler v1, which Ray writes every 5 s, also for a cluster that none enlarges; else,
+        with groups, from what autoscaler v2 says of its nodes."""
+        try:
+            report = self._data("/api/cluster_status")["clusterStatus"]
+            if report is None and self._node_groups:
+                return self._nodes_of_v2()
+            if report["time"] != self._report[0]:
+                self._report = report["time"], self._clock()
+            return _nodes_of_v1(report) if self._clock() - self._report[1] <= _LONGEST_SILENCE_S else None
+        except (ValueError, LookupError, TypeError, AttributeError):  # of another version, or there is none yet
+            return None
+
+    def _nodes_of_v2(self) -> list[Node]:
+        told = self._data("/api/v0/nodes?detail=1&limit=10000")["result"]["result"]
+        alive = [node for node in told if node["state"] == "ALIVE"]
+        usage = self._data("/nodes?view=summary")["nodeLogicalResources"]
+        present = Counter(node["labels"].get(_GROUP) for node in alive)
+        nodes = []
+        for node in alive:
+            held = {name: amount for line in usage[node["node_id"]].splitlines() for name, amount in _held(line)}
+            total = {name: float(amount) for name, amount in node["resources_total"].items() if _COUNTED.match(name)}
+            nodes.append(Node(total, {name: amount - held.get(name, 0.0) for name, amount in total.items()}))
+        for name, group in self._node_groups.items():
+            nodes += [Node(group.resources, group.resources)] * (group.max_nodes - present[name])
+        return nodes
+
+    def _data(self, path: str) -> Any:
+        response = self._dashboard.request("GET", path)
+        if not response.is_success:
+            raise LookupError(path)
+        return response.json()["data"]
+
     def check(self) -> None:
         self._dashboard.check_alive()
 
@@ -110,6 +167,35 @@ def _listed(job: Mapping[str, Any]) -> ListedSubmission:
     # Milliseconds. One that was lost before it began has no end.
     ended_at = (job.get("end_time") or job.get("start_time") or 0) / 1000 if ended else None
     return ListedSubmission(job["submission_id"], job["entrypoint"], ended_at)
+
+
+def _nodes_of_v1(report: Any) -> list[Node] | None:
+    """None where an autoscaler enlarges the cluster: each node that none has started is a group of its own."""
+    groups = report["autoscalerReport"]["nodeTypeMapping"]
+    if not groups or any(group != f"node_{node}" for node, group in groups.items()):
+        return None
+    return [
+        Node(
+            {name: float(total) for name, (_, total) in usage.items() if _COUNTED.match(name)},
+            {name: total - used for name, (used, total) in usage.items() if _COUNTED.match(name)},
+        )
+        for usage in report["loadMetricsReport"]["usageByNode"].values()
+    ]
+
+
+def _held(line: str) -> Iterator[tuple[str, float]]:
+    """Yield a resource of a node and how much of it is given away, placement groups included, from a line of autoscaler
+    v2: `CPU` and 2.0 of `1.0/2.0 CPU (0.0 used of 1.0 reserved in placement groups)`."""
+    found = _USAGE.fullmatch(line)
+    if found is not None:
+        used, name, used_there, reserved = found.groups(default="0")
+        yield name, _amount(used) - _amount(used_there) + _amount(reserved)
+
+
+def _amount(text: str) -> float:
+    """A number, or bytes with their unit."""
+    number = text.rstrip("BKMGTi")
+    return float(number) * _UNITS[text[len(number) :]]
 
 
 def _path(submission_id: str) -> str:

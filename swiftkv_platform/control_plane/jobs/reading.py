@@ -114,10 +114,12 @@ def _place(reading: Reading, told: PlacementData) -> None:
     attempt, phase = reading.job.attempt, told["phase"]
     waiting = {name: needs for name, needs in attempt.waiting.items() if name != phase}
     if told["state"] == "placed":
-        attempt = replace(attempt, placed=(*attempt.placed, phase))
+        attempt = replace(attempt, placed=(*attempt.placed, phase), placed_at=reading.now)
     elif phase not in attempt.placed:
         waiting[phase] = told.get("needs", "")
-    attempt = replace(attempt, waiting=waiting, waiting_since=reading.now if waiting else None)
+    waited = 0.0 if attempt.waiting_since is None else reading.now - attempt.waiting_since
+    since = reading.now if waiting else None
+    attempt = replace(attempt, waiting=waiting, waiting_since=since, waited_s=attempt.waited_s + waited)
     reading.job = replace(reading.job, attempt=attempt)
 
 

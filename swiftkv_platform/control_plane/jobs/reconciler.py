@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -31,6 +32,7 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
 from swiftkv_platform.control_plane.jobs.attention import Attention
+from swiftkv_platform.control_plane.jobs.capacity import Admission
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
@@ -94,6 +96,8 @@ class Reconciler:
     entrypoint: Entrypoint
     max_running_jobs: int
     """Attempts on the cluster at the same time."""
+    driver: Mapping[str, float] = field(default_factory=dict)
+    """Resources that Ray reserves for the process of each attempt, by Ray's names."""
     interval_s: InitVar[float]
     """Seconds that something is left alone after it failed once; more after every further time."""
     policies: Policies = NO_LIMITS
@@ -126,11 +130,11 @@ class Reconciler:
     ) -> None:
         self._outcomes = AttemptOutcomes(self.store, digest, retry_delay_s)
         self._queue = FairQueue(self.policies)
+        self._admission = Admission(self.jobs, self.cluster, self.driver)
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
-        self._surprises: dict[str, list[str]] = {}
-        """Unexpected failures in a row, by job."""
+        self._surprises: dict[str, list[str]] = {}  # unexpected failures in a row, by job
         self._log = get_logger(loop="jobs")
 
     def tick(self) -> None:
@@ -138,13 +142,11 @@ class Reconciler:
         placed, now = self.jobs.on_cluster(), self.clock()
         if self._backoff.ready(_CLUSTER, now):
             due = [job_id for job_id in self.attention.due(placed, now) if self._backoff.ready(job_id, now)]
-            after = self._each(self._loaded(due), self._look)
+            after = self._each(self._loaded(due), lambda job: self._attend(job, self._follow))
+            self._admission.saw(after)
             ended = sum(not job.status.holds_cluster for job in after)
             self._start_waiting(self.max_running_jobs - len(placed) + ended)
         self._forget_ended()
-
-    def _look(self, job: Job) -> Job:
-        return self._attend(job, self._follow)
 
     def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
         """Read these jobs. One that cannot be read is left alone for a while."""
@@ -156,7 +158,7 @@ class Reconciler:
     def _each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
         """The jobs as the step leaves them, several at a time; the first error that it raised once all are done."""
         if self._threads is None or len(jobs) < 2:
-            return [step(job) for job in jobs]
+            return [*map(step, jobs)]
         tasks = [self._threads.submit(step, job) for job in jobs]
         wait(tasks)
         return [task.result() for task in tasks]
@@ -166,11 +168,16 @@ class Reconciler:
         room = min(room, _MOST_STARTS)
         while room > 0:
             now = self.clock()
-            standing = self.jobs.standing(most=room, now=now, without=self._backoff.resting(now))
+            left_out = {*self._backoff.resting(now), *self._admission.never}
+            standing = self.jobs.standing(most=room, now=now, without=left_out)
             waits = any(standing.waiting.values())
-            queue = self._queue.next(standing, room=room, deployments=self.deployments() if waits else ())
+            places = self._admission.places(now) if waits or left_out else None
+            deployments = self.deployments() if waits else ()
+            queue = self._queue.next(standing, room=room, deployments=deployments, places=places)
             jobs = self._loaded([job.id for job in queue])
             room -= self._start(jobs)
+            for job, event in self._admission.untold(places, int(now)):
+                self._attend(job, partial(self._store_change, events=[event]))
             if len(jobs) == len(queue):
                 return
 
@@ -195,7 +202,7 @@ class Reconciler:
         waited = {job.id: job for job in jobs}
         for job in claimed:
             self.instruments.started(waited[job.id], self.clock())
-        self._each(claimed, lambda job: self._attend(job, self._submit))
+        self._admission.saw(self._each(claimed, lambda job: self._attend(job, self._submit)))
         return len(claimed)
 
     def _prepared(self, job: Job) -> tuple[Job, Event]:
@@ -217,7 +224,8 @@ class Reconciler:
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
             return job
         try:
-            after = self._give_up(job) if self._is_hopeless(job) else step(job)
+            is_hopeless = len(self._surprises.get(job.id, ())) >= _MOST_SURPRISES
+            after = self._give_up(job) if is_hopeless else step(job)
         except LeaseLostError:
             raise
         except StaleVersionError as error:
@@ -238,9 +246,6 @@ class Reconciler:
             return after
         return job
 
-    def _is_hopeless(self, job: Job) -> bool:
-        return len(self._surprises.get(job.id, ())) >= _MOST_SURPRISES
-
     def _give_up(self, job: Job) -> Job:
         """Fail a job that cannot be handled, and stop what it has on the cluster."""
         latest = self.jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
@@ -250,8 +255,8 @@ class Reconciler:
             self._stop(latest.attempt.submission_id)
         causes = self._surprises[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
-        reason = Reason(ReasonCode.INTERNAL, message)
-        failed, event = transition(latest, JobStatus.FAILED, now=int(self.clock()), reason=reason)
+        now, reason = int(self.clock()), Reason(ReasonCode.INTERNAL, message)
+        failed, event = transition(latest, JobStatus.FAILED, now=now, reason=reason)
         self._log.error("given up", job_id=job.id, causes=causes)
         return self._store_change(failed, events=[event])
 
@@ -276,8 +281,7 @@ class Reconciler:
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
-        named = {"job_id": job.id, "attempt": job.attempt.number}
-        with self.instruments.spans.span("submit", job.traceparent, **named):
+        with self.instruments.spans.span("submit", job.traceparent, job_id=job.id, attempt=job.attempt.number):
             return self._submit_traced(job)
 
     def _submit_traced(self, job: Job) -> Job:
@@ -301,9 +305,8 @@ class Reconciler:
                 traceparent=job.traceparent,
             )
         )
-        command = self.entrypoint.shell(job.attempt_id)
         self.lease.check()  # another control plane may have submitted it while the request was written
-        self.cluster.submit(_submission_id(job), command, self.entrypoint.env)
+        self.cluster.submit(_submission_id(job), self.entrypoint.shell(job.attempt_id), self.entrypoint.env)
         submitted = self._store_change(self._seen_by_ray(job))
         self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
         return submitted
@@ -320,7 +323,7 @@ class Reconciler:
         reading = read(seen, stored, now=int(self.clock()))
         self.instruments.read(stored, self.clock())
         has_more = len(stored) == _MOST_EVENTS
-        after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading)
+        after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading, submission)
         self.attention.looked(job.id, now=self.clock(), version=after.version, heard=bool(stored), has_more=has_more)
         return after
 
@@ -343,9 +346,9 @@ class Reconciler:
         except StorageError as error:
             self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
-    def _keep(self, before: Job, reading: Reading) -> Job:
+    def _keep(self, before: Job, reading: Reading, submission: Submission | None) -> Job:
         """Store what a running attempt has said, and stop it if it must not go on."""
-        reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock())
+        reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock(), submission)
         if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
         self._cap_cost(reading)
@@ -371,9 +374,7 @@ class Reconciler:
         reading.move(JobStatus.PAUSING, Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap"))
 
     def _seen_by_ray(self, job: Job) -> Job:
-        if job.attempt.submitted_at is not None:
-            return job
-        return replace(job, attempt=replace(job.attempt, submitted_at=self.clock()))
+        return replace(job, attempt=replace(job.attempt, submitted_at=job.attempt.submitted_at or self.clock()))
 
 
 def _is_to_end(job: Job) -> bool:
@@ -384,9 +385,8 @@ def _is_to_end(job: Job) -> bool:
 
 def _will_pass(error: Exception) -> bool:
     """Whether something is away, and comes back. An object that is missing or damaged stays so."""
-    if isinstance(error, (ObjectNotFoundError, ArtifactCorruptError)):
-        return False
-    return isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
+    is_lasting = isinstance(error, (ObjectNotFoundError, ArtifactCorruptError))
+    return not is_lasting and isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
 
 
 def _described(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
@@ -44,13 +45,19 @@ _LABEL = TypeAdapter[str](Label)
 
 
 def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
-    return lambda job: JobAnswer.of(job, prices(settings), parts.clock())
+    places = cache(parts.jobs.queue_places)  # read once for all jobs of an answer
+
+    def present(job: Job) -> JobAnswer:
+        place = places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
+        return JobAnswer.of(job, prices(settings), parts.clock(), place)
+
+    return present
 
 
 Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
-def _service(parts: Parts, settings: TheSettings, parents: TheParents, present: Present) -> JobService:
+def _service(parts: Parts, settings: TheSettings, parents: TheParents) -> JobService:
     return JobService(
         parts.jobs,
         clock=parts.clock,
@@ -64,7 +71,7 @@ def _service(parts: Parts, settings: TheSettings, parents: TheParents, present: 
         files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
         parents=parents,
         publishing=PublishRules(settings.publish_targets),
-        rehearse=lambda job: present(job).model_dump_json(),
+        rehearse=lambda job: JobAnswer.of(job, prices(settings), parts.clock()).model_dump_json(),
     )
 
 

@@ -171,6 +171,12 @@ class SqlJobRepository(Store):
                     waiting[tenant] = jobs
         return Standing(held, total, waiting)
 
+    def queue_places(self, tenant: str) -> Mapping[str, int]:
+        queued = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.status == JobStatus.QUEUED.value)
+        with self._database.reading() as session:
+            ids = session.scalars(queued.order_by(JobRow.priority, JobRow.id))
+            return {job_id: place for place, job_id in enumerate(ids, 1)}
+
     def usage(self, tenant: str) -> Usage:
         waiting = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(_WAITING))
         with self._database.reading() as session:

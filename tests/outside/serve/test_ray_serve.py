@@ -59,7 +59,7 @@ def test_no_process_of_vllms_outlives_its_replica(
     cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str, expected: Expected
 ) -> None:
     serve(cluster, spec)
-    [replica] = replica_pids(dashboard_url)
+    [replica] = replica_pids(dashboard_url, spec.id)
     children = [
         child for child in psutil.Process(replica).children(recursive=True) if "VLLM" in "".join(child.cmdline())
     ]
@@ -67,6 +67,6 @@ def test_no_process_of_vllms_outlives_its_replica(
     os.kill(replica, signal.SIGKILL)
     _, alive = psutil.wait_procs(children)
     assert not alive
-    wait_for(lambda: replica_pids(dashboard_url) not in ([], [replica]))
+    wait_for(lambda: replica_pids(dashboard_url, spec.id) not in ([], [replica]))
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
         assert ask(client, PROMPTS[0], stream=False) == ({"one"}, expected["one"][0])

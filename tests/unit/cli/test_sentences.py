@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
+from swiftkv_platform.cli.output import local_time
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
-from tests.fakes.scripted_server import Script, json_answer, list_answer
+from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer
 from tests.unit.cli.conftest import Run
 
 QUICKSTART = Path("docs/quickstart.md")
@@ -135,6 +136,22 @@ def test_a_job_that_runs(run: Run, script: Script) -> None:
     shown = lines(run("jobs", "get", "job_1"))
     assert shown["steps"] == "40/100, 327,680 tokens, 2 min 10 s left"
     assert shown["cost"] == "0.50, 1.25 expected in the end"
+
+
+def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
+    reason = {"code": "waiting_for_resources", "message": "waits for 1 worker with 1 CPU and 4 GPU"}
+    row = {**JOB, "status": "queued", "status_reason": reason, "queue_place": 3, "waiting_since": 60}
+    script.on("GET", "/jobs/job_1", json_answer(row))
+    script.on("GET", "/jobs", list_answer([row, {**row, "waiting_since": None}]))
+    shown = lines(run("jobs", "get", "job_1"))
+    assert shown["reason"] == "waiting_for_resources: waits for 1 worker with 1 CPU and 4 GPU"
+    assert shown["queue"] == f"place 3, waits for resources since {local_time(60)}"
+    listed = run("jobs", "list").stdout
+    assert listed.count("queued, place 3") == 2
+    ended = {**JOB, "status": "cancelled"}
+    script.on("GET", "/jobs/job_1", json_answer(row), json_answer(ended))
+    script.on("GET", "/jobs/job_1/events", event_stream(), list_answer([]))
+    assert "place 3, waits for resources since" in run("jobs", "watch", "job_1").stdout
 
 
 def test_a_job_that_has_succeeded(run: Run, script: Script) -> None:

@@ -20,7 +20,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.jobs import distill
+from swiftkv_platform.jobs import distill, driver
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import refuse_unshared_store
 from swiftkv_platform.jobs.ray_train import _Trainer
@@ -33,6 +33,29 @@ from tests.unit.jobs.attempts import request, said
 def arguments(store: Path, protocol: int) -> list[str]:
     *command, _ = shlex.split(Entrypoint((), str(store)).shell(AttemptId("job", 1)))
     return [*command, str(protocol)]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "free", "size"),
+    [
+        (3, [0], 3),
+        ({"min": 1, "max": 8}, [4], 4),
+        ({"min": 1, "max": 3}, [4], 3),
+        ({"min": 1, "max": 8}, [1, 4, 9], 4),
+        ({"min": 1, "max": 8}, [2] * 5, 2),
+        ({"min": 2, "max": 8}, [0] * 5, 2),
+        ({"min": 6, "max": 8}, [4], 6),
+    ],
+)
+def test_a_group_waits_for_no_place_that_another_holds(
+    monkeypatch: pytest.MonkeyPatch, num_workers: Any, free: list[int], size: int
+) -> None:
+    """The cluster has four CPUs. A job that has trained could wait for others, and those that follow, for ever."""
+    told = iter(free)
+    monkeypatch.setattr(driver, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": float(next(told))})
+    assert driver.group_size(JobSpec(name="test", resources={"num_workers": num_workers}).resources) == size
 
 
 def test_a_newer_control_plane_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -13,10 +13,16 @@ const MOST_FAILED = 5;
 
 const ofStatuses = async (statuses) => (await Promise.all(statuses.map((status) => all(`/jobs?status=${status}`)))).flat();
 
+/** What a queued job waits for, since when, and its place, in words. */
+function waits({ status_reason: reason, queue_place: place, waiting_since: since }) {
+  const what = since ? reason.message : reason ? `waits: ${reason.message}` : "waits for its turn";
+  return [what, since && `since ${clockTime(since)}`, place && `place ${place} in the queue`].filter(Boolean).join(" · ");
+}
+
 /** When a job will be done, in words; where nothing says, why not. */
 export function eta(job) {
   if (job.status === "paused") return "paused: it goes on when it is resumed";
-  if (job.status === "queued") return job.status_reason ? `waits: ${job.status_reason.message}` : "waits for its turn";
+  if (job.status === "queued") return waits(job);
   if (job.status === "evaluating") return "trained; its quality is being measured";
   const left = job.progress.seconds_remaining;
   if (left == null) return "ETA unknown until two steps were measured";

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import Node, SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal
 
@@ -19,6 +19,7 @@ JOB_KEYS = {
     *("id", "object", "name", "status", "status_reason", "created_at", "started_at", "finished_at"),
     *("estimated_finish", "progress", "attempt", "spec", "distilled_model", "result", "tracking", "artifact_uri"),
     *("submission_id", "error", "metadata", "tenant", "created_by", "cost", "estimated_cost"),
+    *("queue_place", "waiting_since"),
 }
 
 
@@ -234,3 +235,23 @@ def test_a_key_is_its_tenants_alone(start: Start, tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["tenant"]) == (201, tenant)
         ids.add(answer.json()["id"])
     assert len(ids) == 2
+
+
+def test_a_job_that_waits_for_the_cluster_says_for_what_since_when_and_its_place(server: Server) -> None:
+    server.cluster.nodes = [Node({"CPU": 2}, {"CPU": 1})]
+    second = server.submit(resources={"num_workers": 1})
+    first = server.submit(limits={"priority": "high"})
+    assert [second["queue_place"], first["queue_place"]] == [1, 1], "when each was submitted"
+    server.tick()
+    rows = {row["id"]: row for row in server.get("/jobs")["data"]}
+    assert [rows[job["id"]]["queue_place"] for job in (first, second)] == [1, 2]
+    waiting = rows[first["id"]]
+    assert waiting == server.get(f"/jobs/{first['id']}")
+    assert waiting["status_reason"]["code"] == "waiting_for_resources"
+    assert "2 workers with 1 CPU each" in waiting["status_reason"]["message"]
+    assert waiting["waiting_since"] >= waiting["created_at"]
+    server.cluster.nodes = [Node({"CPU": 2}, {"CPU": 2})]
+    server.tick()
+    started = server.get(f"/jobs/{first['id']}")
+    assert (started["status"], started["queue_place"], started["waiting_since"]) == ("starting", None, None)
+    assert server.get(f"/jobs/{second['id']}")["queue_place"] == 1

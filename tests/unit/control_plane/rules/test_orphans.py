@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sqlalchemy import delete, text
@@ -173,8 +174,8 @@ def reconciler(plane: Plane) -> Reconciler:
     return plane.reconciler()
 
 
-def on_cluster(plane: Plane, reconciler: Reconciler) -> Job:
-    job = plane.submit(resources={"num_workers": 2, "gpus_per_worker": 8})
+def on_cluster(plane: Plane, reconciler: Reconciler, **spec: Any) -> Job:
+    job = plane.submit(resources={"num_workers": 2, "gpus_per_worker": 8}, **spec)
     reconciler.tick()
     return job
 
@@ -185,37 +186,56 @@ def later(plane: Plane, reconciler: Reconciler, seconds: float) -> None:
 
 
 def check_not_placed(plane: Plane, reconciler: Reconciler, job: Job, missing: str) -> None:
+    """The job is in the queue again, and the next one has the slot."""
+    plane.submit()
     assert plane.cluster.submissions[f"{job.id}-1"].state.status is SubmissionStatus.STOPPED
     reconciler.tick()
-    failed = plane.get(job)
-    assert failed.status is JobStatus.FAILED, "another try would ask for the same again"
-    assert failed.error is not None
-    assert (failed.error.code, failed.error.field) == ("not_placed", "resources")
-    assert missing in failed.error.message
-    following = plane.submit()
-    reconciler.tick()
-    assert plane.get(following).status is JobStatus.STARTING, "the slot is free"
+    waits = plane.get(job)
+    assert (waits.status, waits.attempt.number, waits.retries) == (JobStatus.QUEUED, 2, 0)
+    reason = plane.reason(job)
+    assert (reason.code, reason.field) == ("not_placed", "resources")
+    assert missing in reason.message
+    [placed] = plane.jobs.on_cluster()
+    assert placed.id != job.id, "the slot is another's"
 
 
-def waiting(plane: Plane, reconciler: Reconciler, phase: str = "prepare") -> tuple[Job, FakeWorker]:
+def waiting(plane: Plane, reconciler: Reconciler, phase: str = "prepare", **spec: Any) -> tuple[Job, FakeWorker]:
     """A job whose worker has said that it waits for a place."""
-    job = on_cluster(plane, reconciler)
+    job = on_cluster(plane, reconciler, **spec)
     worker = plane.worker(job)
     worker.say("status", status="running")
     worker.say("placement", phase=phase, state="waiting", needs=NEEDS)
     return job, worker
 
 
-def test_workers_that_find_no_place_give_the_slot_back(plane: Plane, reconciler: Reconciler) -> None:
-    job, _ = waiting(plane, reconciler)
+@pytest.mark.parametrize("max_retries", [0, 3])
+def test_workers_that_find_no_place_give_the_slot_back(plane: Plane, reconciler: Reconciler, max_retries: int) -> None:
+    job, _ = waiting(plane, reconciler, fault_tolerance={"max_retries": max_retries})
     for seconds in (5, DEADLINE_S - 1):
         later(plane, reconciler, seconds)
         assert plane.get(job).status is JobStatus.RUNNING
     later(plane, reconciler, 2)
     check_not_placed(plane, reconciler, job, NEEDS)
-    silent = next(iter(plane.jobs.on_cluster()))
+
+
+def test_a_process_that_finds_no_place_gives_the_slot_back(plane: Plane, reconciler: Reconciler) -> None:
+    job = on_cluster(plane, reconciler)
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.PENDING)
     later(plane, reconciler, DEADLINE_S + 1)
-    check_not_placed(plane, reconciler, plane.jobs.load([silent.id])[0], "the attempt itself")
+    check_not_placed(plane, reconciler, job, "its own process")
+
+
+def test_a_process_that_says_nothing_costs_a_retry(plane: Plane, reconciler: Reconciler) -> None:
+    job = on_cluster(plane, reconciler, fault_tolerance={"max_retries": 1})
+    for _ in range(2):
+        later(plane, reconciler, DEADLINE_S + 1)
+        later(plane, reconciler, 60)
+        later(plane, reconciler, 60)
+    failed = plane.get(job)
+    assert (failed.status, failed.retries, failed.attempt.number) == (JobStatus.FAILED, 1, 2)
+    assert failed.error is not None
+    assert failed.error.code == "worker_lost"
+    assert "has said nothing" in failed.error.message
 
 
 @pytest.mark.parametrize("first", ["waiting", "placed"])
@@ -248,15 +268,47 @@ def test_each_phase_has_its_own_deadline(plane: Plane, reconciler: Reconciler) -
     check_not_placed(plane, reconciler, job, f"train: {NEEDS}")
 
 
-def test_one_trial_may_wait_while_another_trains(plane: Plane, reconciler: Reconciler) -> None:
-    job, worker = waiting(plane, reconciler, "train of trial-2")
-    for step in range(1, 6):
-        worker.step(step, time=plane.clock.now)
-        later(plane, reconciler, DEADLINE_S - 10)
+@pytest.mark.parametrize("phase", ["train of trial-2", "evaluate of test", "publish of test"])
+def test_a_job_that_has_trained_waits_as_long_as_it_lasts(plane: Plane, reconciler: Reconciler, phase: str) -> None:
+    """Time in which it waits is none in which it runs."""
+    job, worker = waiting(plane, reconciler, "train of test", limits={"max_runtime_s": DEADLINE_S})
+    worker.say("placement", phase="train of test", state="placed")
+    worker.step(1, time=plane.clock.now)
+    later(plane, reconciler, 60)
+    worker.say("placement", phase=phase, state="waiting", needs=NEEDS)
+    for seconds in (1, 10 * DEADLINE_S, 10 * DEADLINE_S):
+        later(plane, reconciler, seconds)
+    worker.say("placement", phase=phase, state="placed")
+    later(plane, reconciler, 60)
+    later(plane, reconciler, 60)
     assert plane.get(job).status is JobStatus.RUNNING
     later(plane, reconciler, DEADLINE_S)
-    later(plane, reconciler, DEADLINE_S)
-    check_not_placed(plane, reconciler, job, NEEDS)
+    assert plane.cluster.submissions[f"{job.id}-1"].state.status is SubmissionStatus.STOPPED
+    reconciler.tick()
+    failed = plane.get(job).error
+    assert failed is not None
+    assert failed.code == "max_runtime_exceeded"
+
+
+def test_a_finished_run_of_an_earlier_attempt_waits_for_its_evaluation(plane: Plane, reconciler: Reconciler) -> None:
+    job, worker = waiting(plane, reconciler, "prepare of test")
+    worker.say("placement", phase="prepare of test", state="placed")
+    worker.say("status", status="evaluating")
+    worker.say("placement", phase="evaluate of test", state="waiting", needs=NEEDS)
+    for _ in range(3):
+        later(plane, reconciler, 10 * DEADLINE_S)
+    assert plane.get(job).status is JobStatus.EVALUATING
+
+
+def test_a_pause_overtakes_the_way_back_to_the_queue(plane: Plane, reconciler: Reconciler) -> None:
+    job, _ = waiting(plane, reconciler)
+    later(plane, reconciler, 5)
+    stopping, event = transition(plane.get(job), JobStatus.PAUSING, now=int(plane.clock()))
+    plane.jobs.update(stopping, events=[event])
+    plane.clock.now += DEADLINE_S + 1
+    for _ in range(3):
+        reconciler.tick()
+    assert plane.get(job).status is JobStatus.PAUSED
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""Places on the cluster: those that a job's workers need, and those that are left beside the jobs that run.
+
+A job that runs takes its places one phase after the other: a worker prepares, all train, all measure. What it has not
+taken yet is kept for it, so that none starts beside it for which it would have to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swiftkv_platform.contract.events import ReasonCode, phase_of
+from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository, Node
+from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.specs import JobSpec
+
+Bundle = Mapping[str, float]
+"""Resources that have to be on one node, by Ray's names."""
+GIB = 1 << 30
+_ROUNDING = 1e-4
+"""Ray counts resources in ten-thousandths."""
+_LAG_S = 10.0
+"""Seconds after which Ray's report has what was taken; it is renewed every 5 s."""
+_WHOLE = ("train", "evaluate")
+"""Phases in which all workers have a place; in others one has."""
+_MOST_NEEDS = 10_000
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Places that a job begins with."""
+
+    bundles: Sequence[Bundle]
+    words: str
+
+    @classmethod
+    def of(cls, spec: JobSpec, driver: Bundle) -> Needs:
+        """Needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's driver."""
+        workers = _workers(spec)
+        bundles = [driver, *workers] if any(driver.values()) else workers
+        return cls(bundles, spec.resources.described(len(workers)))
+
+
+def _workers(spec: JobSpec) -> list[Bundle]:
+    resources = spec.resources
+    each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+    each["memory"] = resources.memory_per_worker or 0
+    if resources.accelerator_type:
+        each[resource(f"accelerator_type:{resources.accelerator_type}")] = 0.001  # as Ray asks for it
+    return [each] * (1 if spec.only_publishes else resources.min_workers)
+
+
+def resource(name: str) -> str:
+    """Ray's name of a resource, without what its dashboard changes: capitals and underscores."""
+    return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
+
+
+def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
+    """Places that a job has still to take on the cluster, as far as Ray's report tells."""
+    attempt = job.attempt
+    if not job.status.holds_cluster or job.status in (JobStatus.PAUSING, JobStatus.CANCELLING) or attempt.stopping:
+        return ()
+    if not attempt.cursor:  # nothing was heard of it
+        return Needs.of(job.spec, driver).bundles
+    phases = [*map(phase_of, (*attempt.placed, *attempt.waiting))]
+    if job.spec.sweep is not None and attempt.has_trained:
+        return ()  # trials that run leave their places to those that wait
+    workers = _workers(job.spec)
+    phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers tell of no places
+    needed = 1 if phase == "publish" else len(workers)
+    if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _LAG_S:
+        return workers[:needed]
+    return [] if phase in _WHOLE else workers[1:needed]
+
+
+class Places:
+    """Places that are free in one round of the queue, taken one job after the other."""
+
+    def __init__(self, nodes: Sequence[Node], kept: Iterable[Sequence[Bundle]], admission: Admission) -> None:
+        self._total = [node.total for node in nodes]
+        self._free = [_plain(node.free) for node in nodes]
+        self._admission = admission
+        self._possible: set[str] = set()
+        self.refused: dict[str, Reason] = {}
+        """Reasons of the jobs that have found none."""
+        for bundles in kept:
+            for bundle in bundles:
+                _take(self._free, [bundle])
+
+    def could_fit(self, job_id: str) -> bool:
+        """Whether the nodes would hold the job if nothing else were on them."""
+        needs = self._admission.needs(job_id)
+        if job_id in self._possible or needs is None or fit(self._total, needs.bundles):
+            self._possible.add(job_id)
+            return True
+        self._refuse(job_id, f"waits for {needs.words}: no node has such places, or too few have; some have to join")
+        self._admission.never.add(job_id)
+        return False
+
+    def fits(self, job_id: str) -> bool:
+        """Whether the job finds its places now."""
+        needs = self._admission.needs(job_id)
+        if job_id in self.refused:
+            return False
+        if needs is None or fit(self._free, needs.bundles):
+            return True
+        self._refuse(job_id, f"waits for {needs.words}, which others hold or have still to take")
+        return False
+
+    def take(self, job_id: str) -> None:
+        """Give the job the places that `fits` has found."""
+        needs = self._admission.needs(job_id)
+        if needs is not None:
+            _take(self._free, needs.bundles)
+
+    def _refuse(self, job_id: str, message: str) -> None:
+        self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
+
+
+class Admission:
+    """Knows what runs, from round to round; another control plane that takes over begins anew."""
+
+    def __init__(self, jobs: JobRepository, cluster: JobCluster, driver: Bundle) -> None:
+        self._jobs = jobs
+        self._cluster = cluster
+        self._driver = driver
+        self._running: dict[str, Job] = {}
+        self._needs: dict[str, Needs] = {}
+        self._nodes: Sequence[Bundle] = ()
+        self.never: set[str] = set()
+        """Jobs that the nodes there are cannot hold. They are not asked about again before the nodes change, and keep
+        no other job of their tenant waiting: it takes nothing that they could have."""
+
+    def saw(self, jobs: Iterable[Job]) -> None:
+        """Note how far these jobs are."""
+        self._running |= {job.id: job for job in jobs}
+
+    def places(self, now: float) -> Places | None:
+        """Return the places that are free now; None where the cluster does not tell."""
+        try:
+            nodes = self._cluster.capacity()
+        except ClusterUnavailableError:  # the start of a job meets it as well
+            nodes = None
+        there = [] if nodes is None else [node.total for node in nodes]
+        if there != self._nodes:
+            self._nodes, self.never = there, set()
+        if nodes is None:
+            return None
+        present = [placed.id for placed in self._jobs.on_cluster()]
+        unknown = [job_id for job_id in present if job_id not in self._running]
+        self.saw(self._jobs.load(unknown) if unknown else ())
+        self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
+        kept = [outstanding(job, self._driver, now) for job in self._running.values()]
+        return Places(nodes, kept, self)
+
+    def needs(self, job_id: str) -> Needs | None:
+        """Return the needs of a job; None for one that is gone, or cannot be read."""
+        if job_id not in self._needs:
+            if len(self._needs) >= _MOST_NEEDS:
+                self._needs.clear()
+            self._needs |= {job.id: Needs.of(job.spec, self._driver) for job in self._jobs.load([job_id])}
+        return self._needs.get(job_id)
+
+    def untold(self, places: Places | None, now: int) -> Sequence[tuple[Job, Event]]:
+        """Return the jobs that have been refused places and do not say so yet, as they are to be stored."""
+        if places is None or not places.refused:
+            return ()
+        waiting = self._jobs.load([*places.refused])
+        return [
+            wait(job, now=now, reason=places.refused[job.id])
+            for job in waiting
+            if job.status is JobStatus.QUEUED and job.status_reason != places.refused[job.id]
+        ]
+
+
+def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
+    """Whether nodes that have this much hold all bundles at once."""
+    return _take([_plain(node) for node in nodes], bundles)
+
+
+def _plain(resources: Bundle) -> dict[str, float]:
+    return {resource(name): amount for name, amount in resources.items()}
+
+
+def _take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
+    """Take places for all bundles, each from the node with the fewest GPUs, then CPUs, that holds it. False where one
+    finds none; what was taken before stays taken."""
+    for bundle in bundles:
+        asked = {name: amount for name, amount in bundle.items() if amount}
+        holding = [
+            node for node in nodes if all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())
+        ]
+        if not holding:
+            return False
+        chosen = min(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
+        for name, amount in asked.items():
+            chosen[name] = chosen.get(name, 0.0) - amount
+    return True

@@ -71,7 +71,7 @@ class Caller:
 
 
 def _credential(request: Request) -> str | None:
-    """What the request says in `Authorization`; Anthropic's clients say the same in a header of their own."""
+    """The request's `Authorization`, which Anthropic's clients have in a header of their own."""
     credential, key = (request.headers.get(name) for name in ("authorization", API_KEY_HEADER))
     if credential is None and key is not None and is_anthropics(request.url.path):
         return f"Bearer {key}"

@@ -151,7 +151,7 @@ def chat_delta(
 
 
 def _end(output: RequestOutput) -> dict[str, Any]:
-    """How a choice ends; `stop_reason` is vLLM's."""
+    """A choice's keys that say how it ended; `stop_reason` is vLLM's."""
     return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
 

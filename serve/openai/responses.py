@@ -15,7 +15,7 @@ from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.openai.chat import Block, BlockEvent, Blocks, Form, Turn, TypedEvents
 from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFields, described
 from swiftkv_platform.serve.openai.streams import event_stream
-from swiftkv_platform.serve.schemas import JSONSchemaFormat, Nested, Whole, checked_kind
+from swiftkv_platform.serve.schemas import Nested, Whole, checked_kind
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, FunctionTool, NamedFunction, choice_kind
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.problems import Problem, openai_error
@@ -97,7 +97,6 @@ FlatToolChoice = Annotated[
 class TextFormat(Nested):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    """A name without effect."""
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     description: str | None = None
     strict: bool | None = None
@@ -111,7 +110,7 @@ class TextFormat(Nested):
     def for_chat(self) -> dict[str, Any]:
         if self.schema_ is None:
             return {"type": self.type}
-        return {"type": self.type, "json_schema": JSONSchemaFormat(name="answer", schema=self.schema_)}
+        return {"type": self.type, "json_schema": {"name": "answer", "schema": self.schema_}}
 
 
 class TextOptions(Nested):
@@ -228,7 +227,6 @@ def _response(body: ResponsesRequest, answer: Mapping[str, Any], blocks: Blocks,
     output = [_item(block, _id(answer), "completed") for block in blocks.all]
     if output and status != "completed":
         output[-1]["status"] = "incomplete"
-    options = TextOptions(format=TextFormat(type="text")) if body.text is None else body.text
     return {
         "id": f"resp_{_id(answer)}",
         "object": "response",
@@ -246,7 +244,7 @@ def _response(body: ResponsesRequest, answer: Mapping[str, Any], blocks: Blocks,
         "previous_response_id": None,
         "store": False,
         "temperature": body.temperature,
-        "text": _dumped(options),
+        "text": _dumped(body.text or TextOptions(format=TextFormat(type="text"))),
         "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
         "tools": [_dumped(tool) for tool in body.tools or ()],
         "top_p": body.top_p,

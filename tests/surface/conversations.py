@@ -101,7 +101,7 @@ KEPT_APART = ("id", "call_id", "parsed", "parsed_arguments")
 
 
 def without_ids(told: Any) -> Any:
-    """What two answers to one question share."""
+    """An answer without what it does not share with another one to the same question."""
     if isinstance(told, dict):
         return {name: without_ids(value) for name, value in told.items() if name not in KEPT_APART}
     return [without_ids(one) for one in told] if isinstance(told, list) else told

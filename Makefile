@@ -111,7 +111,7 @@ judges-env: $(JUDGES_STAMP) $(JUDGES_NODE)  # programs of other authors that tal
 $(JUDGES_STAMP): $(JUDGES)/constraints.txt
 	$(PYTHON) -m venv $(JUDGES_VENV)
 	$(JUDGES_VENV)/bin/python -m pip install --quiet --constraint $< \
-	  guidellm langchain-openai 'litellm[mcp]' 'lm_eval[api]' openai pytest pytest-timeout torch
+	  anthropic guidellm langchain-openai 'litellm[mcp]' 'lm_eval[api]' openai pytest pytest-timeout torch
 	touch $@
 
 $(JUDGES_NODE): $(JUDGES)/node/package.json $(JUDGES)/node/package-lock.json

@@ -24,12 +24,15 @@ from swiftkv_platform.security.credentials import shows_token
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.origins import foreign_host
+from swiftkv_platform.web.problems import is_anthropics
 from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
 REPLICA_HEADER = "x-replica"
 """Header of every answer: Serve's name of the replica that gave it."""
 IGNORED_FIELDS_HEADER = "x-swiftkv-ignored-fields"
 """Header of an answer to a body with fields that were accepted without effect: their names, comma-separated."""
+API_KEY_HEADER = "x-api-key"
+"""Header of the key in Anthropic's clients, on Anthropic's routes alone."""
 
 
 Limits = tuple[int | None, int | None]
@@ -67,6 +70,14 @@ class Caller:
             )
 
 
+def _credential(request: Request) -> str | None:
+    """The request's `Authorization`, which Anthropic's clients have in a header of their own."""
+    credential, key = (request.headers.get(name) for name in ("authorization", API_KEY_HEADER))
+    if credential is None and key is not None and is_anthropics(request.url.path):
+        return f"Bearer {key}"
+    return credential
+
+
 class Gate:
     """Admits callers with a key or token for it; with no authenticator, every caller. `tenant`: whose keys alone are
     let in; None: any."""
@@ -87,14 +98,14 @@ class Gate:
         """Return if the caller may see what is served: it is of the tenant, with any scope. Counts nothing, and blocks
         where the issuer of a token has to be asked. Raises `UnauthenticatedError` and `ForbiddenError`."""
         if self._authenticator is not None:
-            self._check_tenant(self._authenticator.authenticate(request.headers.get("authorization")))
+            self._check_tenant(self._authenticator.authenticate(_credential(request)))
 
     def admit(self, request: Request) -> Caller:
         """Raises `UnauthenticatedError`, `ForbiddenError` and `RateLimitedError`."""
         path, traceparent = request.url.path, request.headers.get("traceparent")
         if self._authenticator is None:
             return Caller(path=path, traceparent=traceparent)
-        key = self._authenticator.authenticate(request.headers.get("authorization"))
+        key = self._authenticator.authenticate(_credential(request))
         key.require(Scope.GENERATE)
         self._check_tenant(key)
         request.state.quota = quota = self._quotas.of(key)
@@ -104,7 +115,7 @@ class Gate:
 
     async def let_in(self, request: Request) -> Caller:
         """`admit`, beside the event loop where the issuer of a token may have to be asked. Raises as it does."""
-        if self._authenticator is not None and shows_token(request.headers.get("authorization")):
+        if self._authenticator is not None and shows_token(_credential(request)):
             return await run_in_threadpool(self.admit, request)
         return self.admit(request)
 

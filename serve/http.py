@@ -1,4 +1,5 @@
-"""The HTTP face of a replica: `/generate` and its like, OpenAI's routes, `/health`, `/metrics`. Knows no Ray."""
+"""The HTTP face of a replica: `/generate` and its like, routes of OpenAI and Anthropic, `/health`, `/metrics`. Knows no
+Ray."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from swiftkv_platform.serve.access import (
     TheCaller,
 )
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
+from swiftkv_platform.serve.anthropic import anthropic_router
 from swiftkv_platform.serve.chat import about_messages, chat_prompt
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
@@ -83,7 +85,9 @@ def create_http_app(
         license_info=LICENSE,
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"description": "Problem details (RFC 9457); below `/v1` an error in OpenAI's form"}},
+        responses={
+            "4XX": {"description": "Problem details (RFC 9457); below `/v1` an error in OpenAI's or Anthropic's form"}
+        },
     )
     add_docs(app)
     app.router.route_class = BodyRoute
@@ -100,6 +104,7 @@ def create_http_app(
     app.add_middleware(Spelling)
     add_problem_handlers(app)
     app.include_router(openai_router(current))
+    app.include_router(anthropic_router(current))
 
     @app.post("/generate", response_model=GenerateResponse)
     async def generate(body: GenerateRequest, request: Request, caller: TheCaller) -> Response:

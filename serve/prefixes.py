@@ -19,6 +19,7 @@ from starlette.middleware import Middleware as Installed
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from swiftkv_platform.serve.access import API_KEY_HEADER
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.problems import make_problem, problem_response
 
@@ -39,8 +40,8 @@ PROBE_TIMEOUT_S = 2.0
 """Seconds in which a replica that serves answers a probe."""
 
 _NOT_FOUND = PlainTextResponse("there is no such path", 404)
-_ASKS = ("/generate", "/completions")
-_PROMPT = re.compile(rb'"(?:prompt|messages)"\s*:\s*')
+_ASKS = ("/generate", "/completions", "/responses", "/messages")
+_PROMPT = re.compile(rb'"(?:(?:prompt|messages)"\s*:\s*|input"\s*:\s*(?=["\[]))')
 _PRINT = "[0-9a-f]{1,12}"
 _PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
 
@@ -101,7 +102,7 @@ class PrefixHeader(Middleware):
             read.append(await receive())
             size += len(read[-1].get("body", b""))
         body = b"".join(message.get("body", b"") for message in read)
-        tenant = headers.get("authorization", "").encode()
+        tenant = (headers.get("authorization") or headers.get(API_KEY_HEADER, "")).encode()
         header = (SESSION_HEADER.encode(), in_header(fingerprints(body, tenant)).encode())
         again: Iterator[Message] = iter(read)
 

@@ -1,4 +1,5 @@
-"""Errors as `application/problem+json` (RFC 9457), below `/v1` in OpenAI's shape. Knows status codes, not causes."""
+"""Errors as `application/problem+json` (RFC 9457), below `/v1` in OpenAI's shape or Anthropic's. Knows status codes,
+not causes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ answers. Knows no stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -20,6 +20,7 @@ from swiftkv_platform.specs.base import (
     MAX_PROMPTS,
     MAX_STREAM_INTERVAL_S,
 )
+from swiftkv_platform.web.problems import short_value
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -52,6 +53,17 @@ def unknown_keys(value: Any, path: str = "") -> Iterator[str]:
     elif isinstance(value, list) and value and isinstance(value[0], BaseModel):  # a prompt has many numbers
         for one in value:
             yield from unknown_keys(one, path)
+
+
+def checked_kind(part: Mapping[str, Any], needs: Mapping[str, Sequence[str]], default: str | None = None) -> str:
+    """The type of a part of a conversation. `needs`: the keys that a part must have, by its type. Raises `ValueError`
+    for another type, and for a key that is missing."""
+    kind = part.get("type") or default
+    if not isinstance(kind, str) or kind not in needs:
+        raise ValueError(f"type is {short_value(kind)!r}; accepted here: {', '.join(needs)}")
+    if missing := next((name for name in needs[kind] if part.get(name) is None), None):
+        raise ValueError(f"{missing} is missing; type {kind!r} needs {', '.join(needs[kind])}")
+    return kind
 
 
 def encodable(value: Any) -> Any:

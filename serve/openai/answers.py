@@ -64,7 +64,7 @@ class CompletionChoices:
                 entries = [*(scored if self._echo else ()), *entries]
                 offsets = [*prompt.offsets, *offsets]
             logprobs = self._logprobs(entries, offsets)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        return {"index": index, "text": text, "logprobs": logprobs, **_end(output)}
 
     def _logprobs(self, entries: Sequence[tuple[int, Any]], offsets: Sequence[int]) -> dict[str, Any]:
         text_of = self._reader.vocabulary.text_of
@@ -132,7 +132,7 @@ def chat_choice(index: int, output: RequestOutput, vocabulary: Vocabulary, *, to
         "index": index,
         "message": {"role": "assistant", "content": output.text, "refusal": None},
         "logprobs": _chat_logprobs(output, vocabulary, 0, top),
-        "finish_reason": output.finish_reason,
+        **_end(output),
     }
 
 
@@ -146,8 +146,13 @@ def chat_delta(
         "index": index,
         "delta": delta,
         "logprobs": _chat_logprobs(output, vocabulary, old_tokens, top),
-        "finish_reason": output.finish_reason,
+        **_end(output),
     }
+
+
+def _end(output: RequestOutput) -> dict[str, Any]:
+    """A choice's keys that say how it ended; `stop_reason` is vLLM's."""
+    return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
 
 def _chat_logprobs(output: RequestOutput, vocabulary: Vocabulary, first: int, top: int) -> dict[str, Any] | None:

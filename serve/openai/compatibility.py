@@ -7,26 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swiftkv_platform.serve.openai.fields import FIELDS, RequestField, Treatment
+from swiftkv_platform.serve.openai.fields import ALL, FIELDS, RequestField, Treatment
 
 _HEAD = """\
-# Compatibility with OpenAI's API
+# Compatibility with OpenAI's and Anthropic's APIs
 
 <!-- Written by `python -m swiftkv_platform.serve.openai.compatibility > docs/compatibility.md`. -->
 
-`/v1/completions` and `/v1/chat/completions` take OpenAI's fields, and some of vLLM's and our own. A field is served,
-accepted without effect, or refused. `null` is the same as leaving a field out, and `16.0` as `16`.
+`/v1/completions`, `/v1/chat/completions` and `/v1/responses` take OpenAI's fields, `/v1/messages` takes Anthropic's,
+and all take some of vLLM's and our own. A field is served, accepted without effect, or refused. `null` is the same as
+leaving a field out, and `16.0` as `16`.
 
 An unknown field is refused with 400, and the message names the nearest known one. A deployment's `ignored_fields`
 (`swiftkv deploy --ignored-fields NAME`) lists refused or unknown fields to accept without effect; `*` stands for all
 unknown ones. `/generate` refuses unknown fields.
 
-Unknown keys inside messages, their parts and calls, tools, `response_format` and `stream_options` are accepted without
-effect, and named as `messages.tool_calls.function.parsed_arguments`. Those of `structured_outputs` are refused, unless
+Unknown keys inside messages, items, blocks, calls, tools, formats and `stream_options` are accepted without effect, and
+named as `messages.tool_calls.function.parsed_arguments`. Those of `structured_outputs` are refused, unless
 `ignored_fields` has `*`.
 
-Both engines have OpenAI's ranges: `temperature` 0 to 2, `top_p` and `min_p` 0 to 1, penalties -2 to 2, biases -100 to
-100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all tokens, and `seed` -1 draws one.
+Both engines have OpenAI's ranges, on every route: `temperature` 0 to 2, `top_p` and `min_p` 0 to 1, penalties -2 to 2,
+biases -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all tokens, and `seed` -1 draws one.
 """
 _SECTIONS = {
     Treatment.SERVED: "",
@@ -56,7 +57,7 @@ def _lines() -> Iterator[str]:
 def _remarks(field: RequestField) -> str:
     """Cells of a field beside its name; fields with equal ones share a row."""
     origin = "" if field.origin == "OpenAI" else field.origin
-    route = "" if len(field.routes) > 1 else field.routes[0]
+    route = "" if field.routes == ALL else ", ".join(field.routes)
     return f"{origin} | {route} | {field.note}"
 
 

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's completions and chat requests: served, accepted without effect, or refused. Knows no body.
+"""Every field of the requests below `/v1`: served, accepted without effect, or refused. Knows no body.
 
 The one place that says so: the routes obey it, and `docs/compatibility.md` is written from it.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import cache
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -16,12 +17,17 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.schemas import MAX_NAME_LENGTH
 from swiftkv_platform.web.problems import short_value
 
-Route = Literal["completions", "chat/completions"]
+Route = Literal["completions", "chat/completions", "responses", "messages"]
 """Routes below `/v1`."""
 
-BOTH: tuple[Route, ...] = ("completions", "chat/completions")
 COMPLETIONS: tuple[Route, ...] = ("completions",)
 CHAT: tuple[Route, ...] = ("chat/completions",)
+RESPONSES: tuple[Route, ...] = ("responses",)
+MESSAGES: tuple[Route, ...] = ("messages",)
+OPENAI = COMPLETIONS + CHAT + RESPONSES
+TURNS = CHAT + RESPONSES + MESSAGES
+"""Routes that take a conversation."""
+ALL = OPENAI + MESSAGES
 
 ANY = "*"
 """Name by which an operator sets all unknown fields to be ignored."""
@@ -49,8 +55,8 @@ class RequestField:
     treatment: Treatment
     note: str = ""
     """Remark on what is served, or the reason of a refusal."""
-    routes: tuple[Route, ...] = BOTH
-    origin: Literal["OpenAI", "vLLM", "SwiftKV"] = "OpenAI"
+    routes: tuple[Route, ...] = ALL
+    origin: Literal["OpenAI", "Anthropic", "vLLM", "SwiftKV"] = "OpenAI"
     """API that the field is from."""
     accepts: Callable[[Any, int], bool] = _never
     """(value, the request's `n`) -> whether a field that is refused otherwise asks for nothing with this value."""
@@ -72,6 +78,11 @@ def _is(*values: Any) -> Callable[[Any, int], bool]:
     return lambda value, _n: any(type(value) is type(one) and value == one for one in values)
 
 
+def _no_logprobs(include: Any, _n: int) -> bool:
+    """Whether nothing is to be included but parts of tools that there are none of."""
+    return isinstance(include, list) and "message.output_text.logprobs" not in include
+
+
 FIELDS: tuple[RequestField, ...] = (
     _served("model", "the served model's id, or a name of its deployment's"),
     _served("prompt", "text, token ids, or a list of either", routes=COMPLETIONS),
@@ -80,13 +91,30 @@ FIELDS: tuple[RequestField, ...] = (
         "parts of type `text`, `input_text`, `output_text` and `refusal`; image, audio and file parts are refused",
         routes=CHAT,
     ),
+    _served(
+        "messages",
+        "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; images and documents are refused",
+        routes=MESSAGES,
+        origin="Anthropic",
+    ),
+    _served(
+        "input",
+        "text, or items of type `message`, `function_call`, `function_call_output` and `reasoning`; images and files "
+        "are refused",
+        routes=RESPONSES,
+    ),
+    _served("instructions", routes=RESPONSES),
+    _served("system", "text, or blocks of type `text`", routes=MESSAGES, origin="Anthropic"),
     _served("max_tokens", "0 with `echo` scores the prompt and generates nothing", routes=COMPLETIONS),
     _served("max_tokens", "`max_completion_tokens` takes precedence", routes=CHAT),
+    _served("max_tokens", "required", routes=MESSAGES, origin="Anthropic"),
     _served("max_completion_tokens", "default: the rest of the context", routes=CHAT),
+    _served("max_output_tokens", "default: the rest of the context", routes=RESPONSES),
     _served("temperature"),
     _served("top_p"),
-    _served("n"),
-    _served("stop"),
+    _served("n", routes=COMPLETIONS + CHAT),
+    _served("stop", routes=OPENAI),
+    _served("stop_sequences", routes=MESSAGES, origin="Anthropic"),
     _served("seed", "repeats an answer within one engine"),
     _served("presence_penalty"),
     _served("frequency_penalty"),
@@ -96,25 +124,48 @@ FIELDS: tuple[RequestField, ...] = (
     _served("top_logprobs", routes=CHAT),
     _served("echo", "with `logprobs` for the prompt too", routes=COMPLETIONS),
     _served("stream"),
-    _served("stream_options"),
-    _served("stream_options.include_usage", "a last event with the usage"),
-    _served("stream_options.continuous_usage_stats", "the usage so far in every event", origin="vLLM"),
-    _without_effect("stream_options.include_obfuscation", "like unknown keys of all parts"),
-    _served("response_format"),
+    _served("stream_options", routes=COMPLETIONS + CHAT),
+    _served("stream_options.include_usage", "a last event with the usage", routes=COMPLETIONS + CHAT),
+    _served(
+        "stream_options.continuous_usage_stats",
+        "the usage so far in every event",
+        routes=COMPLETIONS + CHAT,
+        origin="vLLM",
+    ),
+    _without_effect("stream_options.include_obfuscation", "like unknown keys of all parts", routes=COMPLETIONS + CHAT),
+    _without_effect("stream_options", "the last event has the usage", routes=RESPONSES),
+    _served("response_format", routes=COMPLETIONS + CHAT),
+    _served("text", "`format`; `verbosity` has no effect", routes=RESPONSES),
+    _served("output_config", "`format`; `effort` has no effect", routes=MESSAGES, origin="Anthropic"),
     _served("tools", routes=CHAT),
-    _served("tool_choice", routes=CHAT),
-    _served("parallel_tool_calls", "without `tools` it has no effect", routes=CHAT),
-    _without_effect("user"),
-    _without_effect("store", "nothing is stored"),
+    _served("tools", "of type `function`", routes=RESPONSES),
+    _served(
+        "tools", "with an `input_schema`; tools that a server runs are refused", routes=MESSAGES, origin="Anthropic"
+    ),
+    _served("tool_choice", routes=CHAT + RESPONSES),
+    _served("tool_choice", "`auto`, `any`, `tool`, `none`", routes=MESSAGES, origin="Anthropic"),
+    _served("parallel_tool_calls", "without `tools` it has no effect", routes=CHAT + RESPONSES),
+    _without_effect("user", routes=OPENAI),
+    _without_effect("store", "nothing is stored", routes=OPENAI),
     _without_effect("metadata"),
     _without_effect("service_tier"),
-    _without_effect("safety_identifier"),
-    _without_effect("prompt_cache_key", "prefix caching needs no key"),
-    _without_effect("prompt_cache_options"),
-    _without_effect("prompt_cache_retention"),
+    _without_effect("safety_identifier", routes=OPENAI),
+    _without_effect("prompt_cache_key", "prefix caching needs no key", routes=OPENAI),
+    _without_effect("prompt_cache_options", routes=OPENAI),
+    _without_effect("prompt_cache_retention", routes=OPENAI),
     _without_effect("prediction", "`num_lookup_tokens` drafts from the prompt", routes=CHAT),
     _without_effect("reasoning_effort", "not passed to the model", routes=CHAT),
+    _without_effect("reasoning", "not passed to the model", routes=RESPONSES),
+    _without_effect("thinking", "not passed to the model", routes=MESSAGES, origin="Anthropic"),
     _without_effect("verbosity", routes=CHAT),
+    _without_effect("max_tool_calls", "it counts tools that a server runs", routes=RESPONSES),
+    _without_effect("image", routes=RESPONSES),
+    _without_effect("access_programs", routes=RESPONSES),
+    *(
+        _without_effect(name, routes=MESSAGES, origin="Anthropic")
+        for name in ("diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id")
+    ),
+    _without_effect("cache_control", "prefix caching needs no mark", routes=MESSAGES, origin="Anthropic"),
     _refused(
         "best_of",
         "only the value of `n` is served",
@@ -125,9 +176,36 @@ FIELDS: tuple[RequestField, ...] = (
     _refused("audio", "answers are text", routes=CHAT),
     _refused("modalities", 'answers are text; `["text"]` is accepted', routes=CHAT, accepts=_is(["text"], [])),
     _refused("web_search_options", "nothing is searched", routes=CHAT),
-    _refused("moderation", "nothing is moderated", routes=CHAT),
+    _refused("moderation", "nothing is moderated", routes=CHAT + RESPONSES),
     _refused("functions", "`tools` have replaced them", routes=CHAT, accepts=_is([])),
     _refused("function_call", "`tool_choice` has replaced it", routes=CHAT, accepts=_is("none", "auto")),
+    *(
+        _refused(name, "nothing is stored; send the whole conversation as `input`", routes=RESPONSES)
+        for name in ("previous_response_id", "conversation")
+    ),
+    _refused("prompt", "no prompt is stored; send it as `instructions` and `input`", routes=RESPONSES),
+    _refused(
+        "background", "nothing is stored; wait for the answer, or `stream` it", routes=RESPONSES, accepts=_is(False)
+    ),
+    _refused(
+        "include",
+        "answers have no log-probabilities here; /v1/chat/completions has",
+        routes=RESPONSES,
+        accepts=_no_logprobs,
+    ),
+    _refused(
+        "top_logprobs",
+        "answers have no log-probabilities here; /v1/chat/completions has",
+        routes=RESPONSES,
+        accepts=_is(0),
+    ),
+    _refused(
+        "truncation", "`truncate_prompt_tokens` keeps the end of the prompt", routes=RESPONSES, accepts=_is("disabled")
+    ),
+    _refused("context_management", "no conversation is shortened", routes=RESPONSES, accepts=_is([])),
+    _refused("context_management", "no conversation is shortened", routes=MESSAGES, origin="Anthropic"),
+    _refused("container", "no code is run", routes=MESSAGES, origin="Anthropic"),
+    _refused("mcp_servers", "no server is asked; give `tools`", routes=MESSAGES, origin="Anthropic", accepts=_is([])),
     _served("top_k", origin="vLLM"),
     _served("min_p", origin="vLLM"),
     _served("repetition_penalty", origin="vLLM"),
@@ -138,7 +216,7 @@ FIELDS: tuple[RequestField, ...] = (
     _served("skip_special_tokens", origin="vLLM"),
     _served("allowed_token_ids", "not beside a constraint", origin="vLLM"),
     _refused("bad_words", "logit_bias of -100 forbids tokens", origin="vLLM", accepts=_is([])),
-    _served("prompt_logprobs", "not in a stream", origin="vLLM"),
+    _served("prompt_logprobs", "not in a stream", routes=COMPLETIONS + CHAT, origin="vLLM"),
     _served("truncate_prompt_tokens", "keeps the end of the prompt", origin="vLLM"),
     _served("structured_outputs", origin="vLLM"),
     _served("priority", "lower goes first", origin="vLLM"),
@@ -147,7 +225,7 @@ FIELDS: tuple[RequestField, ...] = (
     _served(
         "chat_template_kwargs",
         "variables of the template, `enable_thinking` for one; those that it does not read have no effect",
-        routes=CHAT,
+        routes=TURNS,
         origin="vLLM",
     ),
     _served("early_exit", origin="SwiftKV"),
@@ -159,6 +237,12 @@ FIELDS: tuple[RequestField, ...] = (
 def fields_of(route: Route) -> dict[str, RequestField]:
     """The route's fields by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
+
+
+@cache
+def names_served(route: Route) -> frozenset[str]:
+    """Names of the route's fields that are served."""
+    return frozenset(name for name, field in fields_of(route).items() if field.treatment is Treatment.SERVED)
 
 
 def names_without_effect(

@@ -1,4 +1,5 @@
-"""The bodies of OpenAI's completion routes, as far as this server answers them. Other keys are for `fields.py`.
+"""The bodies of OpenAI's completion routes, as far as this server answers them, and what those of other routes share
+with them. Other keys are for `fields.py`.
 
 Field names and meanings: https://platform.openai.com/docs/api-reference; extensions as in vLLM's server.
 """
@@ -14,7 +15,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from swiftkv_platform.data.messages import call_arguments
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.serve.openai.fields import ANY, Route, Treatment, fields_of, names_without_effect
+from swiftkv_platform.serve.openai.fields import ANY, Route, Treatment, fields_of, names_served, names_without_effect
 from swiftkv_platform.serve.schemas import (
     Nested,
     PromptField,
@@ -179,11 +180,13 @@ class StreamOptions(Nested):
     """Have the usage so far in every event, as in vLLM."""
 
 
-def _described(route: Route) -> Callable[[dict[str, Any]], None]:
+def described(route: Route) -> Callable[[dict[str, Any]], None]:
     """Change of a body's schema: it shows the fields without effect, and no others beside the body's own."""
 
     def extend(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
+        served = names_served(route)
+        schema["properties"] = {name: one for name, one in schema["properties"].items() if name in served}
         for field in fields_of(route).values():
             if field.treatment is Treatment.WITHOUT_EFFECT and "." not in field.name:
                 schema["properties"][field.name] = {"description": "Accepted without effect."}
@@ -216,7 +219,12 @@ class OpenAIFields(SamplingFields, extra="allow"):
         that the model has no use for. Raises `InvalidInputError`: a field that would change the answer, or an unknown
         one."""
         nested = [*unknown_keys(self), *unread, *(self._unknown_constraints() if ANY in ignored else ())]
-        return names_without_effect(route, self.model_extra or {}, nested, self.n, ignored)
+        others = {name: getattr(self, name) for name in self.given(type(self)) if name not in names_served(route)}
+        return names_without_effect(route, {**(self.model_extra or {}), **others}, nested, self.n, ignored)
+
+    def given(self, kind: type[OpenAIFields]) -> list[str]:
+        """Names of the fields of `kind` that the body has."""
+        return [name for name in kind.model_fields if name in self.model_fields_set]
 
     def _unknown_constraints(self) -> Iterator[str]:
         """Take the unknown keys, which else are refused since they would change the answer, out of
@@ -227,7 +235,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
             yield f"structured_outputs.{key}"
 
 
-class CompletionRequest(OpenAIFields, json_schema_extra=_described("completions")):
+class CompletionRequest(OpenAIFields, json_schema_extra=described("completions")):
     """Body of `POST /v1/completions`."""
 
     prompt: PromptField
@@ -252,7 +260,7 @@ class CompletionRequest(OpenAIFields, json_schema_extra=_described("completions"
         return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 
 
-class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=_described("chat/completions")):
+class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=described("chat/completions")):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

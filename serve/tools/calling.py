@@ -74,7 +74,7 @@ class AllowedToolChoice(Nested):
     allowed_tools: AllowedTools
 
 
-def _choice(value: Any) -> Any:
+def choice_kind(value: Any) -> Any:
     """The kind of a choice by its type, so that errors name the fields of that one alone."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
 
@@ -83,7 +83,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedTool, Tag("function")]
     | Annotated[AllowedToolChoice, Tag("allowed_tools")],
-    Discriminator(_choice),
+    Discriminator(choice_kind),
 ]
 
 

@@ -80,8 +80,13 @@ class IncrementalDetokenizer:
         self._num_emitted = 0  # characters of the decoded window that are in `_decoded`
         self._decoded = ""
         self._released = 0  # characters of `_decoded` that cannot belong to a stop string
-        self.stopped = False
-        """A stop string has been found; further tokens are ignored."""
+        self.stop_string: str | None = None
+        """The stop string that has been found."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has been found; further tokens are ignored."""
+        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -174,7 +179,7 @@ class IncrementalDetokenizer:
         found = [(at, stop) for stop in self._stop if (at := self._decoded.find(stop.text, start)) >= 0]
         if found:
             at, stop = min(found, key=lambda one: (one[0], len(one[1].text)))
-            self.stopped = True
+            self.stop_string = stop.text
             self._decoded = self._decoded[: at + len(stop.text) * self._include_stop]
             self._released = len(self._decoded)
             # What is left of the stop string is shown as it was asked for.

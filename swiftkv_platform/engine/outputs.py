@@ -47,6 +47,8 @@ class RequestOutput:
     metrics: RequestMetrics
     index: int = 0
     """Index of the sample among the request's `n`."""
+    stop_reason: int | str | None = None
+    """The stop string, or the request's stop token, that ended the answer; None for any other end."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry a generated token, before temperature and penalties; None unless asked for."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -69,6 +69,7 @@ class Sequence:
         """Leading tokens whose KV is in the cache."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_exited_tokens = 0
@@ -181,6 +182,7 @@ class Sequence:
         if token_id in self.stop_token_ids:
             if self._detokenizer:
                 self._detokenizer.append_end(token_id)
+            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
             self.finish("stop")
             return
         if self._detokenizer:
@@ -199,6 +201,8 @@ class Sequence:
         if self._detokenizer:
             self._detokenizer.finish()
         self.finish_reason = reason
+        if reason == "stop" and self._detokenizer and self._detokenizer.stop_string is not None:
+            self.stop_reason = self._detokenizer.stop_string
         self._finished = time.perf_counter()
 
     def output(self) -> RequestOutput:
@@ -210,6 +214,7 @@ class Sequence:
             token_ids=self.answer,
             text=self.text,
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
             metrics=self._metrics(),
             logprobs=None if params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(self.prompt_logprobs),

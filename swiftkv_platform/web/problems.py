@@ -1,5 +1,6 @@
-"""Errors as problem documents (RFC 9457), and below `/v1` in the shape that OpenAI's clients read: their statuses,
-types and headers, the same in every application of ours. The one place where errors become HTTP. Knows no route.
+"""Errors as problem documents (RFC 9457), and below `/v1` in the shape that OpenAI's or Anthropic's clients read: their
+statuses, types and headers, the same in every application of ours. The one place where errors become HTTP. Knows no
+route.
 """
 
 from __future__ import annotations
@@ -164,11 +165,24 @@ def _has_room_for(value: Any) -> bool:
 
 
 _OPENAI = "/v1/"
+_ANTHROPIC = "/v1/messages"
 _TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    **_TYPES,
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+
+
+def is_anthropics(path: str) -> bool:
+    """Whether a path is of Anthropic's Messages API, under whatever prefix."""
+    return _ANTHROPIC in path
 
 
 class OpenAIError(BaseModel):
@@ -203,11 +217,19 @@ def openai_error(problem: Problem) -> dict[str, Any]:
     return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
 
 
+def anthropic_error(problem: Problem) -> dict[str, Any]:
+    """A problem in Anthropic's shape, with OpenAI's `param` and `code` beside its own."""
+    error = openai_error(problem)["error"]
+    other = "api_error" if error["type"] == "server_error" else error["type"]
+    return {"type": "error", "error": error | {"type": _ANTHROPIC_TYPES.get(problem.status, other)}}
+
+
 def error_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The answer to a request that failed, in the shape that its path asks for."""
     if _OPENAI not in problem.instance:
         return problem_response(problem, headers)
-    # OpenAI's clients know bad input as 400.
+    # Their clients know bad input as 400.
     bad_input = problem.status == HTTPStatus.UNPROCESSABLE_ENTITY
     status = HTTPStatus.BAD_REQUEST if bad_input else problem.status
-    return AsciiJSON(openai_error(problem), status, {**problem_headers(problem.status), **(headers or {})})
+    body = (anthropic_error if is_anthropics(problem.instance) else openai_error)(problem)
+    return AsciiJSON(body, status, {**problem_headers(problem.status), **(headers or {})})

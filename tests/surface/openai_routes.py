@@ -285,6 +285,7 @@ async def test_an_answer_ends_no_earlier_than_it_may(client: Any, http: httpx.As
     including = [{"include_stop_str_in_output": with_stop} for with_stop in (False, True)]
     cut, left = [(await complete(client, stop=string, extra=extra)).choices[0] for extra in including]
     assert left.text == cut.text + string
+    assert (short.choices[0].stop_reason, cut.stop_reason, left.stop_reason) == (stop, string, string)
     assert cut.finish_reason == left.finish_reason == "stop"
 
 

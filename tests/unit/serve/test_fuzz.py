@@ -44,6 +44,9 @@ BODY: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1]},
     "/v1/completions": {"model": "mdl_1", "prompt": "hello", "max_tokens": 2},
     "/v1/chat/completions": {"model": "mdl_1", "messages": CHAT, "max_tokens": 2},
+    "/v1/responses": {"model": "mdl_1", "input": CHAT, "max_output_tokens": 2},
+    "/v1/messages": {"model": "mdl_1", "messages": CHAT, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "mdl_1", "messages": CHAT},
 }
 Header = tuple[bytes, bytes]
 
@@ -152,7 +155,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 PARTS = [field.name.removeprefix("stream_options.") for field in FIELDS if field.name.startswith("stream_options.")]
-NAMES = st.sampled_from(sorted({field.name for field in FIELDS} - {"model", "prompt", "messages"}))
+NAMES = st.sampled_from(sorted({field.name for field in FIELDS} - {"model", "prompt", "messages", "input"}))
 
 
 @given(
@@ -165,9 +168,9 @@ NAMES = st.sampled_from(sorted({field.name for field in FIELDS} - {"model", "pro
 def test_any_value_of_any_field_is_answered_or_refused_by_name(
     replicas: dict[str, Replica], path: str, fields: dict[str, Any], stream_options: Any, stream: bool
 ) -> None:
-    """Fields that OpenAI's routes serve, ignore and refuse, and others."""
-    own = {name: value for name, value in BODY[path].items() if name != "max_tokens"}
-    body = {"max_tokens": 2, **fields, "stream": stream, "stream_options": stream_options, **own}
+    """Fields that the routes serve, ignore and refuse, and others."""
+    own = {name: value for name, value in BODY[path].items() if not name.startswith("max_")}
+    body = {**BODY[path], **fields, "stream": stream, "stream_options": stream_options, **own}
     response = replicas["open"].ask(path, body)
     assert response.status_code in (200, 400, 403, 429) or "timeout_s" in fields, response.text
     if response.status_code == httpx.codes.BAD_REQUEST:
@@ -189,6 +192,7 @@ HEADERS = [
     b"content-type",
     b"host",
     b"traceparent",
+    b"x-api-key",
     b"x-request-id",
     b"x-session-id",
 ]

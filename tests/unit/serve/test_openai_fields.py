@@ -3,19 +3,29 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pytest
 from openai.types import completion_create_params as completion
 from openai.types.chat import chat_completion_stream_options_param as options
 from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
 
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.serve.anthropic import MessagesRequest
 from swiftkv_platform.serve.openai.compatibility import page
 from swiftkv_platform.serve.openai.fields import FIELDS, MAX_NAMES, Route, Treatment, fields_of, names_without_effect
+from swiftkv_platform.serve.openai.responses import ResponsesRequest
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 
+ANTHROPIC = """cache_control container context_management diagnostics inference_geo max_tokens mcp_servers messages
+    metadata model output_config service_tier speed stop_sequences stream system temperature thinking tool_choice tools
+    top_k top_p user_profile_id workspace_id"""
+AnthropicParams = TypedDict("AnthropicParams", dict.fromkeys(ANTHROPIC.split(), Any))  # type: ignore[misc]
+"""Fields of Anthropic's own client, whose package is none of this environment's."""
 PAGE = Path("docs/compatibility.md")
+SHOWN = (Treatment.SERVED, Treatment.WITHOUT_EFFECT)
+PARTS = [field.name for field in FIELDS if "." in field.name]
 Body = tuple[Route, type[OpenAIFields], Sequence[type]]
 BODIES: list[Body] = [
     (
@@ -24,6 +34,8 @@ BODIES: list[Body] = [
         (completion.CompletionCreateParamsBase, completion.CompletionCreateParamsStreaming),
     ),
     ("chat/completions", ChatRequest, (chat.CompletionCreateParamsBase, chat.CompletionCreateParamsStreaming)),
+    ("responses", ResponsesRequest, (responses.ResponseCreateParamsBase, responses.ResponseCreateParamsStreaming)),
+    ("messages", MessagesRequest, (AnthropicParams,)),
 ]
 
 
@@ -32,18 +44,19 @@ def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obey
     route, model, types = body
     table = fields_of(route)
     theirs = {name for one in types for name in one.__annotations__}
-    theirs |= {f"stream_options.{name}" for name in options.ChatCompletionStreamOptionsParam.__annotations__}
+    if "stream_options.include_usage" in table:
+        theirs |= {f"stream_options.{name}" for name in options.ChatCompletionStreamOptionsParam.__annotations__}
     assert theirs <= table.keys(), "give each a treatment in serve/openai/fields.py"
     served = {name for name, field in table.items() if field.treatment is Treatment.SERVED}
+    schema = model.model_json_schema()
     ours = {*model.model_fields, *(f"stream_options.{name}" for name in StreamOptions.model_fields)}
-    assert ours <= served
-    assert served - ours <= {"tools", "tool_choice", "parallel_tool_calls"}
+    assert served <= ours
+    assert {*schema["properties"]} == {name for name, field in table.items() if field.treatment in SHOWN} - {*PARTS}
     names = [field.name for field in FIELDS if route in field.routes]
     assert len(names) == len(set(names))
     assert all(field.note for field in FIELDS if field.treatment is Treatment.REFUSED), "a refusal has a reason"
-    schema = model.model_json_schema()
     assert schema["additionalProperties"] is False
-    assert "user" in schema["properties"]
+    assert "metadata" in schema["properties"]
     assert json.dumps(schema)
 
 
@@ -90,6 +103,8 @@ def test_best_of_is_the_number_of_answers_and_nothing_like_it(value: Any) -> Non
         ("chat/completions", "max_completion_token", "the nearest one is max_completion_tokens"),
         ("chat/completions", "include_usage", "the nearest one is stream_options.include_usage"),
         ("completions", "messages", "it is one of /v1/chat/completions"),
+        ("responses", "messages", "it is one of /v1/chat/completions"),
+        ("messages", "max_output_tokens", "it is one of /v1/responses"),
         ("completions", "", "docs/compatibility.md has all of them"),
         ("completions", "\ud800", "docs/compatibility.md has all of them"),
         ("completions", "x" * 1_000_000, "docs/compatibility.md has all of them"),

@@ -52,10 +52,11 @@ def test_prompts_that_begin_alike_share_the_fingerprints_of_their_beginning() ->
     assert not of_tenants[0] & of_tenants[1], "tenants do not share a prefix"
 
 
-def test_a_conversation_goes_on_where_it_began() -> None:
+@pytest.mark.parametrize("name", ["messages", "input"])
+def test_a_conversation_goes_on_where_it_began(name: str) -> None:
     turns = [{"role": "user", "content": LONG}]
-    before = json.dumps({"messages": turns}).encode()
-    after = json.dumps({"messages": [*turns, {"role": "assistant", "content": LONG}]}).encode()
+    before = json.dumps({name: turns}).encode()
+    after = json.dumps({name: [*turns, {"role": "assistant", "content": LONG}]}).encode()
     assert shared(before, after) >= len(fingerprints(before)) - 1
 
 
@@ -88,6 +89,14 @@ async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tu
     scope = {"type": "http", "method": "POST", "path": "/app/generate", "headers": [], **scope}
     await PrefixHeader(app)(scope, receive, None)
     return seen[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/t/a/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("header", [b"authorization", b"x-api-key"])
+async def test_a_tenant_finds_its_own_prefixes_on_every_route(path: str, header: bytes) -> None:
+    messages = [{"type": "http.request", "body": body(LONG), "more_body": False}]
+    found = [(await through_middleware(messages, path=path, headers=[(header, key)]))[0] for key in (b"one", b"other")]
+    assert found == [in_header(fingerprints(body(LONG), key)) for key in (b"one", b"other")]
 
 
 async def test_the_body_passes_unchanged_and_only_its_beginning_is_waited_for() -> None:

@@ -74,10 +74,12 @@ SOAK_ROUNDS ?= 2
 soak: export SWIFTKV_SOAK = 1
 soak: export SWIFTKV_SCHEDULES = $(SCHEDULES)
 soak: real-model vllm-env
-	$(PYTEST) -m "soak and not integration" --timeout 3600
-	$(BIN)/python -m pytest tests/integration -m soak --timeout 3600
-	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest tests/integration/test_interruptions.py || exit 1; done
-	$(OUTSIDE) -m integration
+	status=0; \
+	$(PYTEST) -m "soak and not integration" --timeout 3600 || status=1; \
+	$(BIN)/python -m pytest tests/integration -m soak --timeout 3600 || status=1; \
+	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest tests/integration/test_interruptions.py || status=1; done; \
+	$(OUTSIDE) -m integration || status=1; \
+	exit $$status  # a part that fails keeps no other from running
 
 coverage: install  # of the rooms that decide what is kept and who may do what, S3 included; fails below the floor
 	$(PYTEST) --cov swiftkv_platform.control_plane --cov swiftkv_platform.storage \

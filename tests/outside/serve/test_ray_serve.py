@@ -60,10 +60,13 @@ def test_no_process_of_vllms_outlives_its_replica(
 ) -> None:
     serve(cluster, spec)
     [replica] = replica_pids(dashboard_url, spec.id)
-    children = [
-        child for child in psutil.Process(replica).children(recursive=True) if "VLLM" in "".join(child.cmdline())
-    ]
-    assert children
+
+    def of_vllm() -> list[psutil.Process]:
+        """They take their names some time after they begin."""
+        return [each for each in psutil.Process(replica).children(recursive=True) if "VLLM" in "".join(each.cmdline())]
+
+    wait_for(lambda: bool(of_vllm()))
+    children = of_vllm()
     os.kill(replica, signal.SIGKILL)
     _, alive = psutil.wait_procs(children)
     assert not alive

@@ -23,19 +23,16 @@ from swiftkv_platform.specs.job import (
     REAL_TEACHER,
     CheckpointSpec,
     DistillationSpec,
-    ElasticSpec,
-    FaultToleranceSpec,
     JobSpec,
     LimitsSpec,
     ModelSpec,
-    ResourcesSpec,
-    ShardingSpec,
     SwiftKVSpec,
     TrackingSpec,
     WandbSpec,
     load_spec,
 )
 from swiftkv_platform.specs.publish import PublishSpec
+from swiftkv_platform.specs.resources import ElasticSpec, FaultToleranceSpec, ResourcesSpec, ShardingSpec
 from swiftkv_platform.specs.training import EarlyStoppingSpec, GuardSpec, OptimizerSpec, TrainingSpec, ValidationSpec
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Outside services that orchestration needs, as protocols beside their consumer. Knows no implementation.
+"""Outside services that jobs need, as protocols beside their consumer. Knows no implementation.
 
 Every method may raise the errors its docstring names and no other; network and database failures arrive as
 `ClusterUnavailableError`, `StorageError` and `DatabaseUnavailableError`.

@@ -18,8 +18,8 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import DeploymentSpec, ScalingSpec
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.specs.job import ResourcesSpec
 from swiftkv_platform.specs.limits import MAX_REPLICAS, STORED, Range
+from swiftkv_platform.specs.resources import ResourcesSpec
 
 _ENDS = ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"})
 _BOUNDS = {"integer": _ENDS, "number": _ENDS, "string": ({"maxLength", "pattern", "format"},), "array": ({"maxItems"},)}

@@ -1,0 +1,78 @@
+"""Machines of a job: how workers share the model, how many there are, and what happens when some are lost."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import model_validator
+
+from swiftkv_platform.specs.base import Spec, Word
+from swiftkv_platform.specs.limits import Cores, Gpus, HostMemory, Range, Rate, Workers
+
+
+class ShardingSpec(Spec):
+    strategy: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"
+    """`ddp`: every worker holds everything. `fsdp2`: parameters, gradients and optimizer state are sharded.
+    `deepspeed`: ZeRO, see `zero_stage`."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """`deepspeed`: shard the optimizer state (1), gradients too (2), parameters too (3)."""
+    cpu_offload: bool = False
+    """FSDP2: keep sharded parameters in host memory. ZeRO: optimizer state, with stage 3 parameters too."""
+    sequence_parallel_size: Workers = 1
+    """Neighbouring workers that divide the tokens of the same rows among them, for rows too long for one. Must divide
+    `resources.num_workers`, `data.max_length` and the model's attention heads, key-value heads included."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a worker holds a part of the model only."""
+        return self.strategy == "fsdp2" or (self.strategy == "deepspeed" and self.zero_stage == 3)
+
+
+class ElasticSpec(Spec):
+    """A number of workers that follows the cluster."""
+
+    min: Workers
+    max: Workers
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} must not be above max {self.max}")
+        return self
+
+
+class ResourcesSpec(Spec):
+    num_workers: Workers | ElasticSpec = 2
+    """Number of workers, or `{min, max}`: training goes on with fewer when machines leave, with more when they come."""
+    gpus_per_worker: Gpus = 0
+    cpus_per_worker: Cores = 1
+    """Cores that Ray reserves for each worker. A quota `max_cpus` counts one core for a worker at least."""
+    memory_per_worker: HostMemory | None = None
+    """Bytes of host memory that Ray reserves for each worker, and for each task of the job; null reserves none."""
+    accelerator_type: Word | None = None
+    """Ray's name of the GPU type, e.g. `H100`."""
+    peak_flops_per_second: Rate | None = None
+    """Peak FLOPs a second of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current
+    GPUs, else no `mfu`."""
+
+    @property
+    def max_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.max
+
+    @property
+    def min_workers(self) -> int:
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.min
+
+    def described(self, num_workers: int) -> str:
+        """Return in words what this many workers need: `2 workers with 1 CPU and 1 GPU each`."""
+        each = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
+        asked = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
+        if self.memory_per_worker is not None:
+            asked += f" and {self.memory_per_worker / (1 << 30):.3g} GiB of memory"
+        kind = f" of type {self.accelerator_type}" if self.accelerator_type else ""
+        return f"1 worker with {asked}{kind}" if num_workers == 1 else f"{num_workers} workers with {asked}{kind} each"
+
+
+class FaultToleranceSpec(Spec):
+    max_retries: Annotated[int, Range(0, 1000)] = 3
+    """New attempts after a failure that another try can mend; bad data is never retried."""

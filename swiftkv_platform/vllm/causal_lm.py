@@ -76,7 +76,7 @@ class SwiftKVForCausalLM(nn.Module):
         if self.adapter is not None:
             weights = self.adapter.apply(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
         groups = self.model.groups if self.model.layer_map.leaders else None
-        names = StudentNames.of(self.family, self.config, self.model.layer_map)
+        names = StudentNames.of(self.family, self.config, self.model.layer_map, self)
         spread = None if groups is None else groups.spread_heads
         loaded: set[str] = AutoWeightsLoader(self).load_weights(names.check(weights, spread), mapper=names.mapper())
         return loaded

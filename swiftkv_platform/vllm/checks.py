@@ -13,11 +13,13 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import find_family
+from swiftkv_platform.vllm.quantized import ACCEPTED, is_accepted
 from swiftkv_platform.vllm.versions import check_version
 
 _REQUEST_CHECK = "swiftkv_platform.vllm.requests:RefusePromptLogprobs"
 _FIRST_DEEP_TOKENS = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
 _SCHEDULER = "swiftkv_platform.vllm.scheduler.make_scheduler"
+_CONNECTORS = ("ExampleConnector", "NixlConnector")
 _NATIVE = "this project's own engine"
 
 
@@ -165,12 +167,13 @@ def _check_features(vllm_config: VllmConfig) -> None:
             "enable_lora",
             True,
         )
-    if vllm_config.kv_transfer_config is not None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector not in _CONNECTORS:
         raise _refusal(
-            "KV connectors follow attention layers that attend, and a group's KV is written by one that does not; "
-            "leave kv_transfer_config out",
-            "kv_transfer_config",
-            vllm_config.kv_transfer_config.kv_connector,
+            f"the KV connector {transfer.kv_connector} is untested beside KV caches that layers share; "
+            f"{', '.join(_CONNECTORS)} is accepted",
+            "kv_transfer_config.kv_connector",
+            transfer.kv_connector,
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method != "ngram":
@@ -181,10 +184,9 @@ def _check_features(vllm_config: VllmConfig) -> None:
             speculative.method,
         )
     quantization = vllm_config.model_config.quantization
-    if quantization is not None:
+    if quantization is not None and not is_accepted(quantization):
         raise _refusal(
-            f"weights quantised with {quantization} are not served: the scales of fused SwiftKV projections are not "
-            "mapped; use a checkpoint in bfloat16, and kv_cache_dtype=fp8 works",
+            f"weights quantised with {quantization} are untested; {', '.join(ACCEPTED)} and no quantisation are accepted",
             "quantization",
             quantization,
         )

@@ -15,6 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -31,6 +32,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import write_own
 from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
+from swiftkv_platform.vllm.quantized import GROUPS, OWN_QKV, QKV, check_blocks
 
 
 class OwnAttention(nn.Module):
@@ -52,9 +54,9 @@ class OwnAttention(nn.Module):
             heads.total_num_kv_heads,
             bias=family.input_bias.of(config),
             quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
+            prefix=f"{prefix}.{QKV if group is None else OWN_QKV}",
         )
-        self.o_proj = _output_projection(family, config, heads, vllm_config, prefix)
+        self.o_proj = _output_projection(family, vllm_config, heads, prefix, is_shared=group is not None)
         self.q_norm, self.k_norm = head_norm(family, config, heads), head_norm(family, config, heads)
         self.rotary_emb = rotary_embedding(config, heads)
         self.attn = Attention(
@@ -89,9 +91,9 @@ class SharedAttention(nn.Module):
             heads.total_num_heads * heads.head_dim,
             bias=family.input_bias.of(config),
             quant_config=quant_config,
-            prefix=f"{prefix}.query",
+            prefix=f"{prefix}.q_proj_swiftkv",
         )
-        self.o_proj = _output_projection(family, config, heads, vllm_config, prefix)
+        self.o_proj = _output_projection(family, vllm_config, heads, prefix, is_shared=True)
         self.q_norm = head_norm(family, config, heads)
         self.rotary_emb = rotary_embedding(config, heads)
         self.attn = Attention(
@@ -129,13 +131,16 @@ def _scale(config: Any, heads: Heads) -> float:
     return family.multiplier(config, "attention_multiplier") if family.has_multipliers else heads.head_dim**-0.5
 
 
-def _output_projection(family: Family, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+def _output_projection(
+    family: Family, vllm_config: VllmConfig, heads: Heads, prefix: str, *, is_shared: bool
+) -> nn.Module:
+    config: Any = vllm_config.model_config.hf_config
     projection: nn.Module = RowParallelLinear(
         heads.total_num_heads * heads.head_dim,
         config.hidden_size,
         bias=family.output_bias.of(config),
         quant_config=vllm_config.quant_config,
-        prefix=f"{prefix}.o_proj",
+        prefix=f"{prefix}.{'o_proj_swiftkv' if is_shared and config.own_output_projection else 'o_proj'}",
     )
     return projection
 
@@ -160,6 +165,18 @@ class GroupKeyValue(Attention):
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a step's keys (with RoPE) and values, each [num_tokens, num_kv_heads, stored_dim], to the cache."""
         unified_kv_cache_update(keys, values, self.layer_name)
+        if self.first_deep is None:
+            _transfer(self.layer_name)
+
+    def end_step(self) -> None:
+        """Show a KV connector the cache, if deep tokens have changed it since `write`."""
+        if self.first_deep is not None:
+            _transfer(self.layer_name)
+
+
+@maybe_transfer_kv_layer
+def _transfer(layer_name: str) -> None:
+    """Wait for what a KV connector loads into a layer's cache, and offer what is there; nothing without connector."""
 
 
 class GroupProjections(nn.Module):
@@ -176,8 +193,9 @@ class GroupProjections(nn.Module):
             [rows] * 2 * num_groups,
             bias=family.input_bias.of(config),
             quant_config=vllm_config.quant_config,
-            prefix=f"{prefix}.projection",
+            prefix=f"{prefix}.layers.{GROUPS}",
         )
+        check_blocks(self.projection)
         self.num_groups = num_groups
         self.k_norms = nn.ModuleList(head_norm(family, config, heads) for _ in range(num_groups))
         self.normalises_heads = family.head_norms
@@ -193,15 +211,17 @@ class GroupProjections(nn.Module):
         shape = (self.num_groups, self.heads.num_kv_heads, self.heads.stored_dim)
         return self.heads.pad(keys).unflatten(-1, shape), self.heads.pad(values).unflatten(-1, shape)
 
-    def spread_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A key or value projection's weight or bias [num_kv_heads * head_dim, ...] with each head repeated for the
-        ranks that read it."""
+    def spread_heads(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A key or value projection's tensor of one kind (`weight`, `bias`, scales, ...) with what is of one head
+        repeated for the ranks that read it."""
         heads = self.heads
         repeats = heads.num_kv_heads * heads.tp_size // heads.total_num_kv_heads
-        if repeats == 1:
+        parameter: Any = getattr(self.projection, kind, None)
+        dim = getattr(parameter, "output_dim", None)
+        if repeats == 1 or dim is None:
             return tensor
-        by_head: torch.Tensor = tensor.unflatten(0, (-1, heads.head_dim))
-        return by_head.repeat_interleave(repeats, dim=0).flatten(0, 1)
+        by_head: torch.Tensor = tensor.unflatten(dim, (heads.total_num_kv_heads, -1))
+        return by_head.repeat_interleave(repeats, dim=dim).flatten(dim, dim + 1)
 
 
 class DecoderLayer(nn.Module):

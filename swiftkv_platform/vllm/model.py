@@ -34,6 +34,7 @@ from swiftkv_platform.planning import LayerMap
 from swiftkv_platform.vllm.checks import check_graphs_with_own
 from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
 from swiftkv_platform.vllm.layers import DecoderLayer, GroupKeyValue, GroupProjections, OwnAttention, SharedAttention
+from swiftkv_platform.vllm.quantized import name_parts
 
 
 def student_map(config: Any) -> LayerMap:
@@ -122,6 +123,8 @@ class SwiftKVDecoder(nn.Module):
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.layer_map = student_map(config)
+        if quant_config is not None:
+            name_parts(quant_config, self.layer_map)
         self.embed_tokens = ScaledEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
@@ -148,7 +151,7 @@ class SwiftKVDecoder(nn.Module):
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
         windows = layer_windows(config)
         self.norm_swiftkv = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.groups = GroupProjections(family, vllm_config, len(layer_map.leaders), f"{prefix}.groups")
+        self.groups = GroupProjections(family, vllm_config, len(layer_map.leaders), prefix)
         self.writers = tuple(
             GroupKeyValue(
                 vllm_config,
@@ -204,12 +207,15 @@ class SwiftKVDecoder(nn.Module):
             cache.write(keys[:, group], values[:, group])
         kept = self._kept_tokens()
         if kept is None:
-            return self._upper(positions, x, None)
-        padded, num_kept = kept
-        hidden_states = self._upper(positions[padded], x[padded], kept)
-        # A row that was never computed must not pass for one that was, whoever reads it.
-        output = torch.full_like(x, torch.nan)
-        output[padded[:num_kept]] = hidden_states[:num_kept]
+            output = self._upper(positions, x, None)
+        else:
+            padded, num_kept = kept
+            hidden_states = self._upper(positions[padded], x[padded], kept)
+            # A row that was never computed must not pass for one that was, whoever reads it.
+            output = torch.full_like(x, torch.nan)
+            output[padded[:num_kept]] = hidden_states[:num_kept]
+        for cache in self.writers:
+            cache.end_step()
         return output
 
     def _kept_tokens(self) -> tuple[torch.Tensor, int] | None:

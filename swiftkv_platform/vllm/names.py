@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.model_executor.models.utils import WeightsMapper
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.vllm.quantized import GATE_UP, OPTIONAL, QKV
 
 _SHOWN = 3
 """Names of tensors in a message."""
@@ -37,36 +39,32 @@ class StudentNames:
     """Whether deep tokens keep their own K and V."""
 
     @classmethod
-    def of(cls, family: Family, config: Any, layer_map: LayerMap) -> StudentNames:
-        kinds = ("weight", "bias") if family.input_bias.of(config) else ("weight",)
-        layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers)
-        projections = [f"{layer}.self_attn.q_proj_swiftkv" for layer in layers]
+    def of(cls, family: Family, config: Any, layer_map: LayerMap, model: nn.Module) -> StudentNames:
+        """The names for `model`, which is made and not yet loaded: its parameters say what a projection has."""
+        layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers) if layer_map.leaders else ()
         decodes_own = bool(layer_map.leaders) and config.decodes_own
-        twins = ("swiftkv", "decode_swiftkv") if decodes_own else ("swiftkv",)
-        projections += [
-            f"{leader}.self_attn.{part}_proj_{twin}" for leader in layer_map.leaders for part in "kv" for twin in twins
-        ]
-        expected = {f"model.layers.{name}.{kind}" for name in projections for kind in kinds}
         own_output = bool(layer_map.leaders) and config.own_output_projection
-        if own_output:
-            of_output = ("weight", "bias") if family.output_bias.of(config) else ("weight",)
-            expected |= {f"model.layers.{i}.self_attn.o_proj_swiftkv.{kind}" for i in layers for kind in of_output}
-        if layer_map.leaders:
-            expected.add("model.norm_swiftkv.weight")
-        return cls(layer_map, frozenset(expected), family.head_norms, own_output, decodes_own)
+        twins = ("swiftkv", "decode_swiftkv") if decodes_own else ("swiftkv",)
+        parts = [f"{layer}.self_attn.{part}_proj_swiftkv" for layer in layers for part in ("qo" if own_output else "q")]
+        parts += [f"{leader}.self_attn.{part}_proj_{t}" for leader in layer_map.leaders for part in "kv" for t in twins]
+        modules = [f"model.layers.{part}" for part in parts] + ["model.norm_swiftkv"] * bool(layer_map.leaders)
+        names = cls(layer_map, frozenset(), family.head_norms, own_output, decodes_own)
+        expected = {f"{module}.{kind}" for module in modules for kind in _kinds(model, names.mapper(), module)}
+        return replace(names, expected=frozenset(expected))
 
     def check(
-        self, weights: Iterable[tuple[str, torch.Tensor]], spread: Callable[[torch.Tensor], torch.Tensor] | None
+        self, weights: Iterable[tuple[str, torch.Tensor]], spread: Callable[[str, torch.Tensor], torch.Tensor] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand the tensors on; those of groups spread over the ranks by `spread`. Raises `ModelError`: when they end,
-        naming SwiftKV tensors that were missing or not expected."""
+        """Hand the tensors on; those of groups spread over the ranks by `spread`, which is told their kind. Raises
+        `ModelError`: when they end, naming SwiftKV tensors that were missing or not expected."""
         seen = set()
         for name, tensor in weights:
-            if "_swiftkv." in name:
+            kind = name.rpartition(".")[2]
+            if "_swiftkv." in name and kind not in OPTIONAL:
                 seen.add(name)
                 if self.expected and name not in self.expected:
                     continue  # named below, with all others
-            yield name, spread(tensor) if spread is not None and _KEY_VALUE.search(name) else tensor
+            yield name, spread(kind, tensor) if spread is not None and _KEY_VALUE.search(name) else tensor
         for what, names in (("lacks", self.expected - seen), ("has no place for", seen - self.expected)):
             if self.expected and names:
                 shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
@@ -88,6 +86,8 @@ class StudentNames:
             upper = "|".join(str(layer) for layer in range(first, self.layer_map.num_hidden_layers))
             of_teacher = "qkvo" if self.own_output else "qkv"
             dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.[{of_teacher}]_proj\.")] = None
+            # A group's cache is written and read with the scale 1: those of layers are of other keys and values.
+            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.(attn\.)?[qkv]_(scale|zero_point)$")] = None
             for group, leader in enumerate(leaders):
                 of_leader = f"model.layers.{leader}.self_attn"
                 for part, shard in (("k", group), ("v", len(leaders) + group)):
@@ -104,7 +104,16 @@ class StudentNames:
         else:
             dropped[re.compile(r"_swiftkv\.")] = None
         for part in "qkv":
-            stacked[f".self_attn.{part}_proj."] = (".self_attn.qkv_proj.", part)
+            stacked[f".self_attn.{part}_proj."] = (f".self_attn.{QKV}.", part)
         for shard, part in enumerate(("gate", "up")):
-            stacked[f".mlp.{part}_proj."] = (".mlp.gate_up_proj.", shard)
+            stacked[f".mlp.{part}_proj."] = (f".mlp.{GATE_UP}.", shard)
         return WeightsMapper(orig_to_new_regex=dropped, orig_to_new_substr=renamed, orig_to_new_stacked=stacked)
+
+
+def _kinds(model: nn.Module, mapper: WeightsMapper, module: str) -> Iterator[str]:
+    """Kinds of tensors (`weight`, `bias`, scales, ...) that a checkpoint must have of one of its modules."""
+    name = mapper._map_name(f"{module}.weight")
+    assert name is not None
+    for kind, _ in model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False):
+        if kind not in OPTIONAL:
+            yield kind

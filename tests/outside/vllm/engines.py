@@ -27,6 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": True,
     "seed": 0,
 }
+VOCAB = 258
+"""Tokens of a tiny Llama."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
@@ -69,6 +71,14 @@ def complete(llm: LLM, batch: Sequence[Sequence[int]], params: SamplingParams = 
     """The tokens that follow each prompt."""
     outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in batch], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def next_logprobs(llm: LLM, batch: Sequence[Sequence[int]], vocab_size: int = VOCAB) -> torch.Tensor:
+    """Log-probabilities after each prompt [num_prompts, vocab_size]; the engine needs `max_logprobs`."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=vocab_size)
+    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in batch], params, use_tqdm=False)
+    rows = [output.outputs[0].logprobs[0] for output in outputs]
+    return torch.tensor([[row[token].logprob for token in range(vocab_size)] for row in rows])
 
 
 def expected(

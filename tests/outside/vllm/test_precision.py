@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
 
-from tests.outside.vllm.engines import make_student, prompts, runner, serving
+from tests.outside.vllm.engines import VOCAB, make_student, next_logprobs, prompts, runner, serving
 
 LENGTHS = tuple(range(20, 148, 4))
-VOCAB = 258
 
 
-def last_logprobs(directory: Path, batch: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+def last_logprobs(directory: Path, batch: list[list[int]], dtype: torch.dtype, **arguments: object) -> torch.Tensor:
     """Log-probabilities after each prompt [num_prompts, vocab_size] by PyTorch."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **arguments)
     with torch.no_grad():
         logits = [model(torch.tensor([ids]), logits_to_keep=1).logits[0, -1] for ids in batch]
     return torch.stack(logits).float().log_softmax(-1)
@@ -25,11 +23,8 @@ def last_logprobs(directory: Path, batch: list[list[int]], dtype: torch.dtype) -
 
 def served_logprobs(directory: Path, batch: list[list[int]], **options: object) -> torch.Tensor:
     """The same by vLLM."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=VOCAB)
     with serving(directory, max_logprobs=VOCAB, **options) as llm:
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
-    rows = [output.outputs[0].logprobs[0] for output in outputs]
-    return torch.tensor([[row[token].logprob for token in range(VOCAB)] for row in rows])
+        return next_logprobs(llm, batch)
 
 
 def rms(error: torch.Tensor) -> float:

@@ -1,0 +1,72 @@
+"""Quantised weights: what vLLM must know of a checkpoint's names before it makes a layer.
+
+A `quantization_config` names the checkpoint's projections. So each layer is made under the name of its tensors there,
+or under one from `name_parts` where several of them are fused; vLLM's own names appear only when tensors are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.planning import LayerMap
+
+ACCEPTED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+"""Methods that students are served with, and vLLM's variants of them (`auto_awq`, `fp8_per_block`, ...)."""
+QKV, GATE_UP = "qkv_proj", "gate_up_proj"
+OWN_QKV = "qkv_proj_decode_swiftkv"
+"""Fused projection of a leader whose deep tokens keep their own K and V."""
+GROUPS = "kv_proj_swiftkv"
+"""Fused projection of all groups; it stands where the number of a layer stands."""
+OPTIONAL = {"g_idx", "weight_g_idx", "weight_shape", "input_scale_ub"}
+"""Parameters that a checkpoint need not have."""
+_LISTS = ("ignored_layers", "ignore_list")
+"""Fields of vLLM's configurations with whole names, where transformers takes parts of names."""
+
+
+def is_accepted(method: str) -> bool:
+    """Whether a method is one of `ACCEPTED` or its variant."""
+    plain = method.removeprefix("auto_").removesuffix("_marlin")
+    return plain in ACCEPTED or plain.startswith("fp8_")
+
+
+def name_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> None:
+    """Tell a configuration which of the checkpoint's projections a fused one has, and by their whole names those that
+    are not quantised."""
+    quant_config.packed_modules_mapping = {
+        QKV: ["q_proj", "k_proj", "v_proj"],
+        GATE_UP: ["gate_proj", "up_proj"],
+        OWN_QKV: ["q_proj_swiftkv", "k_proj_decode_swiftkv", "v_proj_decode_swiftkv"],
+        GROUPS: [f"{leader}.self_attn.{part}_proj_swiftkv" for part in "kv" for leader in layer_map.leaders],
+    }
+    for field in _LISTS:
+        if listed := getattr(quant_config, field, None):
+            setattr(quant_config, field, [*listed, *_spared(listed, layer_map.num_hidden_layers)])
+
+
+def check_blocks(projection: nn.Module) -> None:
+    """Raises `ModelError`: a fused projection whose parts begin inside a block that has one scale."""
+    block, sizes = getattr(projection, "weight_block_size", None), projection.output_partition_sizes
+    if block and any(size % block[0] for size in sizes):  # type: ignore[union-attr, index, operator]
+        raise ModelError(
+            f"a rank has {sizes[0]} rows of each k_proj_swiftkv and v_proj_swiftkv, and their FP8 scales are of blocks "  # type: ignore[index]
+            f"of {block[0]} rows; use a tensor_parallel_size with whole blocks, or scales of single rows",  # type: ignore[index]
+            field="tensor_parallel_size",
+            value=projection.tp_size,
+        )
+
+
+def _spared(listed: Iterable[str], num_layers: int) -> Iterator[str]:
+    """Names that transformers would find in a list of parts of names."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    parts: list[str] = [f"self_attn.{name}{suffix}" for name in attention for suffix in ("", "_swiftkv")]
+    parts += [f"self_attn.{part}_proj_decode_swiftkv" for part in "kv"]
+    parts += [f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj", "gate", "experts")]
+    parts += [f"block_sparse_moe.{part}" for part in ("gate", "experts")]
+    names: list[Any] = [f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts]
+    return (name for name in (*names, "lm_head") if not should_convert_module(name, list(listed)))

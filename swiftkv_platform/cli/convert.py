@@ -134,6 +134,9 @@ def export(
     teacher: Annotated[
         bool, typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers.")
     ] = False,
+    prefill_only: Annotated[
+        bool, typer.Option("--prefill-only", help="Write only what a vLLM server runs that fills caches for others.")
+    ] = False,
     copy: Copy = False,
     json: Json = False,
 ) -> None:
@@ -141,12 +144,24 @@ def export(
     with needs_extra("This"):
         from swiftkv_platform.model import export as run
     target = output.expanduser()
+    if adapter and prefill_only:
+        raise InvalidInputError(
+            "--adapter and --prefill-only are set; use one of them", field="prefill_only", value=True
+        )
     if adapter:
         _export_adapter(model, target, base, revision, json=json)
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
         files: Literal["link", "copy"] = "copy" if copy else "link"
-        run(model, target, teacher=teacher, files=files, base_model=base_model, progress=report)
+        run(
+            model,
+            target,
+            teacher=teacher,
+            prefill_only=prefill_only,
+            files=files,
+            base_model=base_model,
+            progress=report,
+        )
     size = _weight_bytes(target)
     with_teacher = "with" if teacher else "without"
     line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"

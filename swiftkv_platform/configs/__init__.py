@@ -44,6 +44,9 @@ class SwiftKVConfigMixin:
     paper's form), or `own`, from their own hidden state in the first layer of each group."""
     swiftkv_teacher_weights: bool = True
     """Whether layers >= l keep the projections that only the teacher runs."""
+    swiftkv_prefill_only: bool = False
+    """Whether the checkpoint is the part of a student that fills KV caches for others and gives no token: the
+    embedding, layers < l, and K and V of the groups."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]  # the other base is a transformers configuration
@@ -94,7 +97,8 @@ class SwiftKVConfigMixin:
     @property
     def decodes_own(self) -> bool:
         """Whether deep tokens keep K and V of their own in layers >= l."""
-        return self.swiftkv_decode_key_value == "own" and bool(self.layer_map.leaders)
+        shares = self.swiftkv_decode_key_value == "shared" or self.swiftkv_prefill_only
+        return not shares and bool(self.layer_map.leaders)
 
     @property
     def layer_map(self) -> LayerMap:

@@ -14,7 +14,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import readable
 from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments
-from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.configuration import check_whole, read_config
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.exits import ExitStep, ThresholdExits
 from swiftkv_platform.model.generation import SwiftKVGenerationMixin
@@ -155,6 +155,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         # Of config.json `swiftkv` reads as True; the Auto classes set it from an argument after that.
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True
+        check_whole(config, source)
         with readable(source, kwargs) as (directory, checkpoint):
             if checkpoint is not None:
                 config.swiftkv_teacher_weights = cls._has_teacher(config, checkpoint)
@@ -176,6 +177,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         `from_pretrained`."""
         config = copy.deepcopy(config)
         config.swiftkv = True
+        check_whole(config, directory)
         checkpoint = Checkpoint.open(directory)
         config.swiftkv_teacher_weights = cls._has_teacher(config, checkpoint)
         return open_checked(cls, config, checkpoint, dtype=dtype)

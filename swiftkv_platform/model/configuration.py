@@ -68,6 +68,17 @@ def read_config(
         return config_class.from_pretrained(source, trust_remote_code=False, **hub)
 
 
+def check_whole(config: Any, source: str | Path) -> None:
+    """Raises `ModelError`: a student without the layers that give tokens."""
+    if config.swiftkv_prefill_only:
+        raise ModelError(
+            f"{str(source)!r} was exported with prefill_only: it has what fills KV caches in vLLM, and no layers that "
+            "give tokens; use the student that it was exported from",
+            field="model.name_or_path",
+            value=str(source),
+        )
+
+
 def read_generation_config(file: Path | None, source: str | Path, *, field: str = FIELD) -> GenerationConfig | None:
     """The defaults of generation in `file`; None for no file. Raises `ModelError`: it has values that cannot be."""
     if file is None:

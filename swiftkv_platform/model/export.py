@@ -5,7 +5,7 @@ the projections of layers >= l that SwiftKV replaces). It knows files and names,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import whole_model, write_adapter
 from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.configuration import check_whole, read_config
 from swiftkv_platform.model.directories import (
     Files,
     check_new,
@@ -38,6 +38,7 @@ def export(
     target: str | Path,
     *,
     teacher: bool = False,
+    prefill_only: bool = False,
     files: Files = "link",
     revision: str | None = None,
     base_model: str | Path | None = None,
@@ -56,6 +57,8 @@ def export(
             one at a time. An adapter is applied to its base, and the target is a whole model.
         target: a new or empty directory.
         teacher: keep the teacher's projections of layers >= l.
+        prefill_only: write no more than what prompt tokens run through that are skipped: a model that fills KV caches
+            in vLLM for other servers.
         base_model: directory or hub id of an adapter's base; None: as the adapter names it.
         progress: told how many files of how many are written; for a directory.
     """
@@ -65,11 +68,11 @@ def export(
         read_config(student, revision=revision)  # says what is wrong before the hub is asked for weights
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             of_hub = revision if adapter is None else None
-            return _export_files(whole, target, teacher, files, of_hub, progress)
-    config, dropped = _checked(student.config, str(student.config.name_or_path), teacher=teacher)
+            return _export_files(whole, target, teacher, prefill_only, files, of_hub, progress)
+    config, keeps = _checked(student.config, str(student.config.name_or_path), teacher, prefill_only)
     if teacher and not student.config.swiftkv_teacher_weights:
         raise _no_teacher(str(student.config.name_or_path))
-    weights = {name: t for name, t in student.state_dict().items() if name.rpartition(".")[0] not in dropped}
+    weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
     with new_directory(target) as partial:
         student.save_pretrained(partial, state_dict=weights)
         config.save_pretrained(partial)
@@ -103,7 +106,7 @@ def export_adapter(
     """
     target = Path(target)
     check_new(target)
-    config, _ = _checked(read_config(student), str(student), teacher=True)
+    config, _ = _checked(read_config(student), str(student), True, False)
     directory = local_directory(str(student), field="model.name_or_path")
     if (directory / ADAPTER).is_file():
         raise ModelError(
@@ -144,15 +147,21 @@ def drop_teacher(student: Any) -> None:
 
 
 def _export_files(
-    source: str | Path, target: Path, teacher: bool, files: Files, revision: str | None, progress: Progress | None
+    source: str | Path,
+    target: Path,
+    teacher: bool,
+    prefill_only: bool,
+    files: Files,
+    revision: str | None,
+    progress: Progress | None,
 ) -> Path:
-    config, dropped = _checked(read_config(source, revision=revision), str(source), teacher=teacher)
+    config, keeps = _checked(read_config(source, revision=revision), str(source), teacher, prefill_only)
     directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
     modules = {name.rpartition(".")[0] for name in checkpoint.shards}
     if teacher and modules.isdisjoint(teacher_modules(config)):
         raise _no_teacher(str(source))
-    kept = {name: shard for name, shard in checkpoint.shards.items() if name.rpartition(".")[0] not in dropped}
+    kept = {name: shard for name, shard in checkpoint.shards.items() if keeps(name)}
     names = shard_names(kept.values(), "weights")
     with new_directory(target) as partial:
         for done, (shard, name) in enumerate(names.items(), start=1):
@@ -170,19 +179,37 @@ def _export_files(
     return target
 
 
-def _checked(config: Any, source: str, *, teacher: bool) -> tuple[Any, frozenset[str]]:
-    """The configuration to write and the modules to leave out."""
+def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tuple[Any, Callable[[str], bool]]:
+    """The configuration to write, and whether a tensor is kept."""
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{source!r} is a {getattr(config, 'model_type', '?')} model without SwiftKV; convert it first",
             field="model.name_or_path",
             value=source,
         )
+    check_whole(config, source)
     config = copy.deepcopy(config)
+    if prefill_only:
+        _check_prefill_only(config, source, teacher)
+        config.swiftkv_prefill_only, config.swiftkv_teacher_weights = True, False
+        return config, config.layer_map.runs_in_prefill
     if teacher:
-        return config, frozenset()
+        return config, lambda _: True
     config.swiftkv_teacher_weights = False
-    return config, frozenset(teacher_modules(config))
+    dropped = frozenset(teacher_modules(config))
+    return config, lambda name: name.rpartition(".")[0] not in dropped
+
+
+def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) -> None:
+    """Raises `ModelError`: nothing to leave out, or no server that takes the rest."""
+    refused = config.family.refused_by_vllm
+    if teacher or refused or not config.layer_map.leaders:
+        why = "a teacher decodes" if teacher else refused or "all its layers compute their own K and V"
+        raise ModelError(
+            f"{source!r} has no part that prefills only: {why}; leave prefill_only out",
+            field="prefill_only",
+            value=True,
+        )
 
 
 def teacher_modules(config: Any) -> list[str]:

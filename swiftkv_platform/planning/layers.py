@@ -5,6 +5,7 @@ Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,9 @@ Sharing = Literal["gqa", "mqa", "mha"]
 DecodeKeyValue = Literal["shared", "own"]
 """Origin of K and V of tokens that run through layers >= l: x, like a prompt's (the paper's form), or their own hidden
 state in the first layer of each group."""
+
+
+_OF_GROUP = re.compile(r"self_attn\.([kv]_proj_swiftkv|k_norm)\.")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,16 @@ class LayerMap:
         """The layer whose KV projections layer >= l attends to."""
         offset = layer - self.num_key_value_layers
         return layer - offset % self.key_value_group_size
+
+    def runs_in_prefill(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is of what skipped prompt tokens run through: the embedding, layers < l, and K
+        and V of the groups."""
+        found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
+        if found is None:
+            return name.startswith(("model.embed_tokens.", "model.norm_swiftkv."))
+        layer = int(found[1])
+        in_group = layer in self.leaders and _OF_GROUP.match(found[2]) is not None
+        return layer < self.num_key_value_layers or in_group
 
     def group(self, leader: int) -> range:
         return range(leader, min(leader + self.key_value_group_size, self.num_hidden_layers))

@@ -36,14 +36,15 @@ class SwiftKVForCausalLM(nn.Module):
         if self.adapter is not None:
             self.secondary_weights = [base_weights(self.adapter)]
         self.model = SwiftKVDecoder(family=self.family, vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        self.lm_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
-        )
-        if config.tie_word_embeddings:
-            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        if not self.model.prefill_only:
+            self.lm_head = ParallelLMHead(
+                config.vocab_size,
+                config.hidden_size,
+                quant_config=vllm_config.quant_config,
+                prefix=maybe_prefix(prefix, "lm_head"),
+            )
+            if config.tie_word_embeddings:
+                self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(
             config.vocab_size, scale=1 / self.family.multiplier(config, "logits_scaling")
         )
@@ -65,7 +66,9 @@ class SwiftKVForCausalLM(nn.Module):
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[num_tokens, hidden_size] -> [num_tokens, vocab_size]."""
+        """[num_tokens, hidden_size] -> [num_tokens, vocab_size]; zeros of a model that prefills only."""
+        if self.model.prefill_only:
+            return hidden_states.new_zeros(len(hidden_states), self.config.vocab_size)
         logits: torch.Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
 

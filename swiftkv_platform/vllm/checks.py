@@ -17,6 +17,7 @@ from swiftkv_platform.vllm.quantized import ACCEPTED, is_accepted
 from swiftkv_platform.vllm.versions import check_version
 
 _REQUEST_CHECK = "swiftkv_platform.vllm.requests:RefusePromptLogprobs"
+_PREFILL_CHECK = "swiftkv_platform.vllm.requests:OneToken"
 _FIRST_DEEP_TOKENS = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
 _SCHEDULER = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _CONNECTORS = ("ExampleConnector", "NixlConnector")
@@ -62,13 +63,30 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         _check_parallelism(vllm_config)
         _check_features(vllm_config)
         config: Any = vllm_config.model_config.hf_config
-        skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers
+        prefill_only = config.swiftkv and config.swiftkv_prefill_only
+        skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers and not prefill_only
         vllm_config.cache_config.kv_sharing_fast_prefill = skips
-        if skips and config.decodes_own:
+        if prefill_only:
+            _check_prefill_only(vllm_config)
+            _add_logits_processor(vllm_config, _PREFILL_CHECK)
+        elif skips and config.decodes_own:
             _keep_own(vllm_config)
         elif skips:
             _refuse_prompt_logprobs(vllm_config)
             _keep_graphs_piecewise(vllm_config)
+
+
+def _check_prefill_only(vllm_config: VllmConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_producer:
+        raise _refusal(
+            "swiftkv_prefill_only is true: this model gives no token and fills KV caches for another server; set "
+            "kv_transfer_config with a kv_role of kv_producer or kv_both, or serve the whole student",
+            "kv_transfer_config",
+            None if transfer is None else transfer.kv_role,
+        )
+    if vllm_config.speculative_config is not None:
+        raise _refusal("a server that prefills only drafts nothing", "speculative_config", "set")
 
 
 def _keep_own(vllm_config: VllmConfig) -> None:
@@ -186,7 +204,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
     quantization = vllm_config.model_config.quantization
     if quantization is not None and not is_accepted(quantization):
         raise _refusal(
-            f"weights quantised with {quantization} are untested; {', '.join(ACCEPTED)} and no quantisation are accepted",
+            f"weights quantised with {quantization} are untested; {', '.join(ACCEPTED)} or none is accepted",
             "quantization",
             quantization,
         )

@@ -43,6 +43,11 @@ def student_map(config: Any) -> LayerMap:
     return layer_map if config.swiftkv else LayerMap(config.num_hidden_layers, config.num_hidden_layers, 1)
 
 
+def prefills_only(config: Any) -> bool:
+    """Whether the layers above are left out, which in teacher mode no token can do without."""
+    return bool(config.swiftkv and config.swiftkv_prefill_only and config.layer_map.leaders)
+
+
 def _run(
     layers: Iterable[nn.Module], positions: torch.Tensor, hidden_states: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -129,7 +134,9 @@ class SwiftKVDecoder(nn.Module):
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
         self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.prefill_only = prefills_only(config)
+        if not self.prefill_only:
+            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 family,
@@ -162,17 +169,19 @@ class SwiftKVDecoder(nn.Module):
             for leader in layer_map.leaders
         )
         self.caches = nn.ModuleList(self.writers)
-        for layer in range(layer_map.num_key_value_layers, layer_map.num_hidden_layers):
-            name, leader = f"{prefix}.layers.{layer}", layer_map.leader(layer)
-            kind = OwnAttention if config.decodes_own and layer == leader else SharedAttention
-            attention = kind(family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group")
-            self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
-        self.reader_name = attention.attn.layer_name
         first = layer_map.num_key_value_layers
         with set_model_tag("lower"):
             self.lower = LowerHalf(
                 embed_tokens=self.embed_tokens, layers=self.layers[:first], norm=self.norm_swiftkv, groups=self.groups
             )
+        if self.prefill_only:
+            return
+        for layer in range(first, layer_map.num_hidden_layers):
+            name, leader = f"{prefix}.layers.{layer}", layer_map.leader(layer)
+            kind = OwnAttention if config.decodes_own and layer == leader else SharedAttention
+            attention = kind(family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group")
+            self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
+        self.reader_name = attention.attn.layer_name
         with set_model_tag("upper"):
             self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
         if config.decodes_own:
@@ -198,13 +207,16 @@ class SwiftKVDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_tokens] -> [num_tokens, hidden_size]; rows of tokens whose logits are not needed hold NaN."""
+        """[num_tokens] -> [num_tokens, hidden_size]; rows of tokens whose logits are not needed hold NaN. Of a model
+        that prefills only x."""
         if self.dense is not None:
             dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
             return dense
         x, keys, values = self.lower(input_ids, positions, inputs_embeds)
         for group, cache in enumerate(self.writers):
             cache.write(keys[:, group], values[:, group])
+        if self.prefill_only:
+            return x
         kept = self._kept_tokens()
         if kept is None:
             output = self._upper(positions, x, None)

@@ -37,18 +37,22 @@ class StudentNames:
     """Whether layers >= l have an output projection of their own."""
     decodes_own: bool
     """Whether deep tokens keep their own K and V."""
+    prefill_only: bool
+    """Whether the layers above are left out."""
 
     @classmethod
     def of(cls, family: Family, config: Any, layer_map: LayerMap, model: nn.Module) -> StudentNames:
         """The names for `model`, which is made and not yet loaded: its parameters say what a projection has."""
-        layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers) if layer_map.leaders else ()
+        prefill_only = bool(layer_map.leaders) and config.swiftkv_prefill_only
+        runs_above = bool(layer_map.leaders) and not prefill_only
+        layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers) if runs_above else ()
         decodes_own = bool(layer_map.leaders) and config.decodes_own
-        own_output = bool(layer_map.leaders) and config.own_output_projection
+        own_output = runs_above and config.own_output_projection
         twins = ("swiftkv", "decode_swiftkv") if decodes_own else ("swiftkv",)
         parts = [f"{layer}.self_attn.{part}_proj_swiftkv" for layer in layers for part in ("qo" if own_output else "q")]
         parts += [f"{leader}.self_attn.{part}_proj_{t}" for leader in layer_map.leaders for part in "kv" for t in twins]
         modules = [f"model.layers.{part}" for part in parts] + ["model.norm_swiftkv"] * bool(layer_map.leaders)
-        names = cls(layer_map, frozenset(), family.head_norms, own_output, decodes_own)
+        names = cls(layer_map, frozenset(), family.head_norms, own_output, decodes_own, prefill_only)
         expected = {f"{module}.{kind}" for module in modules for kind in _kinds(model, names.mapper(), module)}
         return replace(names, expected=frozenset(expected))
 
@@ -59,6 +63,8 @@ class StudentNames:
         `ModelError`: when they end, naming SwiftKV tensors that were missing or not expected."""
         seen = set()
         for name, tensor in weights:
+            if self.prefill_only and not self.layer_map.runs_in_prefill(name):
+                continue
             kind = name.rpartition(".")[2]
             if "_swiftkv." in name and kind not in OPTIONAL:
                 seen.add(name)

@@ -39,3 +39,19 @@ class RefusePromptLogprobs(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         pass
+
+
+class OneToken(RefusePromptLogprobs):
+    """The same for a server that prefills only: its one token says that the prompt is done."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise the error that vLLM's server answers with HTTP 400."""
+        super().validate_params(sampling_params)
+        if sampling_params.max_tokens != 1 or sampling_params.logprobs is not None:
+            raise VLLMValidationError(
+                f"max_tokens is {sampling_params.max_tokens} and logprobs {sampling_params.logprobs}, but this server "
+                "prefills only; send max_tokens 1 without logprobs, and the prompt to a server that decodes",
+                parameter="max_tokens",
+                value=sampling_params.max_tokens,
+            )

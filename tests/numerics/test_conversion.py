@@ -2,6 +2,7 @@
 Faults of a checkpoint are reported before weights are read, and nothing is left behind."""
 
 import json
+import re
 import subprocess
 import sys
 import weakref
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ModelError
 from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export
-from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.checkpoint import Checkpoint, stored_checkpoint
 from tests.checkpoints import BLOCKS, ROWS, SHAPE, TENSORS, rewrite, save, save_fp8
 from tests.parameters import few
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, random_tokens, teacher_config
@@ -197,6 +198,31 @@ def test_export_drops_the_teacher(
     exported.save_pretrained(tmp_path / "again")
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again")(prompt[None]).logits, expected)
     student.swiftkv(False)(prompt[None])  # the model in memory is what it was
+
+
+@pytest.mark.parametrize(("name", "streamed"), [("llama", False), ("qwen3", True)])
+def test_export_of_what_prefills(name: str, streamed: bool, tmp_path: Path) -> None:
+    """Embedding, layers < l, and of groups K and V from x; it is no model that gives tokens."""
+    student = convert(family_teacher(name), **SHAPE, early_exit=True, decode_key_value="own")
+    source = save(student, tmp_path / "student", max_shard_size="100KB") if streamed else student
+    export(source, tmp_path / "half", prefill_only=True)
+    kept = stored_checkpoint(tmp_path / "half").shards
+    above = {name.removeprefix("model.layers.") for name in kept if re.match(r"model\.layers\.[234]\.", name)}
+    parts = ("k_proj_swiftkv", "v_proj_swiftkv", *(["k_norm"] if name == "qwen3" else []))
+    leaders = student.config.layer_map.leaders
+    assert above == {f"{leader}.self_attn.{part}.weight" for leader in leaders for part in parts}
+    assert {name for name in kept if not name.startswith("model.layers.")} == {
+        "model.embed_tokens.weight",
+        "model.norm_swiftkv.weight",
+    }
+    for refused in (
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "half"),
+        lambda: export(tmp_path / "half", tmp_path / "again"),
+    ):
+        with pytest.raises(ModelError, match="no layers that give tokens"):
+            refused()
+    with pytest.raises(ModelError, match="a teacher decodes; leave prefill_only out"):
+        export(source, tmp_path / "again", teacher=True, prefill_only=True)
 
 
 def test_exports_and_conversions_of_the_other_kind(tmp_path: Path) -> None:

@@ -129,5 +129,7 @@ def quantize(
     for directory, state, values in ((target, tensors, quantized), (exact, meant, config)):
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(values))
-        save_file({name: t.contiguous() for name, t in state.items()}, directory / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: t.contiguous() for name, t in state.items()}, directory / "model.safetensors", {"format": "pt"}
+        )
     return target, exact

@@ -1,26 +1,79 @@
-"""KV caches that leave the engine and come back, through a connector of vLLM's that keeps them in files."""
+"""KV caches that leave the engine and come back, through a connector of vLLM's that keeps them in files, and servers
+that fill caches for others.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
-from tests.outside.vllm.engines import complete, expected, prompts, recorded_sizes, serving
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import export
+from tests.outside.vllm.engines import complete, expected, make_student, prompts, recorded_sizes, runner, serving
+from tests.outside.vllm.test_compiled import COMPILED
 
-TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+BLOCK = 32
+ONE = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+
+def options(directory: Path) -> dict[str, Any]:
+    """Of an engine that stores its caches in a directory."""
+    stored = {"shared_storage_path": str(directory)}
+    transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": stored}
+    return {"kv_transfer_config": transfer, "enable_prefix_caching": False, "block_size": BLOCK}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_text_from_a_stored_cache(compiled: bool, student: Path, tmp_path: Path) -> None:
     """What one engine has stored, the next one reads: it computes less, and gives the same text."""
     batch = prompts((70, 41, 100))
-    transfer = TRANSFER | {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "stored")}}
-    options = {"kv_transfer_config": transfer, "enable_prefix_caching": False, "block_size": 32}
     computed = []
     for _ in range(2):
-        with serving(student, **options, enforce_eager=not compiled) as llm, recorded_sizes(llm) as sizes:
+        with serving(student, **options(tmp_path), enforce_eager=not compiled) as llm, recorded_sizes(llm) as sizes:
             assert complete(llm, batch) == expected(student, batch)
             computed.append(sizes[0][0])
             assert complete(llm, batch[::-1]) == expected(student, batch[::-1]), "a hit in the engine that stored it"
-    assert computed == [sum(map(len, batch)), sum(len(ids) - (len(ids) - 2) // 32 * 32 for ids in batch)]
+    assert computed == [sum(map(len, batch)), sum(len(ids) - (len(ids) - 2) // BLOCK * BLOCK for ids in batch)]
+
+
+def filled(directory: Path, stored: Path, **changes: Any) -> tuple[set[str], list[torch.Tensor]]:
+    """Names of the parameters, and each cache's blocks of prompt tokens before the last."""
+    batch = prompts((65, 33, 97))  # the last token has a block of its own
+    with serving(directory, **options(stored), num_gpu_blocks_override=16, **changes) as llm:
+        complete(llm, batch, ONE)
+        caches = {cache.data_ptr(): cache[[1, 2, 4, 6, 7, 8]].clone() for cache in runner(llm).kv_caches}
+        return {name for name, _ in runner(llm).model.named_parameters()}, list(caches.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_half_a_model_fills_the_caches_of_a_whole_one(name: str, student: Path, tmp_path: Path) -> None:
+    """From its own directory, or of a whole student's no more than it runs."""
+    if name == "qwen3":
+        student = make_student(tmp_path / "qwen3", name, shape={"num_key_value_layers": 3, "key_value_group_size": 2})
+    export(student, tmp_path / "half", prefill_only=True)
+    whole, caches = filled(student, tmp_path / "0")
+    for directory, changes in (
+        (tmp_path / "half", {}),
+        (student, {"hf_overrides": {"swiftkv_prefill_only": True}}),
+        (tmp_path / "half", COMPILED | {"max_num_batched_tokens": 256}),
+    ):
+        names, half = filled(directory, tmp_path / f"{directory.name}-{len(changes)}", **changes)
+        assert len(half) == len(caches)
+        assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(half, caches, strict=True))
+        above = ("lm_head", "model.norm.", *(f"model.layers.{layer}." for layer in (2, 3, 4)[name == "qwen3" :]))
+        assert names == {name for name in whole if not name.startswith(above)} | {n for n in names if "k_norms" in n}
+
+
+def test_half_a_model_gives_no_text(student: Path, tmp_path: Path) -> None:
+    half = {"hf_overrides": {"swiftkv_prefill_only": True}}
+    with pytest.raises(ModelError, match=r"swiftkv_prefill_only is true.*kv_transfer_config"), serving(student, **half):
+        pass
+    with serving(student, **half, **options(tmp_path)) as llm:
+        with pytest.raises(VLLMValidationError, match=r"max_tokens is 12 .*prefills only"):
+            complete(llm, prompts())
+        complete(llm, prompts(), ONE)

@@ -186,9 +186,9 @@ def test_a_scale_that_is_not_there(tmp_path: Path) -> None:
     tensors = load_file(quantized / "model.safetensors")
     del tensors["model.layers.4.self_attn.v_proj_swiftkv.weight_scale"]
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 .*layers\.4\.self_attn\.v_proj_swiftkv\.weight_scale"):
-        with serving(quantized, **OPTIONS):
-            pass
+    lacks = pytest.raises(ModelError, match=r"lacks 1 .*layers\.4\.self_attn\.v_proj_swiftkv\.weight_scale")
+    with lacks, serving(quantized, **OPTIONS):
+        pass
 
 
 def test_a_block_that_two_groups_share(tmp_path: Path, fp8_kernel: None) -> None:

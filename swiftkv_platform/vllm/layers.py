@@ -174,9 +174,12 @@ class GroupKeyValue(Attention):
             _transfer(self.layer_name)
 
 
-@maybe_transfer_kv_layer
-def _transfer(layer_name: str) -> None:
-    """Wait for what a KV connector loads into a layer's cache, and offer what is there; nothing without connector."""
+def _nothing(layer_name: str) -> None:
+    pass
+
+
+_transfer = maybe_transfer_kv_layer(_nothing)
+"""Waits for what a KV connector loads into a layer's cache, and offers it what is there; nothing without connector."""
 
 
 class GroupProjections(nn.Module):

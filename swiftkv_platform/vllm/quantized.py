@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
@@ -49,13 +48,13 @@ def name_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> None:
             setattr(quant_config, field, [*listed, *_spared(listed, layer_map.num_hidden_layers)])
 
 
-def check_blocks(projection: nn.Module) -> None:
+def check_blocks(projection: Any) -> None:
     """Raises `ModelError`: a fused projection whose parts begin inside a block that has one scale."""
     block, sizes = getattr(projection, "weight_block_size", None), projection.output_partition_sizes
-    if block and any(size % block[0] for size in sizes):  # type: ignore[union-attr, index, operator]
+    if block and any(size % block[0] for size in sizes):
         raise ModelError(
-            f"a rank has {sizes[0]} rows of each k_proj_swiftkv and v_proj_swiftkv, and their FP8 scales are of blocks "  # type: ignore[index]
-            f"of {block[0]} rows; use a tensor_parallel_size with whole blocks, or scales of single rows",  # type: ignore[index]
+            f"a rank has {sizes[0]} rows of each k_proj_swiftkv and v_proj_swiftkv, and their FP8 scales are of blocks "
+            f"of {block[0]} rows; use a tensor_parallel_size with whole blocks, or scales of single rows",
             field="tensor_parallel_size",
             value=projection.tp_size,
         )

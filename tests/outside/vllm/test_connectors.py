@@ -22,7 +22,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
 
 def options(directory: Path) -> dict[str, Any]:
-    """Of an engine that stores its caches in a directory."""
+    """Options of an engine that stores its caches in a directory."""
     stored = {"shared_storage_path": str(directory)}
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": stored}
     return {"kv_transfer_config": transfer, "enable_prefix_caching": False, "block_size": BLOCK}
@@ -30,7 +30,7 @@ def options(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_text_from_a_stored_cache(compiled: bool, student: Path, tmp_path: Path) -> None:
-    """What one engine has stored, the next one reads: it computes less, and gives the same text."""
+    """The second engine reads what the first one has stored: it computes less, and gives the same text."""
     batch = prompts((70, 41, 100))
     computed = []
     for _ in range(2):

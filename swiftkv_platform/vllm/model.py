@@ -212,6 +212,7 @@ class SwiftKVDecoder(nn.Module):
         if self.dense is not None:
             dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
             return dense
+        x: torch.Tensor
         x, keys, values = self.lower(input_ids, positions, inputs_embeds)
         for group, cache in enumerate(self.writers):
             cache.write(keys[:, group], values[:, group])

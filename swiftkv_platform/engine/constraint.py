@@ -50,7 +50,7 @@ class Allowance:
                 wait = self._bucket.seconds_until(CALLER_S / 2)
             raise RateLimitedError(
                 f"{name} is not followed now: this caller's grammars have taken all the time that they may, "
-                f"{CALLER_S:g} s and {CALLER_S_PER_MINUTE} s a minute beside {1e3 * CALLER_TOKEN_S:g} ms a token; write "
+                f"{CALLER_S:g} s, {CALLER_S_PER_MINUTE} s a minute and {1e3 * CALLER_TOKEN_S:g} ms a token; write "
                 f"them without ambiguity, and try again in {wait:.0f} s",
                 field=name,
                 retry_after_s=wait,
@@ -122,8 +122,8 @@ class Constraint:
         if self._work.is_exhausted:
             return (
                 f"{self.name} is too complex to be followed further: it has taken {self._work.spent_s:.1f} s for "
-                f"{self._work.num_tokens} tokens, where {FIRST_S:g} s with {TOKEN_S:g} s a token are accepted, and of all "
-                f"grammars of a caller {CALLER_S:g} s with {CALLER_TOKEN_S:g} s a token; write it without ambiguity, with "
+                f"{self._work.num_tokens} tokens, where {FIRST_S:g} s with {TOKEN_S:g} s a token are accepted, and of "
+                f"all of a caller {CALLER_S:g} s with {CALLER_TOKEN_S:g} s a token; write it without ambiguity, with "
                 "fewer choices at a time"
             )
         return None

@@ -216,13 +216,17 @@ def main() -> None:
         asyncio.run(attack(*options.attack, options.seconds))
         return
     report = {}
-    print("| attack | others answered | p99 before, during | ratio | RSS before, most | attacker was answered |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| attack | others answered | median (before) | p99 (before) | ratio | RSS before, most | attacker's answers |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for case in options.cases:
         with tempfile.TemporaryDirectory() as directory:
             report[case] = found = measure(case, Path(directory), options)
         shown = {**found, "ratio": found["ratio"] if found["answered"] == found["asked"] else "stopped"}
-        columns = "{answered} of {asked} | {before_ms}, {during_ms} ms | {ratio} | {rss}, {most_rss} MiB | {seen}"
+        for name in ("median", "p99"):
+            shown[name] = "{1} ({0}) ms".format(*found[f"{name}_ms"])
+        columns = "{answered} of {asked} | {median} | {p99} | {ratio} | {rss}, {most_rss} MiB | {seen}"
         print(f"| {case} | {columns.format(**shown)} |", flush=True)
     write_report(report, options.output)
 
@@ -268,13 +272,14 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
             seen = process.stdout.read()
         most_rss = server.mebibytes("VmHWM")
     answered = [taken for taken in during if taken is not None]
-    before_s, during_s = (quantile([taken or 0.0 for taken in times], 0.99) for times in (before, answered or [0.0]))
+    both = [[taken or 0.0 for taken in before], answered or [0.0]]
+    median, p99 = ([quantile(times, share) for times in both] for share in (0.5, 0.99))
     return {
         "asked": len(during),
         "answered": len(answered),
-        "before_ms": round(before_s * 1e3),
-        "during_ms": round(during_s * 1e3),
-        "ratio": round(during_s / max(before_s, 1e-3), 1),
+        "p99_ms": [round(each * 1e3) for each in p99],
+        "median_ms": [round(each * 1e3) for each in median],
+        "ratio": round(p99[1] / max(p99[0], 1e-3), 1),
         "rss": rss,
         "most_rss": most_rss,
         "seen": seen.strip() or "nothing",

@@ -17,6 +17,7 @@ from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.test_end_to_end import SPEC
+from tests.rays import free_port
 
 pytestmark = [
     pytest.mark.integration("a platform of its own"),
@@ -117,7 +118,8 @@ def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[H
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SWIFTKV_API_KEYS_FILE", str(keys))
     eve, ann = (create_key(keys, name=name, tenant=name, scopes=frozenset(Scope)) for name in ("eve", "ann"))
-    stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
+    ray, serve = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    stack = Stack(Settings(home=home, database_url=None, storage_uri=None, ray_dashboard_url=ray, serve_url=serve))
     try:
         state = stack.up(StackOptions(port=0, num_cpus=4), print)
         hostile = Hostile(state.url, state.serve_url, eve)

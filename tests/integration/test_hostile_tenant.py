@@ -4,7 +4,7 @@ and answer all the same."""
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,9 @@ class Hostile:
         self.jobs = [self.post("jobs", "/jobs", json={**QUIET, "name": f"waits-{at}"}) for at in range(12)]
         self._threads = ThreadPoolExecutor(200)
         for act in (self.cancel, self.deploy, self.upload, self.constrain):
-            self._threads.submit(self._repeat, act)
-        for at in range(180):
-            self._threads.submit(self._repeat, self.follow_events if at % 2 else self.follow_log)
+            self._threads.submit(self._repeat, act, 1.0)
+        for at in range(180):  # which ask seldom once they are refused: the key's rate would refuse all else
+            self._threads.submit(self._repeat, self.follow_events if at % 2 else self.follow_log, 30.0)
 
     def post(self, what: str, path: str, **body: Any) -> dict[str, Any]:
         answer = self.plane.post(path, **body)
@@ -63,10 +63,11 @@ class Hostile:
         found: dict[str, Any] = answer.json()
         return found
 
-    def _repeat(self, act: Any) -> None:
-        while not self.stopped.wait(0.5):
-            with suppress(httpx.HTTPError):
+    def _repeat(self, act: Any, pause_s: float) -> None:
+        while not self.stopped.is_set():
+            with suppress(httpx.HTTPError, KeyError):  # what was refused has no id
                 act()
+            self.stopped.wait(pause_s)
 
     def follow_events(self) -> None:
         self._follow("events", {"accept": "text/event-stream"})
@@ -109,7 +110,7 @@ class Hostile:
         self.stopped.set()
         self.plane.close()
         self.serve.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)  # streams end with the server
 
 
 @pytest.fixture
@@ -122,10 +123,11 @@ def tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[H
     stack = Stack(Settings(home=home, database_url=None, storage_uri=None, ray_dashboard_url=ray, serve_url=serve))
     try:
         state = stack.up(StackOptions(port=0, num_cpus=4), print)
-        hostile = Hostile(state.url, state.serve_url, eve)
-        with Client(state.url, ann, serve_url=state.serve_url, timeout=120.0) as client:
+        with (
+            closing(Hostile(state.url, state.serve_url, eve)) as hostile,
+            Client(state.url, ann, serve_url=state.serve_url, timeout=120.0) as client,
+        ):
             yield hostile, client
-        hostile.close()
     finally:
         stack.down()
     assert marked(str(home)) == []

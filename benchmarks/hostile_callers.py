@@ -39,7 +39,6 @@ NESTED = b"[" + b",".join([b"[]"] * 349_000) + b"]"
 AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
 NUM_STREAMS, NUM_SILENT, NUM_SPECS, AT_ONCE = 1000, 2000, 200, 40
 JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
-LARGE = {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(4000)]}}
 EXTREMES: list[dict[str, Any]] = [
     {"target_ongoing_requests": 1e-320},
     {"upscale_delay_s": 1e308, "downscale_delay_s": 1e308},
@@ -103,10 +102,19 @@ async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
     await asyncio.gather(*(connect() for _ in range(NUM_SILENT)))
 
 
+async def fill(client: httpx.AsyncClient) -> None:
+    """Store jobs with specs as large as they are let in: 0.8 MB, 0.2 MB."""
+    for num_tasks in (4000, 1000):
+        tasks = [f"task_{at}_" + 180 * "x" for at in range(num_tasks)]
+        for _ in range(NUM_SPECS):
+            if not (await client.post("/jobs", json={**JOB, "evaluation": {"tasks": tasks}})).is_success:
+                break
+        else:
+            return
+
+
 async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Jobs with specs of 0.8 MB, then pages of all of them, four at a time."""
-    for _ in range(NUM_SPECS):
-        count(await client.post("/jobs", json=LARGE))
+    """Pages of all jobs, four at a time."""
 
     async def read() -> None:
         while True:
@@ -162,6 +170,8 @@ async def attack(case: str, url: str, key: str, seconds: float) -> None:
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=False) as client:
         if "{job}" in path:
             path = path.format(job=(await client.post("/jobs", json=JOB)).raise_for_status().json()["id"])
+        if act is pages:
+            await fill(client)
         print("begun", flush=True)
         with suppress(TimeoutError, httpx.HTTPError):
             async with asyncio.timeout(seconds):
@@ -213,7 +223,8 @@ def main() -> None:
     parser.add_argument("--attack", nargs=3, help="for the process that attacks: case, URL, key")
     options = parser.parse_args()
     if options.attack is not None:
-        asyncio.run(attack(*options.attack, options.seconds))
+        case, url, key = options.attack
+        asyncio.run(attack(case, url, key, options.seconds))
         return
     report = {}
     print(
@@ -234,6 +245,7 @@ def main() -> None:
 def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
     port = free_ports([0])[0]
     attacker, other = "none", "none"
+    asks: list[tuple[str, str, Any]]
     if CASES[case][2]:
         keys = directory / "keys.yaml"
         environment = {**os.environ, "PYTHONPATH": str(options.source)}

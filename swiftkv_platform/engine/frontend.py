@@ -244,7 +244,7 @@ class EngineFrontend(ABC):
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        allowance = self._allowances[caller] = self._allowances.pop(caller, None) or Allowance()
+        allowance = self._allowances[caller] = self._allowances.pop(caller, Allowance())
         if len(self._allowances) > _MOST_CALLERS:
             self._allowances.popitem(last=False)
         allowance.check(wanted.name)

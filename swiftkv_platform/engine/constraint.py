@@ -19,7 +19,7 @@ FIRST_S = 0.5
 """CPU seconds that following one request's grammar may take, all its answers together, before its tokens count."""
 TOKEN_S = 0.002
 """CPU seconds that each token adds; grammars as they are meant take a tenth of it."""
-CALLER_S = 1.0
+CALLER_S = 0.3
 """CPU seconds that all grammars of one caller may take at once, beyond `CALLER_TOKEN_S` a token."""
 CALLER_S_PER_MINUTE = 3
 """Those that it gets back in a minute: what it can take of everybody's time for long is a twentieth."""

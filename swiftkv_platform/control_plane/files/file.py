@@ -63,7 +63,7 @@ class FileRepository(Protocol):
         ...
 
     def used_bytes(self, tenant: str) -> int:
-        """Bytes of the tenant's files together."""
+        """Bytes of the tenant's files and imported models together."""
         ...
 
     def remove(self, file_id: str, *, tenant: str) -> File:
@@ -80,11 +80,11 @@ class FileRepository(Protocol):
 
 
 def check_quota(tenant: str, used: int, added: int, most: int) -> None:
-    """Raises `QuotaExceededError` where a tenant's files would have more than `most` bytes together."""
+    """Raises `QuotaExceededError` where what a tenant brought would have more than `most` bytes together."""
     if used + added > most:
         raise QuotaExceededError(
-            f"files of tenant {tenant!r} have {used} bytes, and with {added} more they would exceed its quota "
-            f"max_stored_bytes, {most}; delete some, or ask for more",
+            f"files and imported models of tenant {tenant!r} have {used} bytes, and with {added} more would exceed "
+            f"its quota max_stored_bytes, {most}; delete some, or ask for more",
             field="max_stored_bytes",
             value=used + added,
         )

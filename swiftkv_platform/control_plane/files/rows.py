@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.database.tables import FileRow
+from swiftkv_platform.control_plane.database.tables import FileRow, ModelRow
 from swiftkv_platform.control_plane.files.file import File, check_quota
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.errors import ConflictError, InvalidInputError
@@ -25,8 +25,7 @@ class SqlFiles(Store):
     def add(self, file: File, *, max_bytes: int | None = None) -> File:
         with self._database.writing() as session:
             if max_bytes is not None:
-                take_turn(self._database, session, file.tenant)
-                check_quota(file.tenant, _used_bytes(session, file.tenant), file.size, max_bytes)
+                check_room(self._database, session, file.tenant, file.size, max_bytes)
             session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
         return file
 
@@ -78,6 +77,12 @@ def take_turn(database: Database, session: Session, tenant: str) -> None:
     database.take_turns(session, f"files of {tenant}")
 
 
+def check_room(database: Database, session: Session, tenant: str, size: int, max_bytes: int) -> None:
+    """Raises `QuotaExceededError` where the tenant may not bring `size` bytes more, decided until the session's end."""
+    take_turn(database, session, tenant)
+    check_quota(tenant, _used_bytes(session, tenant), size, max_bytes)
+
+
 def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
     """Raises `InvalidInputError` for a file that has gone since the job was checked."""
     present = set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids), FileRow.tenant == tenant)))
@@ -91,7 +96,11 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
 
 
 def _used_bytes(session: Session, tenant: str) -> int:
-    return int(session.scalar(select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)) or 0)
+    """Bytes that the tenant has brought: its files and its imported models."""
+    files = select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)
+    imported = (ModelRow.tenant == tenant, ModelRow.job_id.is_(None))
+    models = select(func.coalesce(func.sum(ModelRow.size), 0)).where(*imported)
+    return sum(int(session.scalar(each) or 0) for each in (files, models))
 
 
 def _file(row: FileRow) -> File:

@@ -14,6 +14,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
 )
 from swiftkv_platform.control_plane.deployments.rows import SqlDeployments, read_deployment, write_deployment
+from swiftkv_platform.control_plane.files.rows import check_room
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import Change, Promotion
 
@@ -24,6 +25,12 @@ class SqlRegistry(SqlDeployments):
     def get_model(self, model_id: str, *, tenant: str) -> Model:
         with self._database.reading() as session:
             return value_of(Model, owned(session, ModelRow, model_id, tenant))
+
+    def add_model(self, model: Model, *, max_bytes: int | None) -> None:
+        with self._database.writing() as session:
+            if max_bytes is not None:
+                check_room(self._database, session, model.tenant, model.size, max_bytes)
+            session.add(ModelRow(**vars(model)))
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:

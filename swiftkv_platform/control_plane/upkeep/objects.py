@@ -8,6 +8,7 @@ from itertools import islice
 
 from swiftkv_platform.contract.attempt_id import attempts_prefix, trials_prefix
 from swiftkv_platform.contract.attempts import MANIFEST
+from swiftkv_platform.control_plane.models.model import IMPORTED
 from swiftkv_platform.control_plane.upkeep.retention import Batch, Kind
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
 
@@ -82,6 +83,8 @@ def _size(found: Sequence[ObjectInfo]) -> int:
 
 
 def _kind(key: str) -> str:
+    if key.startswith(f"{IMPORTED}/"):
+        return "artifacts"
     match = _OF_ATTEMPT.match(key)
     if match is None:
         return "other"

@@ -8,8 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.control_plane.database.paging import Store, owned
+from swiftkv_platform.control_plane.database.paging import Store, owned, value_of
 from swiftkv_platform.control_plane.database.tables import (
     AuditRow,
     Base,
@@ -29,6 +28,7 @@ from swiftkv_platform.control_plane.deployments.rows import deployments_turn
 from swiftkv_platform.control_plane.hooks.rows import PENDING
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import superseded
 from swiftkv_platform.control_plane.models.rows import promotions_of
 from swiftkv_platform.control_plane.upkeep.retention import Holders, Kind, check_unheld
@@ -142,7 +142,7 @@ class SqlRetention(Store):
 
     def model_prefix(self, model_id: str) -> str:
         with self._database.reading() as session:
-            return _artifact_prefix(owned(session, ModelRow, model_id, None))
+            return value_of(Model, owned(session, ModelRow, model_id, None)).prefix
 
     def check_model(self, model_id: str) -> None:
         with self._database.reading() as session:
@@ -167,10 +167,11 @@ class SqlRetention(Store):
             model = owned(session, ModelRow, model_id, tenant)
             self._await_turn(session, model.tenant)
             _check_model(session, model)
-            job = session.get_one(JobRow, model.job_id, with_for_update=True)
-            job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
-            job.version += 1
-            _note_deletion(session, _artifact_prefix(model), by, now)
+            if model.job_id is not None:
+                job = session.get_one(JobRow, model.job_id, with_for_update=True)
+                job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
+                job.version += 1
+            _note_deletion(session, value_of(Model, model).prefix, by, now)
             return _delete(session, ModelRow, ModelRow.id == model_id)
 
     def deletions(self, *, limit: int, after: str | None) -> Sequence[str]:
@@ -243,25 +244,23 @@ def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
         session.execute(insert(DeletionRow).values(prefix=prefix, created_at=int(now), by=by))
 
 
-def _artifact_prefix(model: ModelRow) -> str:
-    return AttemptId(model.job_id, model.attempt).artifact_prefix
-
-
 def _check_job(session: Session, job: JobRow) -> None:
     model = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job.id))
     check_unheld(f"job {job.id}", _holders(session, job, model), field="job_id")
 
 
 def _check_model(session: Session, model: ModelRow) -> None:
-    job = session.get_one(JobRow, model.job_id)
+    job = None if model.job_id is None else session.get_one(JobRow, model.job_id)
     check_unheld(f"model {model.id}", _holders(session, job, model.id), field="model")
 
 
-def _holders(session: Session, job: JobRow, model: str | None) -> Holders:
-    children = live_users(session, [name for name in (job.id, model) if name], limit=1, without=job.id)
+def _holders(session: Session, job: JobRow | None, model: str | None) -> Holders:
+    """`job`: None of an imported model, which no job has to end for."""
+    job_id, status = ("", JobStatus.SUCCEEDED) if job is None else (job.id, JobStatus(job.status))
+    children = live_users(session, [name for name in (job_id, model) if name], limit=1, without=job_id)
     if model is None:
-        return Holders(JobStatus(job.status), children=children)
+        return Holders(status, children=children)
     serves = cast(DeploymentRow.spec, String).contains(model)  # as its model, or as its candidate
     deployments = session.scalars(select(DeploymentRow.id).where(or_(DeploymentRow.model == model, serves)).limit(1))
     aliases = session.scalars(select(PromotionRow.alias).where(PromotionRow.model == model).distinct().limit(1))
-    return Holders(JobStatus(job.status), model, deployments.all(), aliases.all(), children)
+    return Holders(status, model, deployments.all(), aliases.all(), children)

@@ -237,11 +237,8 @@ def test_programs_of_the_last_release_can_go_on_writing_after_the_upgrade(databa
     unique = unique_indexes(database, before)
     database.upgrade()
     after = columns(database)
-    before["models"]["job_id"] = (
-        before["models"]["job_id"][0],
-        True,
-        True,
-    )  # null of imported models alone, which they do not make
+    # Null of imported models alone, which they do not make.
+    before["models"]["job_id"] = (before["models"]["job_id"][0], True, True)
     for name, old in before.items():
         assert old.items() <= after[name].items(), name
         assert {key for key in after[name].keys() - old.keys() if not after[name][key][2]} == set(), name

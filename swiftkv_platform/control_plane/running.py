@@ -17,12 +17,12 @@ from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, Sql
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
 from swiftkv_platform.control_plane.access.tenants import Policies, Tenants, source_rules
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
-from swiftkv_platform.control_plane.files.file import files_of
 from swiftkv_platform.control_plane.files.routes import upload_places
+from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import Readiness
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, webhook_rules
+from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
+from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
@@ -36,9 +36,9 @@ from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.control_plane.parts import Components, build_components
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
@@ -163,8 +163,8 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
 
 def _sweeper(settings: Settings, parts: Components, orphans: Orphans) -> Sweeper:
     return Sweeper(
-        SqlRetention(parts.database),
-        StoredObjects(parts.objects),
+        RetainedRows(parts.database),
+        RetainedObjects(parts.objects),
         retention(settings),
         parts.clock,
         interval_s=settings.sweep_interval_s,

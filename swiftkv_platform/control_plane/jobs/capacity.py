@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository, Node
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, Node
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs import JobSpec
 

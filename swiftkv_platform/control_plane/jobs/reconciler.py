@@ -1,4 +1,4 @@
-"""Brings jobs from what they are to what they should be, one step a tick. Knows ports alone: no Ray, no SQL, no HTTP.
+"""Brings jobs from what they are to what they should be, one step a tick. Knows no Ray, no SQL, no HTTP.
 
 Every step may be the last before a `kill -9`. What is about to happen is stored before it happens, under a name that
 can be asked for afterwards, and each step is harmless when repeated:
@@ -37,9 +37,10 @@ from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
-from swiftkv_platform.control_plane.jobs.ports import AttemptStore, JobCluster, JobRepository, Submission
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, Submission
 from swiftkv_platform.control_plane.jobs.queue import FairQueue
 from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.loops.loop import Backoff
 from swiftkv_platform.errors import (
@@ -54,6 +55,7 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import NO_RULES, SourceRules
+from swiftkv_platform.storage.attempt_store import AttemptStore
 
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"

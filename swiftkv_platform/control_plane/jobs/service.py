@@ -28,7 +28,8 @@ from swiftkv_platform.control_plane.jobs.job import (
 )
 from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, check_spec_bytes
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
-from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter, JobRepository, StoredJobs
+from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.jobs.validation import ReadObject, validate
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.planning.machines import Machines

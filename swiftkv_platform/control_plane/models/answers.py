@@ -11,8 +11,8 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment, De
 from swiftkv_platform.control_plane.http.answers import Answer
 from swiftkv_platform.control_plane.jobs.parents import Ancestor
 from swiftkv_platform.control_plane.models.comparison import Comparison
-from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, Promotion
+from swiftkv_platform.control_plane.models.model import Model, Promotion
+from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.frozen import FiniteModel, FrozenModel
 from swiftkv_platform.specs.base import Label, LabelValue
 from swiftkv_platform.specs.evaluation import EvaluationSpec

@@ -23,8 +23,8 @@ _KIND_OF_NAME = {name: kind for kind, names in _PLACES.items() for name in names
 _OF_ATTEMPT = re.compile(r"jobs/[^/]+/(?:trials/[^/]+/jobs/[^/]+/)?attempts/\d+/([^/]+)")
 
 
-class StoredObjects:
-    """`RetainedObjects` in an object store."""
+class RetainedObjects:
+    """Objects that retention removes. Every method raises `StorageError`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -37,6 +37,7 @@ class StoredObjects:
         return [f"{attempt}/{name}" for attempt in attempts for name in _PLACES[kind]]
 
     def remove(self, place: str, *, limit: int) -> Batch:
+        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
             return Batch(1, itself.size, None)
@@ -57,12 +58,14 @@ class StoredObjects:
             self._store.delete(join_key(directory, MANIFEST))
 
     def measure(self, place: str, *, limit: int, after: str | None) -> Batch:
+        """Count what `remove` would remove."""
         if after is None and (itself := self._store.head(place)) is not None:
             return Batch(1, itself.size, None)
         found, last = self._part(place, limit, after)
         return Batch(len(found), _size(found), last)
 
     def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
+        """Number and bytes of some of all objects by kind, and the key to go on after, None at the end."""
         found, last = self._part("", limit, after)
         counted: dict[str, tuple[int, int]] = {}
         for info in found:

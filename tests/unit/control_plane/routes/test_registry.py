@@ -10,9 +10,9 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.models.comparison import Figure, compare
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
@@ -237,7 +237,7 @@ def test_places_that_the_operator_has_not_opened_are_closed(opened: Server, serv
 
 def sweep(server: Server) -> dict[str, int]:
     """Objects that a round removes, by kind."""
-    rows, objects = SqlRetention(server.parts.database), StoredObjects(server.parts.objects)
+    rows, objects = RetainedRows(server.parts.database), RetainedObjects(server.parts.objects)
     sweeper = Sweeper(rows, objects, retention(server.settings), server.parts.clock)
     removed: dict[str, int] = {}
     for swept in sweeper.round():

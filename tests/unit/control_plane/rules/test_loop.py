@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.queue import Placed
 from swiftkv_platform.control_plane.loops.leadership import LEASE_S, Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.loops.rows import SqlLeases
+from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
 
@@ -65,7 +65,7 @@ def test_a_loop_whose_step_never_comes_back_hangs_and_one_that_fails_does_not() 
 
 
 def test_one_of_two_leads_until_it_resigns_or_dies(plane: Plane) -> None:
-    leases = SqlLeases(plane.database)
+    leases = Leases(plane.database)
     turns: list[str] = []
     first, second = (Leadership(leases, "jobs", holder, plane.clock) for holder in ("a", "b"))
     step_a, step_b = first.guard(lambda: turns.append("a")), second.guard(lambda: turns.append("b"))
@@ -93,7 +93,7 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
         submit(submission_id, *arguments)
 
     plane.cluster.submit = noted  # type: ignore[method-assign]
-    leases = SqlLeases(plane.database)
+    leases = Leases(plane.database)
     first, second = (Leadership(leases, "jobs", holder, plane.clock) for holder in ("a", "b"))
     other = second.guard(plane.reconciler(lease=second).tick)
 
@@ -119,7 +119,7 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
 
 
 def test_a_lease_is_renewed_while_a_step_takes_longer_than_it(plane: Plane) -> None:
-    leases, turns = SqlLeases(plane.database), list[str]()
+    leases, turns = Leases(plane.database), list[str]()
     first, second = (Leadership(leases, "jobs", holder, time.time, lease_s=0.2) for holder in ("a", "b"))
     other = second.guard(lambda: turns.append("b"))
 
@@ -135,7 +135,7 @@ def test_a_lease_is_renewed_while_a_step_takes_longer_than_it(plane: Plane) -> N
 
 
 def test_a_step_ends_where_its_lease_cannot_be_renewed(plane: Plane) -> None:
-    leases = SqlLeases(plane.database)
+    leases = Leases(plane.database)
     first = Leadership(leases, "jobs", "a", time.time, lease_s=0.2)
     began = threading.Event()
 

@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
@@ -300,7 +301,10 @@ def test_aliases_from_before_versions_are_numbered(database: Database, jobs: Job
 
 def test_the_queue_of_before_its_columns_is_decided_as_before(database: Database, jobs: JobRepository) -> None:
     resources = {"num_workers": 2, "gpus_per_worker": 1, "cpus_per_worker": 3}
-    late, urgent = (store(jobs, make_job(limits={"priority": name}, resources=resources)) for name in ("low", "high"))
+    many: dict[str, Any] = {"resources": resources | {"num_workers": {"min": 1, "max": 3}}, "evaluation": {"max_kl": 1}}
+    many["sweep"] = {"learning_rate": [1e-4, 2e-4], "key_value_group_size": [1, 2], "max_concurrent": 3}
+    late = store(jobs, make_job(limits={"priority": "low"}, resources=resources))
+    urgent = store(jobs, make_job(limits={"priority": "high"}, **many))
     retry = jobs.update(replace(store(jobs, make_job()), not_before=50.0))
     damaged = store(jobs, make_job())
     before = jobs.standing(most=9, now=40.0, without=[damaged.id])

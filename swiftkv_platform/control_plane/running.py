@@ -23,13 +23,13 @@ from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import Readiness
 from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
-from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
 from swiftkv_platform.control_plane.jobs.logs import LogFollowers
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
+from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
@@ -154,7 +154,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         deployments=lambda: parts.deployments.all_deployments().items,
         files=files_of(parts.files, parts.objects.uri),
         parents=Parents(parts.jobs, parts.registry, parts.attempts),
-        attention=Attention(SPARING),
+        polls=PollSchedule(SPARING),
         concurrency=_JOBS_AT_ONCE,
         lease=lease,
         instruments=instruments,

@@ -18,8 +18,8 @@ import pytest
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
 from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
 from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
@@ -114,7 +114,7 @@ def reconcile(url: str, root: Path, holder: str) -> None:
         max_running_jobs=RUNNING,
         policies=Granted(),
         interval_s=0.05,
-        attention=Attention(SPARING),
+        polls=PollSchedule(SPARING),
         concurrency=2,
         lease=leadership,
     )

@@ -13,8 +13,6 @@ from typing import Protocol
 
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 
-# Database
-
 
 @dataclass(frozen=True)
 class JobFilter:
@@ -45,9 +43,6 @@ class StoredJobs:
 
 
 UNLIMITED = StoredJobs()
-
-
-# Training cluster
 
 
 class SubmissionStatus(StrEnum):

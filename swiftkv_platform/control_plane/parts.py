@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies, Tenants, source_rules, tenant_access
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import Database, open_database
 from swiftkv_platform.control_plane.deployments.deployment import ServeCluster
@@ -56,7 +56,7 @@ class Components:
     entrypoint: Entrypoint
     outbox: Outbox
     files: FileRepository
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
     clock: Clock = time.time
 
 

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from swiftkv_platform.control_plane.access.audit import Floods
 from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
-from swiftkv_platform.control_plane.access.tenants import Policies, Tenants, source_rules
+from swiftkv_platform.control_plane.access.tenants import Tenants, source_rules
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
 from swiftkv_platform.control_plane.files.routes import upload_places
 from swiftkv_platform.control_plane.files.rows import files_of
@@ -189,12 +189,10 @@ def _loops(
     ]
 
 
-def _operator_files(credentials: Credentials | None, policies: Policies) -> Mapping[str, Callable[[], bool]]:
+def _operator_files(credentials: Credentials | None, policies: Tenants) -> Mapping[str, Callable[[], bool]]:
     """Whether each of the operator's files is usable, by name."""
     files = {} if credentials is None else dict(credentials.operator_files)
-    if isinstance(policies, Tenants):
-        files["tenants"] = lambda: policies.is_usable
-    return files
+    return {**files, "tenants": lambda: policies.is_usable}
 
 
 def _resign(leaderships: Iterable[Leadership]) -> None:

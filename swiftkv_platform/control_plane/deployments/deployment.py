@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -82,7 +82,7 @@ class RouteRules:
 
     below_tenant: bool = False
     """Whether a tenant has only what lies below `/t/{tenant}`, and what `policies` grant it beside."""
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
 
     def placed(self, route_prefix: str, tenant: str) -> str:
         """The prefix that `tenant` gets for `route_prefix`: that one, or the same below its own.

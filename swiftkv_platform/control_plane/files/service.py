@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock
 from swiftkv_platform.control_plane.files.file import File, Purpose, check_quota
 from swiftkv_platform.control_plane.files.rows import FileRepository
@@ -48,7 +48,7 @@ class FileService:
     _: KW_ONLY
     clock: Clock
     limits: FileLimits
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
 
     def check_room(self, caller: Caller, announced: int) -> None:
         """Refuse an upload of `announced` bytes before it is read, where it cannot be kept.

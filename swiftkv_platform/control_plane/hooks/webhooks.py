@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from swiftkv_platform.control_plane.access.tenants import Policies
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.job import Event, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.webhooks import Secret
@@ -32,7 +32,7 @@ class Delivery:
     """Failed so far."""
 
 
-def recipients(policies: Policies) -> Recipients:
+def recipients(policies: Tenants) -> Recipients:
     """The job's own webhook and its tenant's."""
 
     def find(job: Job) -> Sequence[WebhookSpec]:

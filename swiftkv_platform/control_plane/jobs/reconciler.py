@@ -26,7 +26,7 @@ from typing import Any
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
@@ -102,7 +102,7 @@ class Reconciler:
     """Resources that Ray reserves for the process of each attempt, by Ray's names."""
     interval_s: InitVar[float]
     """Seconds that something is left alone after it failed once; more after every further time."""
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
     """Quotas and weights of tenants."""
     rules: SourceRules = NO_RULES
     publishing: PublishRules = NOWHERE

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
@@ -61,7 +61,7 @@ class JobService:
     clock: Clock
     read_object: ReadObject
     rules: SourceRules = NO_RULES
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
     webhooks: WebhookRules = NO_WEBHOOKS
     prices: Prices = FREE
     machines: Machines = DEFAULT_MACHINES

@@ -59,9 +59,6 @@ class Retention:
         return self.ended_jobs.get(kind, 0.0)
 
 
-KEEP_ALL = Retention()
-
-
 @dataclass(frozen=True)
 class Swept:
     """Amount of one kind that has been removed, or would be."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import Job
@@ -50,7 +50,7 @@ ROUND_DEADLINE_S = 120.0
 QUOTAS = {"a": TenantPolicy(max_running_jobs=2), "b": TenantPolicy(max_running_jobs=3)}
 
 
-class Granted:
+class Granted(Tenants):
     def policy(self, tenant: str) -> TenantPolicy:
         return QUOTAS[tenant]
 

@@ -42,7 +42,7 @@ class FairQueue:
         """Shares started so far over the tenant's weight."""
 
     def next(
-        self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = (), places: Places | None = None
+        self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = (), places: FreePlaces | None = None
     ) -> list[Waiting]:
         """Choose at most `room` of the jobs that wait, in the order in which they should start beside the deployments.
 
@@ -130,7 +130,7 @@ class Usage:
     held: Demand
 
 
-class Places(Protocol):
+class FreePlaces(Protocol):
     """Places on the cluster that are free in a round of the queue."""
 
     def could_fit(self, job_id: str) -> bool:

@@ -123,7 +123,7 @@ def _hold(held: Holders) -> str | None:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ObjectBatch:
     """Some of the objects below a prefix."""
 
     objects: int

@@ -46,7 +46,7 @@ def test_no_room_names_a_module_that_nobody_meets() -> None:
 
 
 def test_migrations_import_nothing_of_this_project() -> None:
-    """What an old migration does to rows stays as it was, however rules and specs change."""
+    """An old migration does to rows the same as ever, however rules and specs change."""
     files = sorted((HOUSE / "database" / "migrations" / "versions").glob("*.py"))
     found = [(file.name, name) for file in files for name in imports(file) if name.startswith("swiftkv_platform")]
     assert files

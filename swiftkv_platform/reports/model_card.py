@@ -8,8 +8,6 @@ from typing import Any
 
 from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
 
-_UNKNOWN_LICENCE = "unknown"
-
 
 def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
     """The card of one model.

@@ -12,7 +12,7 @@ from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.http.answers import Answer, T
 from swiftkv_platform.control_plane.jobs.costs import Prices
-from swiftkv_platform.control_plane.jobs.estimates import Estimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
 from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
@@ -105,7 +105,7 @@ class ResumeRequest(FiniteModel):
     """Replaces `limits.cost_cap`."""
 
 
-class EstimateAnswer(Estimate):
+class EstimateAnswer(JobEstimate):
     """Estimate of the job's cost and of its student, of a sweep its first trial's; null but for sources and gates where
     the teacher's configuration is on the hub.
     """

@@ -1,4 +1,4 @@
-"""Finds what a job continues from, and says whether the job fits it. Knows ports alone."""
+"""Finds what a job continues from, and says whether the job fits it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
-from swiftkv_platform.contract.attempts import Manifest, Parent
+from swiftkv_platform.contract.attempts import Parent
 from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.sources import Boundary
@@ -21,6 +23,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import STORED
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
+from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 
 FROM = "training.from"
 _LONGEST_STEM = 80
@@ -42,44 +45,6 @@ _TRAINED = ("qkv", "tail", "all")
 _MOST_ANCESTORS = 64
 _MOST_NAMED = 20
 """Checkpoints that a message lists."""
-
-
-class StoredCheckpoint(Protocol):
-    """A complete checkpoint."""
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def sha256(self) -> str: ...
-
-
-class ParentJobs(Protocol):
-    def get(self, job_id: str, *, tenant: str) -> Job:
-        """Raises `NotFoundError`."""
-        ...
-
-
-class ParentModels(Protocol):
-    def get_model(self, model_id: str, *, tenant: str) -> Model:
-        """Raises `NotFoundError`."""
-        ...
-
-
-class ParentObjects(Protocol):
-    """Objects of jobs. Every method raises `StorageError`."""
-
-    def list_checkpoints(self, job_id: str) -> Sequence[StoredCheckpoint]:
-        """Complete checkpoints of all attempts, by step, then attempt."""
-        ...
-
-    def manifest_at(self, prefix: str) -> Manifest | None: ...
 
 
 @dataclass(frozen=True)
@@ -107,9 +72,9 @@ class Ancestor:
 class Parents:
     """Looks up parents in database and store."""
 
-    jobs: ParentJobs
-    models: ParentModels
-    objects: ParentObjects
+    jobs: JobRepository
+    models: Registry
+    objects: AttemptStore
 
     def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
         """Find what a spec continues from; None for one that starts from its teacher. Raises as `find`."""

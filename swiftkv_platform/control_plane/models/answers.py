@@ -11,9 +11,9 @@ from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.http.answers import Answer
 from swiftkv_platform.control_plane.jobs.parents import Ancestor
-from swiftkv_platform.control_plane.models.comparison import Comparison
-from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, Promotion
+from swiftkv_platform.control_plane.models.comparison import ModelComparison
+from swiftkv_platform.control_plane.models.model import Model, Promotion
+from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.frozen import FiniteModel, FrozenModel
 from swiftkv_platform.specs.base import Label, LabelValue
 from swiftkv_platform.specs.evaluation import EvaluationSpec
@@ -221,7 +221,7 @@ class ComparisonAnswer(Answer):
     """Differences by dotted path of the spec."""
 
     @classmethod
-    def of(cls, found: Comparison) -> Self:
+    def of(cls, found: ModelComparison) -> Self:
         return cls.model_validate(
             {
                 "a": found.a.id,

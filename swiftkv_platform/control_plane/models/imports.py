@@ -17,12 +17,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, MANIFEST, Manifest
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.models.answers import LineageAnswer
 from swiftkv_platform.control_plane.models.comparison import compare
 from swiftkv_platform.control_plane.models.model import Model, imported_prefix
-from swiftkv_platform.control_plane.models.registry import Registry
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, ModelError, StorageError
 from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.reports.model_card import model_card
@@ -49,7 +49,7 @@ class ModelImports:
     clock: Clock
     access: Callable[[str], Access]
     """Sources that a tenant may read."""
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
 
     def add(self, source: str, name: str | None, caller: Caller) -> Model:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 IMPORTED = "models"
 """Prefix of all imported models in the object store."""
@@ -43,3 +45,27 @@ class Model:
 def imported_prefix(model_id: str) -> str:
     """Return the prefix of an imported model's objects."""
     return f"{IMPORTED}/{model_id}"
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """One change of what an alias stands for."""
+
+    id: str
+    tenant: str
+    alias: str
+    action: Literal["promote", "rollback"]
+    model: str
+    """Model that the alias stands for from then on."""
+    previous: str | None
+    """Model that it stood for before."""
+    reason: str
+    by: str
+    """Name of the key that asked."""
+    created_at: int
+    version: int
+    """Version of the alias from then on: its place in the alias's history, from 1."""
+
+
+Change = Callable[[Deployment, Model], tuple[ResolvedDeployment, DeploymentState]]
+"""Function that gives the new state of a deployment whose alias stands for another model now."""

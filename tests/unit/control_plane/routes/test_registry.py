@@ -12,9 +12,9 @@ from swiftkv_platform.control_plane.deployments.deployment import DeploymentStat
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.models.comparison import Figure, compare
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore
@@ -241,7 +241,7 @@ def test_places_that_the_operator_has_not_opened_are_closed(opened: Server, serv
 
 def sweep(server: Server) -> dict[str, int]:
     """Objects that a round removes, by kind."""
-    rows, objects = SqlRetention(server.parts.database), StoredObjects(server.parts.objects)
+    rows, objects = RetainedRows(server.parts.database), RetainedObjects(server.parts.objects)
     sweeper = Sweeper(rows, objects, retention(server.settings), server.parts.clock)
     removed: dict[str, int] = {}
     for swept in sweeper.round():

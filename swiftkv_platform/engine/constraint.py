@@ -19,11 +19,14 @@ FIRST_S = 0.5
 """CPU seconds that following one request's grammar may take, all its answers together, before its tokens count."""
 TOKEN_S = 0.002
 """CPU seconds that each token adds; grammars as they are meant take a tenth of it."""
-CALLER_S = 0.3
-"""CPU seconds that all grammars of one caller may take at once, beyond `CALLER_TOKEN_S` a token."""
-CALLER_S_PER_MINUTE = 3
-"""Those that it gets back in a minute: what it can take of everybody's time for long is a twentieth."""
+CALLER_S = 2.0
+"""CPU seconds that all grammars of one caller may take at once, beyond `CALLER_TOKEN_S` a token: 64 schemas of some
+10 ms at their first token do."""
+CALLER_S_PER_MINUTE = 6
+"""Those that it gets back in a minute: what it can take of everybody's time for long is a tenth."""
 CALLER_TOKEN_S = 0.0005
+SPARED_S = 0.05
+"""CPU seconds of a request that goes on though its caller's are spent: others than it spent them."""
 
 
 class Allowance:
@@ -72,7 +75,9 @@ class Work:
         """Whether it may take no more; what once was stays so, whatever its caller gets back."""
         if not self._is_exhausted:
             too_much = self.spent_s > FIRST_S + TOKEN_S * self.num_tokens
-            self._is_exhausted = too_much or (self.allowance is not None and self.allowance.is_spent)
+            allowance = self.allowance
+            by_caller = allowance is not None and self._charged_s > SPARED_S and allowance.is_spent
+            self._is_exhausted = too_much or by_caller
         return self._is_exhausted
 
     @contextmanager

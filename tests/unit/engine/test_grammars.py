@@ -226,6 +226,7 @@ async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
 ) -> None:
     monkeypatch.setattr(constraint_module, "CALLER_TOKEN_S", 0.0)
     monkeypatch.setattr(constraint_module, "CALLER_S", 1e-9)
+    monkeypatch.setattr(constraint_module, "SPARED_S", 0.0)
     monkeypatch.setattr(constraint_module, "CALLER_S_PER_MINUTE", 1e-9)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(dense_dir))
     limited = SamplingParams(max_tokens=5, n=n, structured_outputs=StructuredOutputs(regex="[a-f]+"))

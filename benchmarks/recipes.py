@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
 from swiftkv_platform.planning.phase_plans import PhasePlan
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config
@@ -74,7 +74,7 @@ def run_dry(names: Sequence[str] | None, path: Path) -> None:
         print(f"{name}: {result.train.peak / 1e9:.1f} GB in training", flush=True)
 
 
-def planned(name: str, spec: JobSpec) -> Estimate:
+def planned(name: str, spec: JobSpec) -> JobEstimate:
     """The plan of a recipe with the data of the paper, where it has them."""
     num_tokens = None if name.startswith("builtin-") else NUM_TOKENS
     return estimate(spec, teacher_config(spec), (), num_tokens=num_tokens)
@@ -108,7 +108,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
-def memory_row(name: str, plan: Estimate, run: dict[str, Any] | None) -> tuple[str, ...]:
+def memory_row(name: str, plan: JobEstimate, run: dict[str, Any] | None) -> tuple[str, ...]:
     by_name = {phase.phase: phase for phase in plan.phases}
     cells = [_beside(by_name.get(phase), (run or {}).get(phase)) for phase in ("train", "calibrate", "evaluate")]
     on_gpus = plan.phases[0].device_bytes is not None
@@ -123,7 +123,7 @@ def _beside(phase: PhasePlan | None, found: dict[str, Any] | None) -> str:
     return _gb(need) if found is None else f"{_gb(need)} / {_gb(found['peak'])}"
 
 
-def needs_row(name: str, plan: Estimate) -> tuple[str, ...]:
+def needs_row(name: str, plan: JobEstimate) -> tuple[str, ...]:
     phases = {phase.phase: phase for phase in plan.phases}
     assert plan.assumptions is not None
     return (

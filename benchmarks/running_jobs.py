@@ -38,7 +38,7 @@ from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, status_event
 from swiftkv_platform.control_plane.jobs.ports import Submission
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository, _columns
+from swiftkv_platform.control_plane.jobs.rows import JobRepository, _columns
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -272,7 +272,7 @@ def measure(url: str, running: int, waiting: int, minutes: float) -> dict[str, A
 
 def queue_decided_ms(database: Database) -> float:
     """Median time in which the database says who is next."""
-    jobs, took = SqlJobRepository(database), []
+    jobs, took = JobRepository(database), []
     for _ in range(20):
         started = time.perf_counter()
         jobs.standing(most=TENANTS, now=time.time())

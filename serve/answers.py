@@ -95,7 +95,13 @@ class Answers:
                 name = f"{tenant}/{request_id}/{number}"
                 streams.append(
                     await engine.submit(
-                        prompt, params, name, priority=context.priority, tenant=tenant, interval_s=context.interval_s
+                        prompt,
+                        params,
+                        name,
+                        priority=context.priority,
+                        tenant=tenant,
+                        caller=f"{tenant}/{context.caller.name}",
+                        interval_s=context.interval_s,
                     )
                 )
         except BaseException:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.engine.frontend import EngineFrontend
     from swiftkv_platform.serve.metrics_export import RayMetricsExport
-    from swiftkv_platform.serve.shadow import Comparison
+    from swiftkv_platform.serve.shadow import ShadowComparison
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 
@@ -124,7 +124,7 @@ class Metrics:
         """Count a request by the model that was chosen for it."""
         self._asked.inc(1, model)
 
-    def compared(self, comparison: Comparison | None) -> None:
+    def compared(self, comparison: ShadowComparison | None) -> None:
         """Count an answer that another model judged; None: it could not."""
         if comparison is None:
             self._shadow_skipped.inc()

@@ -28,7 +28,7 @@ MAX_POSITIONS = 64
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ShadowComparison:
     """Two models over the tokens of one answer."""
 
     num_positions: int
@@ -50,11 +50,11 @@ def judging(model: Any) -> Judge:
     return lambda token_ids, num_positions: asyncio.to_thread(log_probs, model, token_ids, num_positions)
 
 
-def compare(judge: torch.Tensor, served: torch.Tensor) -> Comparison:
+def compare(judge: torch.Tensor, served: torch.Tensor) -> ShadowComparison:
     """Compare log-probabilities [num_positions, vocab_size] of judge and served model."""
     kl = (judge.exp() * (judge - served)).sum(-1).clamp_min(0.0)
     agreeing = judge.argmax(-1) == served.argmax(-1)
-    return Comparison(len(judge), float(kl.double().sum()), int(agreeing.sum()))
+    return ShadowComparison(len(judge), float(kl.double().sum()), int(agreeing.sum()))
 
 
 class Shadow:
@@ -66,7 +66,7 @@ class Shadow:
         engine: AsyncLLMEngine,
         judge: Judge,
         share: float,
-        compared: Callable[[Comparison | None], None],
+        compared: Callable[[ShadowComparison | None], None],
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.share = share

@@ -18,7 +18,7 @@ from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.chat import set_template
 from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Version
 from swiftkv_platform.serve.loading import Loaded, load
-from swiftkv_platform.serve.shadow import Comparison, Judge, Shadow, judging
+from swiftkv_platform.serve.shadow import Judge, Shadow, ShadowComparison, judging
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import AsyncLLMEngine
@@ -30,7 +30,7 @@ _LONGEST_MESSAGE = 500
 async def load_version(
     args: ReplicaArgs,
     served: Served,
-    compared: Callable[[Comparison | None], None] = lambda _: None,
+    compared: Callable[[ShadowComparison | None], None] = lambda _: None,
     loaded: Callable[[str, Mapping[str, float]], None] = lambda _model, _seconds: None,
 ) -> Version:
     """Load what `served` names, ready to answer, with its candidate and its shadow. Raises as `load`. `compared`: hears

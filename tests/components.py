@@ -7,13 +7,13 @@ from fastapi.routing import _IncludedRouter
 
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.rows import SqlDeployments
-from swiftkv_platform.control_plane.files.rows import SqlFiles
-from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.loops.rows import SqlLeases
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.loops.rows import Leases
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -43,12 +43,12 @@ def make_components(
 ) -> Components:
     return Components(
         database=database,
-        jobs=SqlJobRepository(database),
-        deployments=SqlDeployments(database),
-        registry=SqlRegistry(database),
-        leases=SqlLeases(database),
-        outbox=SqlOutbox(database),
-        files=SqlFiles(database),
+        jobs=JobRepository(database),
+        deployments=DeploymentRepository(database),
+        registry=Registry(database),
+        leases=Leases(database),
+        outbox=Outbox(database),
+        files=FileRepository(database),
         cluster=cluster or FakeCluster(),
         serving=FakeServeCluster(),
         objects=objects,

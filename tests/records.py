@@ -8,7 +8,7 @@ from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, status_event
 from swiftkv_platform.control_plane.jobs.ports import Idempotency
 from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Standing, Waiting, held_by
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.specs import JobSpec
 
@@ -21,7 +21,7 @@ def make_job(*, tenant: str = TENANT, **spec: Any) -> Job:
     )
 
 
-def store(jobs: SqlJobRepository, job: Job, *, key: str | None = None, body: str = "a") -> Job:
+def store(jobs: JobRepository, job: Job, *, key: str | None = None, body: str = "a") -> Job:
     idempotency = None if key is None else Idempotency(key, body)
     return jobs.create(job, status_event(job, now=100), idempotency=idempotency)
 

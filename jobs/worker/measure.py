@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
+from swiftkv_platform.contract.verdicts import NEEDLE
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality, compare_continuations
-from swiftkv_platform.evaluation.harness.needle import NEEDLE, needle_tasks
+from swiftkv_platform.evaluation.harness.needle import needle_tasks
 from swiftkv_platform.evaluation.harness.run import NO_PARTS, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import Task, resolve_tasks
 from swiftkv_platform.evaluation.instruct import is_instruction_tuned, needle_lengths

@@ -18,7 +18,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.chat import chat_template
 from swiftkv_platform.serve.schemas import Nested
-from swiftkv_platform.serve.tools.families import FAMILIES, CallGrammar, Family, family_of
+from swiftkv_platform.serve.tools.families import FAMILIES, CallFormat, CallGrammar, family_of
 from swiftkv_platform.serve.tools.parser import ToolCallParser
 from swiftkv_platform.specs.structured_outputs import check_followed
 
@@ -106,7 +106,7 @@ _ANY_OBJECT = {"type": "object"}
 class ToolCalling:
     """Rules by which one request's answers may call tools."""
 
-    family: Family
+    family: CallFormat
     tools: list[dict[str, Any]]
     """The tools, as templates take them."""
     names: frozenset[str]
@@ -230,7 +230,7 @@ def _schema(asked: StructuredOutputs) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_flexible": False}} if asked.disable_any_whitespace else schema
 
 
-def _family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> Family:
+def _family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> CallFormat:
     template = chat_template(tokenizer, tools)
     if template is not None and "tools" not in template:
         raise InvalidInputError(

@@ -112,7 +112,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Family:
+class CallFormat:
     """Models that write calls alike."""
 
     parser: type[ToolCallParser]
@@ -126,25 +126,27 @@ _OBJECT = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
 _TAGS = ("<tool_call>", "</tool_call>")
 _MISTRAL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
-FAMILIES: Mapping[str, Family] = {
-    "hermes": Family(HermesParser, Layout(f"<tool_call>\n{_OBJECT}\n</tool_call>", marker="<tool_call>"), tokens=_TAGS),
-    "smollm2": Family(
+FAMILIES: Mapping[str, CallFormat] = {
+    "hermes": CallFormat(
+        HermesParser, Layout(f"<tool_call>\n{_OBJECT}\n</tool_call>", marker="<tool_call>"), tokens=_TAGS
+    ),
+    "smollm2": CallFormat(
         HermesParser,
         Layout(_OBJECT, begin="<tool_call>[", between=", ", end="]</tool_call>", marker="<tool_call>"),
         tokens=_TAGS,
     ),
-    "llama3": Family(
+    "llama3": CallFormat(
         Llama3Parser,
         Layout(_OBJECT.replace('"arguments"', '"parameters"'), between="; ", tag="<|python_tag|>"),
         tokens=("<|python_tag|>",),
     ),
-    "mistral": Family(
+    "mistral": CallFormat(
         MistralParser,
         Layout(_OBJECT, begin="[TOOL_CALLS] [", between=", ", end="]", marker="[TOOL_CALLS]"),
         tokens=_MISTRAL_TOKENS,
         new_id=_mistral_id,
     ),
-    "mistral_v11": Family(
+    "mistral_v11": CallFormat(
         MistralParser,
         Layout(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", between="", marker="[TOOL_CALLS]"),
         tokens=_MISTRAL_TOKENS,

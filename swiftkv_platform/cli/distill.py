@@ -13,7 +13,7 @@ from swiftkv_platform.cli.context import Json, MaybeSpecFile, checked
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
 from swiftkv_platform.cli.recipes import job_document, save_beside
-from swiftkv_platform.contract.verdicts import undecided
+from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
@@ -85,8 +85,10 @@ def distill(
     )
     if open_gates := undecided(evaluation):
         line += f" Undecided by too few samples: {'; '.join(open_gates)}."
+    if said := verdict_sentence(evaluation):
+        line += f" {said}"
     line += f" `swiftkv serve {artifact}` answers with it."
-    tell({"output": str(artifact), **evaluation}, line, json=json)
+    tell({"output": str(artifact), "verdict": verdict_sentence(evaluation), **evaluation}, line, json=json)
 
 
 def _run(spec: JobSpec, output: Path) -> Path:

@@ -317,6 +317,7 @@ def _print_job(job: Job, *, json: bool) -> None:
         "expected end": local_time(job.estimated_finish),
         "cost": _cost(job),
         "quality": _quality(job.result),
+        "verdict": job.verdict,
         "model": job.distilled_model,
         "artifact": job.artifact_uri,
         "tracking": _tracking(job.tracking),

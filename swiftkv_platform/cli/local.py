@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
 from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import Swept
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import InvalidInputError
@@ -136,13 +136,13 @@ def prune(
 ) -> None:
     """Remove what is kept no longer (SWIFTKV_RETENTION_*), as the control plane does every hour."""
     from swiftkv_platform.control_plane.upkeep.retention import retention
-    from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+    from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 
     chosen = settings()
     removed: dict[str, Swept] = {}
     with _database(chosen) as database, err().status("Pruning"):
-        objects = StoredObjects(open_store(chosen.resolved_storage_uri, patient=False))
-        sweeper = Sweeper(SqlRetention(database), objects, retention(chosen), time.time)
+        objects = RetainedObjects(open_store(chosen.resolved_storage_uri, patient=False))
+        sweeper = Sweeper(RetainedRows(database), objects, retention(chosen), time.time)
         for swept in sweeper.round(dry_run=dry_run):
             removed[swept.kind] = removed.get(swept.kind, Swept(swept.kind)) + swept
     found = [each for each in removed.values() if each != Swept(each.kind)]

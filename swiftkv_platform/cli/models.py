@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -37,7 +38,7 @@ def list_models(
     tell_table(
         models,
         ("model", "name", "job", "created"),
-        lambda model: (model.id, model.name, model.job_id, local_time(model.created_at)),
+        lambda model: (model.id, model.name, model.job_id or "imported", local_time(model.created_at)),
         empty="No models. `swiftkv jobs submit` makes one.",
         json=json,
     )
@@ -53,6 +54,26 @@ def get_model(model_id: ModelId, url: Url = None, json: Json = False) -> None:
     if fields.get("size") is not None:
         fields["size"] = size(fields["size"])
     tell_fields(model, fields, json=json)
+
+
+@models_app.command("import")
+def import_model(
+    source: Annotated[str, typer.Argument(metavar="DIR|URL", help="A student: directory or s3://bucket/prefix.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model. Default: that of its spec, or its directory's.")
+    ] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Bring in a student that `swiftkv distill` or `swiftkv convert` made, to deploy, compare and publish it.
+
+    The control plane reads the source itself: a directory of its own machine, or a bucket, that its jobs may read.
+    """
+    if "://" not in source:
+        source = str(Path(source).expanduser().resolve())
+    with connect(url) as client:
+        model = client.models.import_(source, name=name)
+    tell(model, f"{model.id} is {model.name}. `swiftkv deploy {model.id}` serves it.", json=json)
 
 
 @models_app.command()

@@ -213,6 +213,21 @@ class Models:
         response = self._transport.request("POST", "/models", json=given, headers=headers, repeatable=True)
         return self._jobs.adopt(response.json())
 
+    def import_(self, source: str, *, name: str | None = None, timeout_s: float = 3600.0) -> Model:
+        """Copy a student that no job made into the control plane's store, and register it.
+
+        Args:
+            source: directory on the control plane's machine, or `s3://` prefix, that the tenant's jobs may read.
+            name: name of the model. Default: that of the spec that trained it, or its directory's.
+            timeout_s: seconds that the copy may take.
+
+        Raises:
+            InvalidRequestError: not to be read there, no student, or different from its manifest.
+        """
+        body = {"source": source} if name is None else {"source": source, "name": name}
+        answer = self._transport.request("POST", "/models/import", json=body, repeatable=False, timeout_s=timeout_s)
+        return Model.model_validate(answer.json())
+
     def publish(self, model_id: str, *, to: str, private: bool = True, idempotency_key: str | None = None) -> Job:
         """Submit a job that copies a model, with its card, to where the operator allows it.
 

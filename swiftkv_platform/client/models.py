@@ -71,6 +71,8 @@ class Job(_Answer):
     distilled_model: str | None = None
     """Id of the model (`mdl_...`) to deploy."""
     result: dict[str, Any] | None = None
+    verdict: str | None = None
+    """Sentence on what was measured of its model."""
     tracking: dict[str, Any] | None = None
     artifact_uri: str | None = None
     submission_id: str | None = None
@@ -213,8 +215,11 @@ class Model(_Answer):
     id: str
     name: str | None = None
     job_id: str | None = None
+    """None of an imported model."""
     created_at: int | None = None
     metrics: dict[str, Any] | None = None
+    verdict: str | None = None
+    """Sentence on what was measured of it."""
 
 
 class Promotion(_Answer):
@@ -246,7 +251,9 @@ class Lineage(_Answer):
     """Lineage from data and teacher to deployments."""
 
     model: str
-    job_id: str
+    job_id: str | None = None
+    """None of an imported model."""
+    imported_from: str | None = None
     data_fingerprint: str | None = None
     teacher: str | None = None
     ancestors: list[dict[str, Any]] = []

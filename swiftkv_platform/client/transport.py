@@ -86,12 +86,14 @@ class Transport:
         headers: dict[str, str] | None = None,
         form: dict[str, str] | None = None,
         file: tuple[str, BinaryIO] | None = None,
+        timeout_s: float | None = None,
     ) -> httpx.Response:
         """Send one request and return its successful response.
 
         Args:
             form: fields of a form, which is sent in the place of `json`.
             file: name and content of the form's field `file`; read as it is sent.
+            timeout_s: replaces the client's timeout.
             repeatable: whether a request that may have arrived can be sent again without doing its work twice.
 
         Raises:
@@ -99,12 +101,13 @@ class Transport:
             UnreachableError: no connection, after the retries, or a server of something else.
         """
         files = None if file is None else {"file": file}
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
         for attempt in range(self._max_retries + 1):
             last = attempt == self._max_retries
             pause = _FIRST_BACKOFF_S * 2**attempt
             try:
                 response = self._http.request(
-                    method, path, json=json, data=form, files=files, params=params, headers=headers
+                    method, path, json=json, data=form, files=files, params=params, headers=headers, timeout=timeout
                 )
             except httpx.TransportError as error:
                 if last or not (repeatable or isinstance(error, _NEVER_SENT)):

@@ -131,7 +131,7 @@ class Parent(FrozenModel):
     key: str
     """Key of its directory, which has a manifest."""
     job_id: str
-    """Job that made it."""
+    """Job that made it; of an imported model another platform's, or empty."""
     step: int | None = None
     """Step of a checkpoint."""
     sha256: str

@@ -1,11 +1,14 @@
-"""Verdicts of quality gates in a report, `evaluation.json` as plain values, of this version or an earlier one."""
+"""Verdicts on a report: of its quality gates, and in a sentence. Reports are `evaluation.json` as plain values, of this
+version or an earlier one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 Verdict = Literal["passed", "undecided", "failed"]
+NEEDLE = "needle_"
+"""Begins the name of a task that hides numbers in prompts; their length in tokens follows."""
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 """The best first."""
 
@@ -31,3 +34,22 @@ def undecided(report: Mapping[str, Any]) -> list[str]:
         for gate in report.get("gates") or ()
         if verdict_of(gate) == "undecided"
     ]
+
+
+def verdict_sentence(report: Mapping[str, Any] | None) -> str | None:
+    """What a model has come to, in a sentence of what was measured; None where nothing was."""
+    said = "; ".join(_measured(report or {}))
+    return f"{said[0].upper()}{said[1:]}." if said else None
+
+
+def _measured(report: Mapping[str, Any]) -> Iterator[str]:
+    times, length, ratio = report.get("ttft_ms"), report.get("prompt_length"), report.get("perplexity_ratio")
+    if times and length and times["dense"] and times["swiftkv"]:
+        yield f"reads prompts of {length:,} tokens {times['dense'] / times['swiftkv']:.2g}x as fast as its teacher"
+    if ratio is not None:
+        yield f"on the held-out text its perplexity is {ratio:.3g}x the teacher's"
+    for task in report.get("tasks") or ():
+        if task["task"].startswith(NEEDLE):
+            number, tokens = task["num_samples"], int(task["task"].removeprefix(NEEDLE))
+            found, theirs = (round(task[who] * number) for who in ("student", "teacher"))
+            yield f"finds {found} of {number} numbers in {tokens:,} tokens, its teacher {theirs}"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from ulid import ULID
 
 T = TypeVar("T")
 
 
-class Clock(Protocol):
-    def __call__(self) -> float:
-        """Unix seconds."""
-        ...
+Clock = Callable[[], float]
+"""Clock of Unix seconds."""
 
 
 @dataclass(frozen=True)

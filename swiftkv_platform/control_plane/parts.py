@@ -10,27 +10,24 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies, Tenants, source_rules, tenant_access
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants, source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.database.session import Database, open_database
-from swiftkv_platform.control_plane.deployments.deployment import Deployments, ServeCluster
+from swiftkv_platform.control_plane.deployments.deployment import ServeCluster
 from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
-from swiftkv_platform.control_plane.deployments.rows import SqlDeployments
-from swiftkv_platform.control_plane.files.file import FileRepository
-from swiftkv_platform.control_plane.files.rows import SqlFiles
-from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.hooks.webhooks import recipients
 from swiftkv_platform.control_plane.jobs.following import Watches
 from swiftkv_platform.control_plane.jobs.parents import Parents
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository
+from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.loops.leadership import Leases
-from swiftkv_platform.control_plane.loops.rows import SqlLeases
-from swiftkv_platform.control_plane.models.registry import Registry
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.loops.rows import Leases
+from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
 from swiftkv_platform.storage.addresses import open_store
@@ -49,7 +46,7 @@ class Components:
 
     database: Database
     jobs: JobRepository
-    deployments: Deployments
+    deployments: DeploymentRepository
     registry: Registry
     leases: Leases
     cluster: JobCluster
@@ -57,9 +54,9 @@ class Components:
     objects: ObjectStore
     attempts: AttemptStore
     entrypoint: Entrypoint
-    outbox: SqlOutbox
+    outbox: Outbox
     files: FileRepository
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
     clock: Clock = time.time
 
 
@@ -77,10 +74,10 @@ def build_components(settings: Settings) -> Components:
     objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
     return Components(
         database=database,
-        jobs=SqlJobRepository(database, recipients(policies)),
-        deployments=SqlDeployments(database),
-        registry=SqlRegistry(database),
-        leases=SqlLeases(database),
+        jobs=JobRepository(database, recipients(policies)),
+        deployments=DeploymentRepository(database),
+        registry=Registry(database),
+        leases=Leases(database),
         cluster=RayJobs(
             settings.ray_dashboard_url,
             entrypoint_num_cpus=settings.entrypoint_num_cpus,
@@ -100,14 +97,14 @@ def build_components(settings: Settings) -> Components:
         entrypoint=Entrypoint(
             (sys.executable, "-m", "swiftkv_platform.jobs.distill"), objects.uri, _WORKER_ENVIRONMENT
         ),
-        outbox=SqlOutbox(database),
-        files=SqlFiles(database),
+        outbox=Outbox(database),
+        files=FileRepository(database),
         policies=policies,
     )
 
 
-def retained_rows(request: Request) -> SqlRetention:
-    return SqlRetention(request.app.state.components.database)
+def retained_rows(request: Request) -> RetainedRows:
+    return RetainedRows(request.app.state.components.database)
 
 
 def read_object(store: str, key: str) -> bytes:
@@ -129,7 +126,7 @@ def _part(name: str) -> Any:
 
 
 Parts = Annotated[Components, _part("components")]
-Deletions = Annotated[SqlRetention, Depends(retained_rows)]
+Deletions = Annotated[RetainedRows, Depends(retained_rows)]
 TheParents = Annotated[Parents, Depends(parents_service)]
 JobSpans = Annotated[Spans, _part("spans")]
 TheWatches = Annotated[Watches, _part("watches")]

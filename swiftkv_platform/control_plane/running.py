@@ -15,30 +15,30 @@ from starlette.concurrency import run_in_threadpool
 from swiftkv_platform.control_plane.access.audit import Floods
 from swiftkv_platform.control_plane.access.rows import SqlAudit, SqlKeyUses, SqlSessions
 from swiftkv_platform.control_plane.access.sessions import KeyUses, Sessions
-from swiftkv_platform.control_plane.access.tenants import Policies, Tenants, source_rules
+from swiftkv_platform.control_plane.access.tenants import Tenants, source_rules
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
-from swiftkv_platform.control_plane.files.file import files_of
 from swiftkv_platform.control_plane.files.routes import upload_places
+from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import Readiness
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, webhook_rules
-from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
+from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
+from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
 from swiftkv_platform.control_plane.jobs.logs import LogFollowers
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
+from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.control_plane.parts import Components, build_components
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import retention
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
@@ -154,7 +154,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         deployments=lambda: parts.deployments.all_deployments().items,
         files=files_of(parts.files, parts.objects.uri),
         parents=Parents(parts.jobs, parts.registry, parts.attempts),
-        attention=Attention(SPARING),
+        polls=PollSchedule(SPARING),
         concurrency=_JOBS_AT_ONCE,
         lease=lease,
         instruments=instruments,
@@ -163,8 +163,8 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
 
 def _sweeper(settings: Settings, parts: Components, orphans: Orphans) -> Sweeper:
     return Sweeper(
-        SqlRetention(parts.database),
-        StoredObjects(parts.objects),
+        RetainedRows(parts.database),
+        RetainedObjects(parts.objects),
         retention(settings),
         parts.clock,
         interval_s=settings.sweep_interval_s,
@@ -189,12 +189,10 @@ def _loops(
     ]
 
 
-def _operator_files(credentials: Credentials | None, policies: Policies) -> Mapping[str, Callable[[], bool]]:
+def _operator_files(credentials: Credentials | None, policies: Tenants) -> Mapping[str, Callable[[], bool]]:
     """Whether each of the operator's files is usable, by name."""
     files = {} if credentials is None else dict(credentials.operator_files)
-    if isinstance(policies, Tenants):
-        files["tenants"] = lambda: policies.is_usable
-    return files
+    return {**files, "tenants": lambda: policies.is_usable}
 
 
 def _resign(leaderships: Iterable[Leadership]) -> None:

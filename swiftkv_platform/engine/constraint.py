@@ -6,15 +6,58 @@ with it, and on from there. So drafts are tried and dropped, and a preempted seq
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from swiftkv_platform.errors import RateLimitedError
+from swiftkv_platform.web.rate_limits import Clock, TokenBucket
+
 FIRST_S = 0.5
 """CPU seconds that following one request's grammar may take, all its answers together, before its tokens count."""
 TOKEN_S = 0.002
 """CPU seconds that each token adds; grammars as they are meant take a tenth of it."""
+CALLER_S = 2.0
+"""CPU seconds that all grammars of one caller may take at once, beyond `CALLER_TOKEN_S` a token: 64 schemas of some
+10 ms at their first token do."""
+CALLER_S_PER_MINUTE = 6
+"""Those that it gets back in a minute: what it can take of everybody's time for long is a tenth."""
+CALLER_TOKEN_S = 0.0005
+SPARED_S = 0.05
+"""CPU seconds of a request that goes on though its caller's are spent: others than it spent them."""
+
+
+class Allowance:
+    """CPU time of one caller's grammars together: many requests at once, or one after another, win none."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._bucket = TokenBucket(CALLER_S_PER_MINUTE, clock, capacity=CALLER_S)
+        self._lock = threading.Lock()  # the engine's thread spends, the event loop asks
+
+    @property
+    def is_spent(self) -> bool:
+        with self._lock:
+            return self._bucket.level <= 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Negative gives back."""
+        with self._lock:
+            self._bucket.take(seconds)
+
+    def check(self, name: str) -> None:
+        """Raise `RateLimitedError` where nothing is left. `name`: the request's field with a grammar."""
+        if self.is_spent:
+            with self._lock:
+                wait = self._bucket.seconds_until(CALLER_S / 2)
+            raise RateLimitedError(
+                f"{name} is not followed now: this caller's grammars have taken all the time that they may, "
+                f"{CALLER_S:g} s, {CALLER_S_PER_MINUTE} s a minute and {1e3 * CALLER_TOKEN_S:g} ms a token; write "
+                f"them without ambiguity, and try again in {wait:.0f} s",
+                field=name,
+                retry_after_s=wait,
+            )
 
 
 class Work:
@@ -23,10 +66,19 @@ class Work:
     def __init__(self) -> None:
         self.spent_s = 0.0
         self.num_tokens = 0
+        self.allowance: Allowance | None = None
+        self._charged_s = 0.0
+        self._is_exhausted = False
 
     @property
     def is_exhausted(self) -> bool:
-        return self.spent_s > FIRST_S + TOKEN_S * self.num_tokens
+        """Whether it may take no more; what once was stays so, whatever its caller gets back."""
+        if not self._is_exhausted:
+            too_much = self.spent_s > FIRST_S + TOKEN_S * self.num_tokens
+            allowance = self.allowance
+            by_caller = allowance is not None and self._charged_s > SPARED_S and allowance.is_spent
+            self._is_exhausted = too_much or by_caller
+        return self._is_exhausted
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -35,6 +87,10 @@ class Work:
             yield
         finally:
             self.spent_s += time.thread_time() - began
+            if self.allowance is not None:
+                charge = max(self.spent_s - CALLER_TOKEN_S * self.num_tokens, 0.0)
+                self.allowance.spend(charge - self._charged_s)
+                self._charged_s = charge
 
 
 class Constraint:
@@ -59,6 +115,10 @@ class Constraint:
         assert not self._consumed, "a constraint in use is no template"
         return Constraint(self._matcher.deep_copy(), self.name, self._first, self._work)
 
+    def charge(self, allowance: Allowance) -> None:
+        """Count its work as that of a caller, too."""
+        self._work.allowance = allowance
+
     @property
     def failure(self) -> str | None:
         """Message where nothing can follow: the grammar takes more work than is allowed, in a step or in all."""
@@ -67,8 +127,9 @@ class Constraint:
         if self._work.is_exhausted:
             return (
                 f"{self.name} is too complex to be followed further: it has taken {self._work.spent_s:.1f} s for "
-                f"{self._work.num_tokens} tokens, and {FIRST_S:g} s with {TOKEN_S:g} s a token are accepted; write it "
-                "without ambiguity, with fewer choices at a time"
+                f"{self._work.num_tokens} tokens, where {FIRST_S:g} s with {TOKEN_S:g} s a token are accepted, and of "
+                f"all of a caller {CALLER_S:g} s with {CALLER_TOKEN_S:g} s a token; write it without ambiguity, with "
+                "fewer choices at a time"
             )
         return None
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ulid import ULID
 
-from swiftkv_platform.engine.constraint import Constraint
+from swiftkv_platform.engine.constraint import Allowance, Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput
@@ -22,9 +22,12 @@ from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFul
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
+from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 MAX_COMPILING = 8
 """Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
+_MOST_CALLERS = 10_000
+"""Callers whose grammars' time is counted; the one that asked longest ago is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class EngineFrontend(ABC):
         """Threads for all that makes text of tokens or tokens of text for a caller."""
         self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
         self._num_compiling = 0
+        self._allowances: OrderedDict[str, Allowance] = OrderedDict()
         self._streams: dict[str, RequestStream] = {}
         self._pace = EventPace()
         self._failure: str | None = None
@@ -103,11 +107,13 @@ class EngineFrontend(ABC):
         *,
         priority: int = 0,
         tenant: str = "",
+        caller: str = "",
         interval_s: float | None = None,
     ) -> RequestStream:
         """Admit a request; the caller reads the stream to its end or closes it.
 
         Args:
+            caller: whose grammars' time is counted together.
             interval_s: of the stream, in place of `stream_interval_s`; infinite where only finished outputs matter.
 
         Raises:
@@ -115,6 +121,7 @@ class EngineFrontend(ABC):
                 `max_num_waiting` have room for.
             QueueFullError: running and waiting sequences leave too little of that room, `max_waiting_prompt_tokens`
                 tokens wait, the wait would be longer than `max_queue_s`, or too many grammars are being compiled.
+            RateLimitedError: the caller's grammars have taken all the time that they may.
             EngineDeadError: a step has failed; no request will be answered any more.
         """
         request_id, params = request_id or f"gen_{ULID()}", params or SamplingParams()
@@ -124,7 +131,7 @@ class EngineFrontend(ABC):
         stream = RequestStream(self, request_id, params.n, interval_s, self._pace)
         self._streams[request_id] = stream
         try:
-            constraint = await self._constraint(params)
+            constraint = await self._constraint(params, caller)
             request = await self.readers.run(lambda: self.reader.read(prompt, params), len(prompt))
             await self._begin(Admitted(request, stream, priority, tenant, constraint))
             self.check_health()
@@ -232,14 +239,20 @@ class EngineFrontend(ABC):
                 )
         self._check_waiting_tokens()
 
-    async def _constraint(self, params: SamplingParams) -> Constraint | None:
-        """Compiled while the engine steps on. Raises as `GrammarCompiler.compile`."""
+    async def _constraint(self, params: SamplingParams, caller: str) -> Constraint | None:
+        """Compiled while the engine steps on. Raises as `GrammarCompiler.compile` and `Allowance.check`."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        found = self.grammars.find(wanted)
-        if found is not None:
-            return found
+        allowance = self._allowances[caller] = self._allowances.pop(caller, Allowance())
+        if len(self._allowances) > _MOST_CALLERS:
+            self._allowances.popitem(last=False)
+        allowance.check(wanted.name)
+        constraint = self.grammars.find(wanted) or await self._compiled(wanted)
+        constraint.charge(allowance)
+        return constraint
+
+    async def _compiled(self, wanted: StructuredOutputs) -> Constraint:
         if self._num_compiling >= MAX_COMPILING:
             raise QueueFullError(f"queue full: {MAX_COMPILING} grammars are being compiled; try again later")
         self._num_compiling += 1

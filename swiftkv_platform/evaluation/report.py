@@ -7,10 +7,10 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from swiftkv_platform.contract.verdicts import VERDICTS, Verdict, verdict_of
+from swiftkv_platform.contract.verdicts import NEEDLE, VERDICTS, Verdict, verdict_of
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
-from swiftkv_platform.evaluation.harness.needle import NEEDLE, TEACHER_FINDS
+from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.instruct import Limits
 from swiftkv_platform.evaluation.paired import HeldOutIntervals, Interval, samples_to_decide

@@ -6,9 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from swiftkv_platform.contract.verdicts import verdict_of
-
-_UNKNOWN_LICENCE = "unknown"
+from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
 
 
 def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
@@ -26,6 +24,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
         f"# {name}",
         f"A SwiftKV student of `{teacher}`{_revision(lineage)}, distilled by SwiftKV Platform: a prompt's tokens stop "
         "at an early layer, so that prefill takes less compute and the KV cache less memory.",
+        verdict_sentence(report) or "",
         _verdict(report),
         _measures(report),
         _limits(report),

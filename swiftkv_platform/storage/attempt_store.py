@@ -224,8 +224,12 @@ class AttemptStore:
 
     def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
         """The manifest of the attempt's model, None while that is not complete."""
+        return self.manifest_at(attempt.artifact_prefix)
+
+    def manifest_at(self, prefix: str) -> Manifest | None:
+        """The manifest of the directory at `prefix`, None while that is not complete."""
         try:
-            return read_manifest(self._store, attempt.artifact_prefix)
+            return read_manifest(self._store, prefix)
         except ObjectNotFoundError:
             return None
 

@@ -19,6 +19,25 @@ def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page
     expect(tile.filter(has_text="exited early")).to_contain_text("21.5")
     expect(tile.filter(has_text="KV cache")).to_contain_text("25")
     expect(page.get_by_role("img", name="Time to first token by second; last: time to first token")).to_be_visible()
+    page.get_by_text("Ask it from a program").click()
+    url = server.get(f"/deployments/{deployment}")["url"].rstrip("/")
+    for language in ("curl", "Python", "Node"):
+        expect(page.get_by_role("region", name=f"{language} snippet")).to_contain_text(f"{url}/v1")
+
+
+def test_what_is_away_is_told_and_an_exit_that_is_not_there_is_not_offered(server: Server, page: Page) -> None:
+    deploy(server)
+    models = server.get("/models")
+    models["data"][0]["lineage"]["spec"] = server.get("/jobs")["data"][0]["spec"]
+    page.route("**/models?*", lambda route: route.fulfill(json=models))
+    page.goto(f"{address(server)}/#/playground")
+    expect(page.get_by_label("Temperature")).to_be_visible()
+    expect(page.get_by_label("Early exit")).to_have_count(0)
+    expect(page.get_by_role("status")).to_have_count(0)
+    problem = {"status": 503, "code": "not_ready", "detail": "", "errors": [{"field": "ray", "message": "refused"}]}
+    page.route("**/readyz", lambda route: route.fulfill(status=503, body=json.dumps(problem)))
+    page.reload()
+    expect(page.get_by_role("status")).to_contain_text("Ray: refused")
 
 
 @pytest.mark.soak("a long scene")

@@ -7,8 +7,8 @@ from uuid import uuid4
 import pytest
 
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.deployments.rows import SqlDeployments
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
@@ -58,10 +58,10 @@ def _server(request: pytest.FixtureRequest, name: str) -> S3Server:
 
 
 @pytest.fixture
-def jobs(database: Database) -> SqlJobRepository:
-    return SqlJobRepository(database)
+def jobs(database: Database) -> JobRepository:
+    return JobRepository(database)
 
 
 @pytest.fixture
-def catalog(database: Database) -> SqlDeployments:
-    return SqlDeployments(database)
+def catalog(database: Database) -> DeploymentRepository:
+    return DeploymentRepository(database)

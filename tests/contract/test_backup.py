@@ -13,10 +13,10 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import JobStatus, MetricPoint
 from swiftkv_platform.control_plane.jobs.ports import Idempotency
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, ObjectNotFoundError
 from swiftkv_platform.local.backup import back_up, restore
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -41,7 +41,7 @@ def fresh(tmp_path: Path, empty_database: Path) -> Database:
 
 def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
     """A job with a model that is deployed and promoted; returns the ids of job and deployment."""
-    jobs, registry = SqlJobRepository(database), SqlRegistry(database)
+    jobs, registry = JobRepository(database), Registry(database)
     job = store(jobs, make_job(metadata={"team": "blau-grün"}), key="once")
     worker = FakeWorker(objects, job.id)
     worker.artifact()
@@ -72,18 +72,18 @@ def test_everything_comes_back_in_a_database_of_the_other_kind(
     elsewhere = LocalObjectStore(tmp_path / "elsewhere")
     with closing(fresh):
         restore(fresh, elsewhere, tmp_path / "backup")
-        before, after = SqlJobRepository(database), SqlJobRepository(fresh)
+        before, after = JobRepository(database), JobRepository(fresh)
         page = Page(limit=1000, order="asc")
         assert after.events(job_id, page) == before.events(job_id, page)
         assert after.points(job_id, page) == before.points(job_id, page)
         restored, job = after.get(job_id, tenant=TENANT), before.get(job_id, tenant=TENANT)
         assert replace(restored, artifact_uri=None) == replace(job, artifact_uri=None)
-        deployment = SqlRegistry(fresh).get_deployment(deployment_id, tenant=TENANT)
+        deployment = Registry(fresh).get_deployment(deployment_id, tenant=TENANT)
         uri = f"{elsewhere.uri}/{job.attempt_id.artifact_prefix}"
         assert restored.artifact_uri == deployment.spec.artifact_uri == uri
-        assert SqlRegistry(fresh).promotions(tenant=TENANT) == SqlRegistry(database).promotions(tenant=TENANT)
-        counts = {**SqlRetention(database).count_rows(), "sessions": 0}
-        assert SqlRetention(fresh).count_rows() == counts
+        assert Registry(fresh).promotions(tenant=TENANT) == Registry(database).promotions(tenant=TENANT)
+        counts = {**RetainedRows(database).count_rows(), "sessions": 0}
+        assert RetainedRows(fresh).count_rows() == counts
         assert after.recall(TENANT, Idempotency("once", "a")) == restored
         assert list(elsewhere.list("")) == list(objects.list(""))
         again = after.update(restored, events=[message(job, "numbers go on after the greatest")])
@@ -135,7 +135,7 @@ def test_a_damaged_backup_writes_no_row(
     with closing(fresh):
         with pytest.raises((ArtifactCorruptError, InvalidInputError)):
             restore(fresh, LocalObjectStore(tmp_path / "elsewhere"), directory)
-        assert set(SqlRetention(fresh).count_rows().values()) == {0}
+        assert set(RetainedRows(fresh).count_rows().values()) == {0}
 
 
 def test_objects_that_are_only_listed_must_be_there(
@@ -149,7 +149,7 @@ def test_objects_that_are_only_listed_must_be_there(
         with pytest.raises(ArtifactCorruptError, match="--allow-missing"):
             restore(fresh, LocalObjectStore(tmp_path / "elsewhere"), tmp_path / "backup")
         restore(fresh, objects, tmp_path / "backup")
-        assert SqlRetention(fresh).count_rows()["jobs"] == 1
+        assert RetainedRows(fresh).count_rows()["jobs"] == 1
 
 
 def test_an_interrupted_restore_is_repeated(

@@ -16,15 +16,15 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
     Holdings,
 )
-from swiftkv_platform.control_plane.deployments.rows import SqlDeployments
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.files.file import File
-from swiftkv_platform.control_plane.files.rows import SqlFiles
-from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.files.rows import FileRepository
+from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.job import JobStatus, start, status_event
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import (
     ConflictError,
     InvalidInputError,
@@ -38,8 +38,8 @@ from tests.records import TENANT, make_job, make_model, store
 from tests.threads import at_once
 
 
-def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, database: Database) -> None:
-    registry = SqlRegistry(database)
+def test_a_model_is_stored_with_its_job(jobs: JobRepository, database: Database) -> None:
+    registry = Registry(database)
     job = store(jobs, make_job())
     model = make_model(job)
     jobs.update(replace(job, distilled_model=model.id), model=model)
@@ -50,7 +50,7 @@ def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, database: Databa
 
 
 @pytest.fixture
-def model(jobs: SqlJobRepository) -> Model:
+def model(jobs: JobRepository) -> Model:
     job = store(jobs, make_job())
     model = make_model(job)
     jobs.update(job, model=model)
@@ -68,7 +68,7 @@ def make_deployment(model: Model, route_prefix: str = "/") -> Deployment:
     return Deployment(spec, TENANT, 300)
 
 
-def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: SqlDeployments, model: Model) -> None:
+def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: DeploymentRepository, model: Model) -> None:
     holder = catalog.create_deployment(make_deployment(model))
     assert catalog.get_deployment(holder.spec.id, tenant=TENANT) == holder
     with pytest.raises(ConflictError, match=holder.spec.id):
@@ -79,7 +79,7 @@ def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: SqlDeplo
     assert [item.spec.id for item in catalog.all_deployments().items] == [holder.spec.id, other.spec.id, heir.spec.id]
 
 
-def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlDeployments, model: Model) -> None:
+def test_a_deployment_that_is_being_deleted_stays_so(catalog: DeploymentRepository, model: Model) -> None:
     deployment = catalog.create_deployment(make_deployment(model)).spec.id
     running = DeploymentState(DeploymentStatus.RUNNING, "ready", 2, {"fetch": 1.5, "load": 2.0, "check": 0.25})
     catalog.set_deployment_state(deployment, running)
@@ -94,7 +94,7 @@ def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlDeployments, mo
 
 
 def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(
-    catalog: SqlDeployments, model: Model
+    catalog: DeploymentRepository, model: Model
 ) -> None:
     before = catalog.create_deployment(make_deployment(model)).spec
     after = before.model_copy(update={"engine": {"dtype": "float32"}, "max_replicas": 3})
@@ -123,7 +123,7 @@ def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(
 
 @pytest.mark.parametrize("damage", ['\'{"not": "a deployment"}\'', "'[]'"])
 def test_a_deployment_that_cannot_be_read_hides_no_other(
-    database: Database, catalog: SqlDeployments, model: Model, damage: str
+    database: Database, catalog: DeploymentRepository, model: Model, damage: str
 ) -> None:
     damaged, sound = (catalog.create_deployment(make_deployment(model, path)) for path in ("/damaged", "/sound"))
     with database.writing() as session:
@@ -139,7 +139,7 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
 
 
 def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
-    database: Database, catalog: SqlDeployments, model: Model
+    database: Database, catalog: DeploymentRepository, model: Model
 ) -> None:
     stored = catalog.create_deployment(make_deployment(model))
     document = json.dumps({**stored.spec.model_dump(mode="json"), "colour": "red"})
@@ -151,7 +151,7 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
 
 
 def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
-    database: Database, catalog: SqlDeployments, model: Model
+    database: Database, catalog: DeploymentRepository, model: Model
 ) -> None:
     made = at_once(partial(catalog.create_deployment, make_deployment(model)) for _ in range(8))
     [holder] = [each for each in made if isinstance(each, Deployment)]
@@ -167,7 +167,7 @@ def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
     versions = [each.version for each in at_once(partial(change, number) for number in range(8))]
     assert sorted(versions) == list(range(2, 10))
     assert len(catalog.get_deployment(holder.spec.id, tenant=TENANT).spec.engine) == 9
-    registry = SqlRegistry(database)
+    registry = Registry(database)
     service = RegistryService(registry, clock=lambda: 1.0)
     at_once(
         partial(service.promote, model.id, f"alias{number % 2}", tenant=TENANT, by="ann", reason="better")
@@ -205,11 +205,11 @@ def using(file: File) -> dict[str, object]:
 
 
 @pytest.fixture
-def files(database: Database) -> SqlFiles:
-    return SqlFiles(database)
+def files(database: Database) -> FileRepository:
+    return FileRepository(database)
 
 
-def test_a_file_comes_back_as_it_was_stored_to_its_tenant_alone(files: SqlFiles) -> None:
+def test_a_file_comes_back_as_it_was_stored_to_its_tenant_alone(files: FileRepository) -> None:
     file, other = files.add(make_file(expires_at=1 << 40)), files.add(make_file(tenant="other"))
     assert files.get(file.id, tenant=TENANT) == file
     assert files.find([file.id, other.id], tenant=TENANT) == {file.id: file}
@@ -225,7 +225,7 @@ def test_a_file_comes_back_as_it_was_stored_to_its_tenant_alone(files: SqlFiles)
 
 
 def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
-    files: SqlFiles, jobs: SqlJobRepository
+    files: FileRepository, jobs: JobRepository
 ) -> None:
     file = files.add(make_file())
     job = store(jobs, make_job(data=using(file)))
@@ -242,7 +242,7 @@ def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
     assert len(jobs.list(Page(), tenant=TENANT).items) == 2
 
 
-def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: SqlFiles, jobs: SqlJobRepository) -> None:
+def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: FileRepository, jobs: JobRepository) -> None:
     for _ in range(5):
         file = files.add(make_file())
         job = make_job(data=using(file))
@@ -252,7 +252,7 @@ def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: SqlFiles, jobs: S
         assert len(refused) == 1, outcomes
 
 
-def test_of_many_uploads_at_once_as_many_are_kept_as_the_quota_holds(files: SqlFiles) -> None:
+def test_of_many_uploads_at_once_as_many_are_kept_as_the_quota_holds(files: FileRepository) -> None:
     uploads = at_once(partial(files.add, make_file(size=10), max_bytes=35) for _ in range(6))
     refused = [outcome.field for outcome in uploads if isinstance(outcome, QuotaExceededError)]
     assert (files.used_bytes(TENANT), refused) == (30, ["max_stored_bytes"] * 3)
@@ -263,11 +263,11 @@ HOOK = {"url": "https://a.example/hook", "secret_ref": "signing"}
 
 
 @pytest.fixture
-def outbox(database: Database) -> SqlOutbox:
-    return SqlOutbox(database)
+def outbox(database: Database) -> Outbox:
+    return Outbox(database)
 
 
-def test_a_change_and_its_delivery_are_stored_together(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+def test_a_change_and_its_delivery_are_stored_together(jobs: JobRepository, outbox: Outbox) -> None:
     job = store(jobs, make_job(webhook=HOOK, metadata={"team": "blue"}))
     started, event = start(job, now=101)
     with pytest.raises(StaleVersionError):
@@ -283,7 +283,7 @@ def test_a_change_and_its_delivery_are_stored_together(jobs: SqlJobRepository, o
     assert outbox.count_by_status() == {"pending": 1, "delivered": 1, "failed": 0}
 
 
-def test_a_jobs_deliveries_to_one_address_wait_for_each_other(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+def test_a_jobs_deliveries_to_one_address_wait_for_each_other(jobs: JobRepository, outbox: Outbox) -> None:
     job, other = store(jobs, make_job(webhook=HOOK)), store(jobs, make_job(webhook=HOOK))
     started, event = start(job, now=101)
     jobs.update(started, events=[event])
@@ -297,14 +297,14 @@ def test_a_jobs_deliveries_to_one_address_wait_for_each_other(jobs: SqlJobReposi
     assert [delivery.event for delivery in outbox.claim(now=206.0, until=266.0, limit=10)] == [event]
 
 
-def test_a_claim_that_nobody_settles_runs_out(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+def test_a_claim_that_nobody_settles_runs_out(jobs: JobRepository, outbox: Outbox) -> None:
     store(jobs, make_job(webhook=HOOK))
     [claimed] = outbox.claim(now=200.0, until=260.0, limit=10)
     assert outbox.claim(now=259.0, until=300.0, limit=10) == []
     assert outbox.claim(now=260.0, until=320.0, limit=10) == [claimed]
 
 
-def test_of_many_who_claim_at_once_one_gets_each(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+def test_of_many_who_claim_at_once_one_gets_each(jobs: JobRepository, outbox: Outbox) -> None:
     for _ in range(20):
         store(jobs, make_job(webhook=HOOK))
 
@@ -318,7 +318,7 @@ def test_of_many_who_claim_at_once_one_gets_each(jobs: SqlJobRepository, outbox:
     assert len(claimed) == len(set(claimed)) == 20
 
 
-def test_deliveries_to_a_receiver_that_is_left_out_wait(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+def test_deliveries_to_a_receiver_that_is_left_out_wait(jobs: JobRepository, outbox: Outbox) -> None:
     for url in ("https://A.example/hook", "https://a.example", "https://a.example.org/x", "https://a.example:8443/x"):
         store(jobs, make_job(webhook={**HOOK, "url": url}))
     claimed = outbox.claim(now=200.0, until=260.0, limit=10, without=["https://a.example", "https://b_.example"])

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.control_plane.access.tenants import TenantPolicy
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
 from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
 from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.leadership import Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.loops.rows import SqlLeases
+from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -50,7 +50,7 @@ ROUND_DEADLINE_S = 120.0
 QUOTAS = {"a": TenantPolicy(max_running_jobs=2), "b": TenantPolicy(max_running_jobs=3)}
 
 
-class Granted:
+class Granted(Tenants):
     def policy(self, tenant: str) -> TenantPolicy:
         return QUOTAS[tenant]
 
@@ -103,9 +103,9 @@ def reconcile(url: str, root: Path, holder: str) -> None:
     """Program of a control plane: one loop, until it is killed."""
     configure_logging()
     database, objects = Database(url), LocalObjectStore(root / "store")
-    leadership = Leadership(SqlLeases(database), "jobs", holder, time.time, lease_s=LEASE_S)
+    leadership = Leadership(Leases(database), "jobs", holder, time.time, lease_s=LEASE_S)
     reconciler = Reconciler(
-        jobs=SqlJobRepository(database),
+        jobs=JobRepository(database),
         cluster=DirectoryCluster(root / "ray", objects),
         store=AttemptStore(objects),
         digest=manifest_digest,
@@ -114,7 +114,7 @@ def reconcile(url: str, root: Path, holder: str) -> None:
         max_running_jobs=RUNNING,
         policies=Granted(),
         interval_s=0.05,
-        attention=Attention(SPARING),
+        polls=PollSchedule(SPARING),
         concurrency=2,
         lease=leadership,
     )
@@ -160,7 +160,7 @@ def test_frozen_control_planes_pass_no_limit_and_submit_nothing_twice(database: 
     ray = tmp_path / "ray"
     ray.mkdir()
     rng = random.Random(os.environ.get("SWIFTKV_SEED", "1"))
-    jobs, url = SqlJobRepository(database), database._engine.url.render_as_string(hide_password=False)
+    jobs, url = JobRepository(database), database._engine.url.render_as_string(hide_password=False)
     with two_planes(url, tmp_path) as planes:
         for number in range(ROUNDS):
             told = [store(jobs, make_job(tenant=rng.choice("ab"))) for _ in range(JOBS)]
@@ -172,7 +172,7 @@ def test_frozen_control_planes_pass_no_limit_and_submit_nothing_twice(database: 
             check_round(jobs, told, ray)
 
 
-def check_round(jobs: SqlJobRepository, told: list[Job], ray: Path) -> None:
+def check_round(jobs: JobRepository, told: list[Job], ray: Path) -> None:
     ids = {job.id for job in told}
     started = [path.name for path in ray.iterdir() if path.name.rpartition("-")[0] in ids]
     assert sorted(started) == sorted(f"{job_id}-1" for job_id in ids)

@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
@@ -26,11 +27,11 @@ from swiftkv_platform.control_plane.database.session import (
 from swiftkv_platform.control_plane.database.tables import Base, JobRow
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.queue import Claim
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.jobs.uses import live_users
-from swiftkv_platform.control_plane.loops.rows import SqlLeases
+from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
 from tests.old_home import ARCHIVES
 from tests.postgres import emptied
@@ -52,7 +53,7 @@ def at_most(limit: int) -> Claim:
     return lambda _tenant, held, demand: held.jobs + demand.jobs <= limit
 
 
-def random_jobs(jobs: SqlJobRepository, number: int) -> list[Job]:
+def random_jobs(jobs: JobRepository, number: int) -> list[Job]:
     """Jobs of three tenants in every status, with demands of their own."""
     rng, made = random.Random(7), []
     for _ in range(number):
@@ -65,7 +66,7 @@ def random_jobs(jobs: SqlJobRepository, number: int) -> list[Job]:
     return made
 
 
-def test_the_queue_is_what_the_jobs_say(jobs: SqlJobRepository) -> None:
+def test_the_queue_is_what_the_jobs_say(jobs: JobRepository) -> None:
     made = random_jobs(jobs, 60)
     left_alone = [job.id for job in made if job.status is JobStatus.QUEUED][:3]
     for now, without, most in ((40.0, [], 60), (60.0, left_alone, 60), (60.0, [], 2)):
@@ -92,7 +93,7 @@ def starting(waiting: list[Job]) -> list[tuple[Job, Event]]:
     return [start(job, now=101) for job in waiting]
 
 
-def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: SqlJobRepository) -> None:
+def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: JobRepository) -> None:
     """Each wants other jobs, as planes do whose views of the queue differ."""
     waiting = [store(jobs, make_job(tenant=f"t{number % 2}")) for number in range(16)]
     claims = at_once(partial(jobs.claim, starting([job]), most=6, fits=at_most(4)) for job in waiting)
@@ -103,7 +104,7 @@ def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: SqlJ
 
 
 def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does_not_fit(
-    jobs: SqlJobRepository,
+    jobs: JobRepository,
 ) -> None:
     first, cancelled, large, small = (store(jobs, make_job(tenant=tenant)) for tenant in ("a", "a", "b", "b"))
     gone, event = transition(cancelled, JobStatus.CANCELLING, now=100)
@@ -120,7 +121,7 @@ def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does
 
 
 def test_a_lease_is_held_by_one_until_it_runs_out_or_is_given_up(database: Database) -> None:
-    leases = SqlLeases(database)
+    leases = Leases(database)
     assert leases.take("jobs", "a", now=100.0, until=105.0)
     assert leases.take("deployments", "b", now=100.0, until=105.0)
     assert not leases.take("jobs", "b", now=104.0, until=109.0)
@@ -134,8 +135,8 @@ def test_a_lease_is_held_by_one_until_it_runs_out_or_is_given_up(database: Datab
     assert sum(token is not None for token in at_once(takers)) == 1
 
 
-def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jobs: SqlJobRepository) -> None:
-    leases, job = SqlLeases(database), store(jobs, make_job())
+def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jobs: JobRepository) -> None:
+    leases, job = Leases(database), store(jobs, make_job())
     token = leases.take("jobs", "a", now=100.0, until=105.0)
     assert token is not None
     fence = Fence("jobs", "a", token)
@@ -154,7 +155,7 @@ def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jo
         jobs.update(job, fence=fence)
 
 
-def test_watching_a_job_is_no_change_of_it(jobs: SqlJobRepository) -> None:
+def test_watching_a_job_is_no_change_of_it(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     jobs.watch(job.id, 300.0)
     [placed_job] = jobs.claim(starting([job]), most=1, fits=anything_fits)
@@ -237,6 +238,8 @@ def test_programs_of_the_last_release_can_go_on_writing_after_the_upgrade(databa
     unique = unique_indexes(database, before)
     database.upgrade()
     after = columns(database)
+    # Null of imported models alone, which they do not make.
+    before["models"]["job_id"] = (before["models"]["job_id"][0], True, True)
     for name, old in before.items():
         assert old.items() <= after[name].items(), name
         assert {key for key in after[name].keys() - old.keys() if not after[name][key][2]} == set(), name
@@ -256,7 +259,7 @@ def test_the_database_that_the_last_release_wrote_is_upgraded_and_read(tmp_path:
             database.check_schema()
         database.upgrade()
         database.check_schema()
-        found = SqlJobRepository(database).list(Page(limit=9), tenant="default")
+        found = JobRepository(database).list(Page(limit=9), tenant="default")
         assert {job.spec.name: job.status for job in found.items} == {
             "finished": JobStatus.SUCCEEDED,
             "paused": JobStatus.PAUSED,
@@ -278,13 +281,13 @@ def test_an_older_program_starts_on_a_later_schema_unless_that_is_in_the_next_th
         session.execute(update(VERSION).values(version_num=newest_revision()))
 
 
-def test_aliases_from_before_versions_are_numbered(database: Database, jobs: SqlJobRepository) -> None:
+def test_aliases_from_before_versions_are_numbered(database: Database, jobs: JobRepository) -> None:
     models = []
     for _ in range(3):
         job = store(jobs, make_job())
         models.append(make_model(job).id)
         jobs.update(job, model=replace(make_model(job), id=models[-1]))
-    registry = SqlRegistry(database)
+    registry = Registry(database)
     service = RegistryService(registry, clock=lambda: 1.0)
     for alias, model in [("a", models[0]), ("b", models[1]), ("a", models[1]), ("a", models[2])]:
         service.promote(model, alias, tenant=TENANT, by="ann", reason="better")
@@ -298,9 +301,12 @@ def test_aliases_from_before_versions_are_numbered(database: Database, jobs: Sql
     assert registry.promotions(tenant=TENANT) == before
 
 
-def test_the_queue_of_before_its_columns_is_decided_as_before(database: Database, jobs: SqlJobRepository) -> None:
+def test_the_queue_of_before_its_columns_is_decided_as_before(database: Database, jobs: JobRepository) -> None:
     resources = {"num_workers": 2, "gpus_per_worker": 1, "cpus_per_worker": 3}
-    late, urgent = (store(jobs, make_job(limits={"priority": name}, resources=resources)) for name in ("low", "high"))
+    many: dict[str, Any] = {"resources": resources | {"num_workers": {"min": 1, "max": 3}}, "evaluation": {"max_kl": 1}}
+    many["sweep"] = {"learning_rate": [1e-4, 2e-4], "key_value_group_size": [1, 2], "max_concurrent": 3}
+    late = store(jobs, make_job(limits={"priority": "low"}, resources=resources))
+    urgent = store(jobs, make_job(limits={"priority": "high"}, **many))
     retry = jobs.update(replace(store(jobs, make_job()), not_before=50.0))
     damaged = store(jobs, make_job())
     before = jobs.standing(most=9, now=40.0, without=[damaged.id])
@@ -318,7 +324,7 @@ def test_the_queue_of_before_its_columns_is_decided_as_before(database: Database
     ]
 
 
-def test_who_uses_what_is_known_of_jobs_from_before_the_table(database: Database, jobs: SqlJobRepository) -> None:
+def test_who_uses_what_is_known_of_jobs_from_before_the_table(database: Database, jobs: JobRepository) -> None:
     file_id, model = new_file_id(), "mdl_01ABCDEFGHJKMNPQRSTVWXYZ01"
     parent = store(jobs, make_job(training={"from": f"{model}"}))
     naming = {"data": {"sources": [{"name_or_path": "s3://b/" + f"jobs/{parent.id}/rows"}, {"name_or_path": "org/x"}]}}
@@ -360,6 +366,6 @@ def test_check_schema_names_the_way_out_for_an_old_database(database: Database) 
 def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
-        SqlJobRepository(database).on_cluster()
+        JobRepository(database).on_cluster()
     with pytest.raises(InvalidInputError, match="postgresql"):
         Database("nonsense")

@@ -25,7 +25,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     transition,
 )
 from swiftkv_platform.control_plane.jobs.ports import JobFilter, StoredJobs
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import (
     IdempotencyConflictError,
     InvalidInputError,
@@ -37,7 +37,7 @@ from tests.records import TENANT, make_job, make_model, message, store
 from tests.threads import at_once
 
 
-def test_a_job_comes_back_as_it_was_stored_to_its_tenant_alone(jobs: SqlJobRepository) -> None:
+def test_a_job_comes_back_as_it_was_stored_to_its_tenant_alone(jobs: JobRepository) -> None:
     job = replace(
         make_job(metadata={"team": "blue"}),
         attempt=Attempt(
@@ -60,7 +60,7 @@ def test_a_job_comes_back_as_it_was_stored_to_its_tenant_alone(jobs: SqlJobRepos
     assert jobs.list(Page(), tenant="other").items == []
 
 
-def test_an_update_of_an_old_version_changes_nothing(jobs: SqlJobRepository) -> None:
+def test_an_update_of_an_old_version_changes_nothing(jobs: JobRepository) -> None:
     read = store(jobs, make_job())
     started, event = start(read, now=101)
     stored = jobs.update(started, events=[event])
@@ -72,14 +72,14 @@ def test_an_update_of_an_old_version_changes_nothing(jobs: SqlJobRepository) -> 
     assert (statuses, jobs.points(read.id, Page()).items) == (["queued", "starting"], [])
 
 
-def test_of_updates_at_the_same_time_one_wins(jobs: SqlJobRepository) -> None:
+def test_of_updates_at_the_same_time_one_wins(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     outcomes = at_once(partial(jobs.update, job, events=[message(job, str(number))]) for number in range(4))
     assert sum(isinstance(outcome, StaleVersionError) for outcome in outcomes) == 3
     assert len(jobs.events(job.id, Page()).items) == 2
 
 
-def test_a_key_stands_for_one_job_of_its_tenant(jobs: SqlJobRepository) -> None:
+def test_a_key_stands_for_one_job_of_its_tenant(jobs: JobRepository) -> None:
     first = store(jobs, make_job(), key="k")
     assert store(jobs, make_job(), key="k") == first
     other = store(jobs, make_job(tenant="other"), key="k")
@@ -89,13 +89,13 @@ def test_a_key_stands_for_one_job_of_its_tenant(jobs: SqlJobRepository) -> None:
     assert [job.id for job in jobs.list(Page(), tenant=TENANT).items] == [first.id]
 
 
-def test_one_key_from_many_requests_at_once_gives_one_job(jobs: SqlJobRepository) -> None:
+def test_one_key_from_many_requests_at_once_gives_one_job(jobs: JobRepository) -> None:
     found = at_once(lambda: store(jobs, make_job(), key="k").id for _ in range(6))
     assert set(found) == {job.id for job in jobs.list(Page(), tenant=TENANT).items}
     assert len(set(found)) == 1
 
 
-def test_lists_are_paged_in_both_directions(jobs: SqlJobRepository) -> None:
+def test_lists_are_paged_in_both_directions(jobs: JobRepository) -> None:
     ids = [store(jobs, make_job()).id for _ in range(5)]
     newest = jobs.list(Page(limit=2), tenant=TENANT)
     assert [job.id for job in newest.items] == [ids[4], ids[3]]
@@ -108,7 +108,7 @@ def test_lists_are_paged_in_both_directions(jobs: SqlJobRepository) -> None:
         jobs.list(Page(after="job_unknown"), tenant=TENANT)
 
 
-def test_lists_are_filtered(jobs: SqlJobRepository) -> None:
+def test_lists_are_filtered(jobs: JobRepository) -> None:
     blue = store(jobs, make_job(metadata={"team": "blue", "a.b": "1"}))
     red = store(jobs, make_job(metadata={"team": "red"}, model={"name_or_path": "org/big"}))
     started, _ = start(red, now=101)
@@ -125,7 +125,7 @@ def test_lists_are_filtered(jobs: SqlJobRepository) -> None:
     assert ids(status=JobStatus.STARTING, model="org/big") == [red.id]
 
 
-def test_events_keep_the_order_in_which_they_were_stored(jobs: SqlJobRepository) -> None:
+def test_events_keep_the_order_in_which_they_were_stored(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     for start_number in range(0, 60, 20):
         job = jobs.update(job, events=[message(job, str(n)) for n in range(start_number, start_number + 20)])
@@ -138,7 +138,7 @@ def test_events_keep_the_order_in_which_they_were_stored(jobs: SqlJobRepository)
         jobs.events(job.id, Page(after=new_id("evt")))
 
 
-def test_a_repeated_step_replaces_the_earlier_one(jobs: SqlJobRepository) -> None:
+def test_a_repeated_step_replaces_the_earlier_one(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     job = jobs.update(job, points=[MetricPoint(step, 1, 10.5 + step, {"loss": 1.0}) for step in range(1, 1200)])
     job = jobs.update(job, points=[MetricPoint(2, 2, 99.0, {"loss": None}), MetricPoint(2, 2, 99.5, {"loss": 0.25})])
@@ -163,7 +163,7 @@ def test_a_repeated_step_replaces_the_earlier_one(jobs: SqlJobRepository) -> Non
     ],
 )
 def test_of_many_jobs_at_once_as_many_are_stored_as_the_quota_says(
-    jobs: SqlJobRepository, limits: StoredJobs, field: str
+    jobs: JobRepository, limits: StoredJobs, field: str
 ) -> None:
     store(jobs, make_job(tenant="other"))
 
@@ -181,7 +181,7 @@ def test_of_many_jobs_at_once_as_many_are_stored_as_the_quota_says(
 
 
 def test_a_page_of_long_jobs_ends_early_and_the_next_goes_on(
-    jobs: SqlJobRepository, monkeypatch: pytest.MonkeyPatch
+    jobs: JobRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paging, "PAGE_BYTES", 20_000)
     ids = [store(jobs, make_job(metadata={"a": "x" * size})).id for size in (10, 4000, 10, 4000, 10)]
@@ -209,7 +209,7 @@ def measured(*steps: int, attempt: int = 1, loss: float | None = None) -> list[M
     return [MetricPoint(step, attempt, 5.0, {"loss": loss or 1.0 / step}) for step in steps]
 
 
-def test_points_are_stored_once_and_events_tell_them(database: Database, jobs: SqlJobRepository) -> None:
+def test_points_are_stored_once_and_events_tell_them(database: Database, jobs: JobRepository) -> None:
     """Those that no series holds stay in their event."""
     job = store(jobs, make_job())
     first, second, said, kept = told(job, 1, 2), told(job, 3), message(job, "hello"), told(job, 4, 5)
@@ -221,7 +221,7 @@ def test_points_are_stored_once_and_events_tell_them(database: Database, jobs: S
     assert jobs.events(job.id, Page(order="asc")).items[1:] == [first, said, second, kept]
 
 
-def test_a_repeated_step_is_told_with_its_newest_values(jobs: SqlJobRepository) -> None:
+def test_a_repeated_step_is_told_with_its_newest_values(jobs: JobRepository) -> None:
     job = store(jobs, make_job())
     job = jobs.update(job, events=[told(job, 1, 2)], points=measured(1, 2))
     jobs.update(job, points=measured(2, attempt=2, loss=7.0))

@@ -9,14 +9,14 @@ from swiftkv_platform.control_plane.access.rows import SqlSessions, StoredSessio
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
+from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, MetricPoint, transition
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.upkeep.retention import Kind
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.errors import ConflictError, NotFoundError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.publish import WebhookSpec
@@ -24,11 +24,11 @@ from tests.records import TENANT, make_job, make_model, message, store
 
 
 @pytest.fixture
-def rows(database: Database) -> SqlRetention:
-    return SqlRetention(database)
+def rows(database: Database) -> RetainedRows:
+    return RetainedRows(database)
 
 
-def ended(jobs: SqlJobRepository, *, now: int = 100, model: Model | None = None, **spec: Any) -> Job:
+def ended(jobs: JobRepository, *, now: int = 100, model: Model | None = None, **spec: Any) -> Job:
     """A job that has failed at `now`, or succeeded with a model."""
     job = store(jobs, make_job(**spec))
     if model is None:
@@ -40,17 +40,17 @@ def ended(jobs: SqlJobRepository, *, now: int = 100, model: Model | None = None,
     return jobs.update(succeeded, model=replace(model, job_id=job.id, created_at=now))
 
 
-def with_model(jobs: SqlJobRepository, *, now: int = 100, **spec: Any) -> tuple[Job, str]:
+def with_model(jobs: JobRepository, *, now: int = 100, **spec: Any) -> tuple[Job, str]:
     model = make_model(make_job())
     return ended(jobs, now=now, model=model, **spec), model.id
 
 
 def deployed(database: Database, model_id: str, **options: Any) -> str:
     spec = ResolvedDeployment(id=f"dep_{model_id}", model=model_id, artifact_uri="s3://x", **options)
-    return SqlRegistry(database).create_deployment(Deployment(spec, TENANT, 100)).spec.id
+    return Registry(database).create_deployment(Deployment(spec, TENANT, 100)).spec.id
 
 
-def test_jobs_that_ended_are_found_until_they_are_marked(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+def test_jobs_that_ended_are_found_until_they_are_marked(rows: RetainedRows, jobs: JobRepository) -> None:
     store(jobs, make_job())
     first, second, _late = ended(jobs), ended(jobs), ended(jobs, now=300)
     assert rows.ended_jobs(Kind.LOGS, before=200, limit=9, after=None) == [first.id, second.id]
@@ -62,7 +62,7 @@ def test_jobs_that_ended_are_found_until_they_are_marked(rows: SqlRetention, job
     assert rows.ended_jobs(Kind.TRACKING, before=200, limit=9, after=None) == [first.id, second.id]
 
 
-def test_events_go_in_parts_and_changes_of_status_stay(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+def test_events_go_in_parts_and_changes_of_status_stay(rows: RetainedRows, jobs: JobRepository) -> None:
     job = ended(jobs)
     jobs.update(job, events=[message(job, str(number)) for number in range(5)])
     assert rows.count_events(job.id) == 5
@@ -71,7 +71,7 @@ def test_events_go_in_parts_and_changes_of_status_stay(rows: SqlRetention, jobs:
 
 
 @pytest.mark.parametrize("limit", [7, 1000])
-def test_points_are_thinned_evenly_however_often(rows: SqlRetention, jobs: SqlJobRepository, limit: int) -> None:
+def test_points_are_thinned_evenly_however_often(rows: RetainedRows, jobs: JobRepository, limit: int) -> None:
     job = store(jobs, make_job())
     jobs.update(job, points=[MetricPoint(step, 1, 1.0, {"loss": 1.0}) for step in range(3, 103)])
     gone = 0
@@ -84,11 +84,11 @@ def test_points_are_thinned_evenly_however_often(rows: SqlRetention, jobs: SqlJo
     assert rows.thin_points(job.id, most=11, limit=limit) == 0
 
 
-def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, rows: SqlRetention) -> None:
+def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, rows: RetainedRows) -> None:
     hook = WebhookSpec(url="https://hooks.example.com/a", secret_ref="signing")
-    jobs = SqlJobRepository(database, lambda _job: [hook])
+    jobs = JobRepository(database, lambda _job: [hook])
     job = store(jobs, make_job(), key="once")
-    outbox = SqlOutbox(database)
+    outbox = Outbox(database)
     [delivery] = outbox.claim(now=101, until=102, limit=1)
     assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 0, "it has yet to be delivered"
     outbox.delivered(delivery.sequence, 101)
@@ -106,9 +106,9 @@ def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, r
 
 
 def test_an_alias_keeps_what_it_can_be_rolled_back_to(
-    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+    database: Database, rows: RetainedRows, jobs: JobRepository
 ) -> None:
-    registry = SqlRegistry(database)
+    registry = Registry(database)
     service = RegistryService(registry, clock=lambda: 100.0)
     models = [with_model(jobs)[1] for _ in range(5)]
     for model in models[:4]:
@@ -127,19 +127,19 @@ def test_an_alias_keeps_what_it_can_be_rolled_back_to(
 
 
 def test_models_are_superseded_by_a_newer_one_of_their_name(
-    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+    database: Database, rows: RetainedRows, jobs: JobRepository
 ) -> None:
     found = [with_model(jobs, now=now)[1] for now in (100, 200, 300)]
     assert rows.superseded_models(before=199, limit=9, after=None) == []
     assert rows.superseded_models(before=200, limit=9, after=None) == found[:1]
     assert rows.superseded_models(before=300, limit=9, after=None) == found[:2]
-    service = RegistryService(SqlRegistry(database), clock=lambda: 100.0)
+    service = RegistryService(Registry(database), clock=lambda: 100.0)
     service.promote(found[0], "production", tenant=TENANT, by="ann", reason="good")
     assert rows.superseded_models(before=300, limit=9, after=None) == [found[1]]
 
 
 def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
-    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+    database: Database, rows: RetainedRows, jobs: JobRepository
 ) -> None:
     job, model_id = with_model(jobs)
     jobs.update(job, events=[message(job, "x")], points=[MetricPoint(1, 1, 1.0, {})])
@@ -152,7 +152,7 @@ def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
     with pytest.raises(NotFoundError):
         jobs.get(job.id, tenant=TENANT)
     with pytest.raises(NotFoundError):
-        SqlRegistry(database).get_model(model_id, tenant=TENANT)
+        Registry(database).get_model(model_id, tenant=TENANT)
     rows.forget_deletion(f"jobs/{job.id}")
     assert rows.deletions(limit=9, after=None) == []
     counts = rows.count_rows()
@@ -160,7 +160,7 @@ def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
     assert jobs.get(other.id, tenant=TENANT) == other
 
 
-def test_a_deleted_model_leaves_its_job(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+def test_a_deleted_model_leaves_its_job(rows: RetainedRows, jobs: JobRepository) -> None:
     job, model_id = with_model(jobs)
     assert rows.model_prefix(model_id) == f"jobs/{job.id}/attempts/1/artifact"
     assert rows.delete_model(model_id, by="ann", now=400, tenant=TENANT) == 1
@@ -172,13 +172,13 @@ def test_a_deleted_model_leaves_its_job(rows: SqlRetention, jobs: SqlJobReposito
     assert rows.deletions(limit=9, after=None) == [f"jobs/{job.id}", f"jobs/{job.id}/attempts/1/artifact"]
 
 
-def test_what_has_a_model_does_not_expire(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+def test_what_has_a_model_does_not_expire(rows: RetainedRows, jobs: JobRepository) -> None:
     _, failed = with_model(jobs), ended(jobs)
     store(jobs, make_job())
     assert rows.expired_jobs(before=200, limit=9, after=None) == [failed.id]
 
 
-def test_checkpoints_that_an_unfinished_job_reads_stay(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+def test_checkpoints_that_an_unfinished_job_reads_stay(rows: RetainedRows, jobs: JobRepository) -> None:
     parent, other = ended(jobs), ended(jobs)
     child = store(jobs, make_job(training={"from": f"{parent.id}:ckpt_00000002_0001"}))
     assert rows.ended_jobs(Kind.CHECKPOINTS, before=200, limit=9, after=None) == [other.id]
@@ -191,14 +191,14 @@ def test_checkpoints_that_an_unfinished_job_reads_stay(rows: SqlRetention, jobs:
     rows.delete_job(parent.id, by="ann", now=400)
 
 
-def test_a_model_that_an_unfinished_job_continues_from_stays(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+def test_a_model_that_an_unfinished_job_continues_from_stays(rows: RetainedRows, jobs: JobRepository) -> None:
     _, model_id = with_model(jobs)
     child = store(jobs, make_job(training={"from": model_id}))
     with pytest.raises(ConflictError, match=f"job {child.id} reads it"):
         rows.delete_model(model_id, by="ann", now=400)
 
 
-def test_what_holds_a_job_is_named(database: Database, rows: SqlRetention, jobs: SqlJobRepository) -> None:
+def test_what_holds_a_job_is_named(database: Database, rows: RetainedRows, jobs: JobRepository) -> None:
     live = store(jobs, make_job())
     paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=101)
     jobs.update(paused, events=[event])
@@ -208,7 +208,7 @@ def test_what_holds_a_job_is_named(database: Database, rows: SqlRetention, jobs:
     first = deployed(database, served)
     candidate = {"model": shown, "artifact_uri": "s3://x"}
     deployed(database, free[1], candidate=candidate, route_prefix="/other")
-    service = RegistryService(SqlRegistry(database), clock=lambda: 100.0)
+    service = RegistryService(Registry(database), clock=lambda: 100.0)
     service.promote(promoted, "production", tenant=TENANT, by="ann", reason="good")
     child = store(jobs, make_job(model={"name_or_path": f"s3://bucket/jobs/{parent.id}/attempts/1/artifact"}))
     held = [
@@ -232,7 +232,7 @@ def test_what_holds_a_job_is_named(database: Database, rows: SqlRetention, jobs:
 
 
 def test_jobs_that_ended_before_there_was_retention_are_found(
-    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+    database: Database, rows: RetainedRows, jobs: JobRepository
 ) -> None:
     waiting, job = store(jobs, make_job()), ended(jobs)
     database.downgrade("0007")

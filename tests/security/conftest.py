@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import JobStatus
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
@@ -60,7 +60,7 @@ class DeploymentPlane:
 
     def model(self, tenant: str) -> str:
         """Id of a model that the tenant has distilled."""
-        assert isinstance(self.parts.jobs, SqlJobRepository)
+        assert isinstance(self.parts.jobs, JobRepository)
         job = store(self.parts.jobs, replace(make_job(tenant=tenant), status=JobStatus.SUCCEEDED))  # nobody starts it
         model = make_model(job)
         self.parts.jobs.update(job, model=model)

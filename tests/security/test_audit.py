@@ -11,7 +11,7 @@ from sqlalchemy import event, text
 from swiftkv_platform.control_plane.access.rows import AuditEntry, AuditFilter, SqlAudit
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.snapshots import tables
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from tests.unit.control_plane.routes.conftest import SPEC, Start, StillClock
@@ -205,7 +205,7 @@ def test_old_entries_are_swept_and_all_are_in_backups(sqlite_database: Database)
     for number in range(5):
         caller = ("ann", "key", "acme", "::1")
         trail.store(AuditEntry(f"aud_{number}", float(number), "req", *caller, "POST", "/x", None, 200))
-    rows = SqlRetention(sqlite_database)
+    rows = RetainedRows(sqlite_database)
     assert rows.remove_audit(before=2.0, limit=9, dry_run=True) == 3
     assert rows.remove_audit(before=2.0, limit=2, dry_run=False) == 2
     assert rows.remove_audit(before=2.0, limit=2, dry_run=False) == 1

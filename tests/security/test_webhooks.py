@@ -12,11 +12,11 @@ import pytest
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.hooks import sender
-from swiftkv_platform.control_plane.hooks.rows import SqlOutbox
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, SecretFiles, WebhookRules
+from swiftkv_platform.control_plane.hooks.rows import Outbox
+from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
+from swiftkv_platform.control_plane.hooks.webhooks import SecretFiles, WebhookRules
 from swiftkv_platform.control_plane.jobs.job import Job, status_event
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.specs import JobSpec
 
@@ -105,8 +105,8 @@ def dripping(connection: socket.socket, over: threading.Event) -> None:
 class Post:
     """Jobs whose changes are told, and the loop that tells."""
 
-    jobs: SqlJobRepository
-    outbox: SqlOutbox
+    jobs: JobRepository
+    outbox: Outbox
 
     def tell(self, receiver: Receiver, path: str = "/hook") -> Job:
         hook = {"url": f"{receiver.url}{path}", "secret_ref": "signing"}
@@ -140,7 +140,7 @@ def secrets(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def post(sqlite_database: Database) -> Post:
-    return Post(SqlJobRepository(sqlite_database), SqlOutbox(sqlite_database))
+    return Post(JobRepository(sqlite_database), Outbox(sqlite_database))
 
 
 def test_an_endless_answer_is_not_read(post: Post, secrets: Path) -> None:

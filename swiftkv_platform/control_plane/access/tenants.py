@@ -8,7 +8,7 @@ tenants:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
@@ -65,10 +65,6 @@ class _TenantsFile(FiniteModel):
     tenants: dict[str, TenantPolicy] = {}
 
 
-class Policies(Protocol):
-    def policy(self, tenant: str) -> TenantPolicy: ...
-
-
 class Tenants:
     """The policies in a file, in its last good version; without a file no tenant is limited.
 
@@ -111,7 +107,7 @@ def source_rules(settings: Settings) -> SourceRules:
     return SourceRules(settings.resolved_source_roots, code_tasks=settings.allow_code_tasks)
 
 
-def tenant_access(rules: SourceRules, policies: Policies, tenant: str | None) -> Access:
+def tenant_access(rules: SourceRules, policies: Tenants, tenant: str | None) -> Access:
     """Sources that a tenant may read; without a tenant only the hub, where sources have rules."""
     if tenant is None:
         return Access(roots=None if rules.roots is None else ())

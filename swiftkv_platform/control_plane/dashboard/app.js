@@ -2,7 +2,7 @@
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, send } from "./api.js";
-import { Empty, Loading, Problem } from "./parts.js";
+import { Empty, Loading, Problem, useFresh } from "./parts.js";
 import { Audit } from "./pages/audit.js";
 import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
@@ -59,6 +59,16 @@ function SignIn({ onDone }) {
     </p>
     <${Problem} problem=${problem} />
   </form>`;
+}
+
+const AWAY = { ray: "Ray", object_store: "The object store", database: "The database" };
+
+/** Parts that do not answer, which pages cannot tell: what is shown may be old, and jobs wait. */
+function Away() {
+  const [, problem] = useFresh(() => get("/readyz"), [], 10000);
+  const parts = problem?.status === 503 ? problem.errors : [];
+  return parts.length > 0 && html`<div class="problem" role="status"><strong>Not all of the platform answers; what needs it waits.</strong>
+    ${parts.map(({ field, message }) => html`<p>${AWAY[field] ?? field}: ${message}</p>`)}</div>`;
 }
 
 /** Ctrl K, or Cmd K, goes to the page's search. */
@@ -118,7 +128,7 @@ function App() {
   else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
   return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${menu.map(link)}</nav>
       <span class="end"><${ThemeSwitch} />${session && html`<button class="plain" onClick=${signOut}>Sign out ${session.name}</button>`}</span></header>
-    <main id="main" tabindex="-1">${page}</main>`;
+    <main id="main" tabindex="-1">${open && html`<${Away} />`}${page}</main>`;
 }
 
 render(html`<${App} />`, document.getElementById("root"));

@@ -104,7 +104,8 @@ class ModelRow(Base):
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
     tenant: Mapped[str] = mapped_column(String(64), index=True)
     name: Mapped[str] = mapped_column(String(100))
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
+    job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), unique=True)
+    """Null of an imported model."""
     attempt: Mapped[int]
     created_at: Mapped[int] = mapped_column(BigInteger)
     artifact_uri: Mapped[str] = mapped_column(String)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
-from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -83,7 +82,7 @@ class RouteRules:
 
     below_tenant: bool = False
     """Whether a tenant has only what lies below `/t/{tenant}`, and what `policies` grant it beside."""
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
 
     def placed(self, route_prefix: str, tenant: str) -> str:
         """The prefix that `tenant` gets for `route_prefix`: that one, or the same below its own.
@@ -134,45 +133,6 @@ def _check_segments(route_prefix: str) -> None:
             field="route_prefix",
             value=route_prefix,
         )
-
-
-class Deployments(Protocol):
-    """Deployments of all tenants. Each method is one transaction."""
-
-    def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
-        """Store a deployment, while no other is stored or changed of the tenant's. `admit`: raises if there is no room
-        for it beside what the tenant holds. Raises `ConflictError` if another deployment's route prefix interferes; it
-        names one of the same tenant."""
-        ...
-
-    def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
-        """Raises `NotFoundError`."""
-        ...
-
-    def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]: ...
-
-    def all_deployments(self) -> Slice[Deployment]:
-        """All tenants', oldest first. Those that cannot be read are named: they are wanted as much as the others."""
-        ...
-
-    def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
-        """Store what `change` makes of the deployment as it is now, while no other change is made of the tenant's.
-
-        Its route prefix stays, and one that follows an alias gets the model that the alias stands for now. Raises
-        `NotFoundError`, `ConflictError` for one that is being deleted, and what `change` raises, storing nothing then.
-        """
-        ...
-
-    def set_deployment_state(
-        self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
-    ) -> None:
-        """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free.
-        `of`: what the cluster spoke of; nothing is stored if something else is wanted by now."""
-        ...
-
-    def remove_deployment(self, deployment_id: str) -> None:
-        """Forget a deployment that is no longer served."""
-        ...
 
 
 class ServeCluster(Protocol):

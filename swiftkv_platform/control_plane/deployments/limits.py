@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
@@ -18,7 +18,7 @@ class DeploymentLimits:
 
     max_replicas: int | None = None
     """Most replicas of one deployment; None: as many as it asks for."""
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
     grants_templates: bool = False
     """Whether a chat template needs the grant of its tenant."""
 

@@ -32,10 +32,13 @@ _STATE = TypeAdapter(DeploymentState)
 _ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
 
-class SqlDeployments(Store):
-    """`Deployments` on a `Database`."""
+class DeploymentRepository(Store):
+    """Deployments of all tenants. Each method is one transaction."""
 
     def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
+        """Store a deployment, while no other is stored or changed of the tenant's. `admit`: raises if there is no room
+        for it beside what the tenant holds. Raises `ConflictError` if another deployment's route prefix interferes; it
+        names one of the same tenant."""
         with self._database.writing() as session:
             self._await_turn(session, deployment.tenant)
             self._database.take_turns(session, "routes of deployments")
@@ -58,6 +61,7 @@ class SqlDeployments(Store):
         return deployment
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
+        """Raises `NotFoundError`."""
         with self._database.reading() as session:
             return read_deployment(owned(session, DeploymentRow, deployment_id, tenant))
 
@@ -68,12 +72,18 @@ class SqlDeployments(Store):
             return Slice(deployments, rows.has_more, left_out)
 
     def all_deployments(self) -> Slice[Deployment]:
+        """All tenants', oldest first. Those that cannot be read are named: they are wanted as much as the others."""
         with self._database.reading() as session:
             rows = session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))
             deployments, left_out = readable(rows, read_deployment)
             return Slice(deployments, has_more=False, left_out=left_out)
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
+        """Store what `change` makes of the deployment as it is now, while no other change is made of the tenant's.
+
+        Its route prefix stays, and one that follows an alias gets the model that the alias stands for now. Raises
+        `NotFoundError`, `ConflictError` for one that is being deleted, and what `change` raises, storing nothing then.
+        """
         with self._database.writing() as session:
             self._await_turn(session, tenant)
             row = owned(session, DeploymentRow, deployment_id, tenant, lock=True)
@@ -91,6 +101,8 @@ class SqlDeployments(Store):
     def set_deployment_state(
         self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
     ) -> None:
+        """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free.
+        `of`: what the cluster spoke of; nothing is stored if something else is wanted by now."""
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _state(row.state).status is DeploymentStatus.DELETING:
@@ -106,6 +118,7 @@ class SqlDeployments(Store):
         self._database.take_turns(session, deployments_turn(tenant))
 
     def remove_deployment(self, deployment_id: str) -> None:
+        """Forget a deployment that is no longer served."""
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id)
             if row is not None:

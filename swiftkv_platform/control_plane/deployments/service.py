@@ -13,7 +13,6 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
-    Deployments,
     DeploymentState,
     DeploymentStatus,
     Holdings,
@@ -21,6 +20,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     ServeCluster,
 )
 from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.model import Model
@@ -39,7 +39,7 @@ UNLIMITED = DeploymentLimits()
 class DeploymentService:
     """Putting models into service and taking them out."""
 
-    deployments: Deployments
+    deployments: DeploymentRepository
     registry: RegistryService
     _: KW_ONLY
     clock: Clock
@@ -202,7 +202,7 @@ _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has 
 class DeploymentReconciler:
     """Applies the set of wanted deployments whenever it, or what is served, has changed."""
 
-    deployments: Deployments
+    deployments: DeploymentRepository
     cluster: ServeCluster
     lease: Lease = UNDISPUTED
     """The right to change anything; without one there is no other control plane."""

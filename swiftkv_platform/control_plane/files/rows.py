@@ -7,48 +7,57 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.control_plane.base import Page, Slice
+from swiftkv_platform.contract.attempts import StoredFile
+from swiftkv_platform.control_plane.base import Clock, Page, Slice
 from swiftkv_platform.control_plane.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.control_plane.database.session import Database
-from swiftkv_platform.control_plane.database.tables import FileRow
-from swiftkv_platform.control_plane.files.file import File, check_quota
+from swiftkv_platform.control_plane.database.tables import FileRow, ModelRow
+from swiftkv_platform.control_plane.files.file import File, FilesOf, check_quota
 from swiftkv_platform.control_plane.jobs.uses import live_users
 from swiftkv_platform.errors import ConflictError, InvalidInputError
+from swiftkv_platform.sources.access import file_ids
+from swiftkv_platform.specs import JobSpec
 
 _NAMED_JOBS = 3
 """Jobs that a refusal names."""
 
 
-class SqlFiles(Store):
-    """`FileRepository` on a `Database`."""
+class FileRepository(Store):
+    """Rows of files. Each method is one transaction."""
 
     def add(self, file: File, *, max_bytes: int | None = None) -> File:
+        """Store a new file. `max_bytes`: bytes of the tenant's files together, this one included. Raises
+        `QuotaExceededError`."""
         with self._database.writing() as session:
             if max_bytes is not None:
-                take_turn(self._database, session, file.tenant)
-                check_quota(file.tenant, _used_bytes(session, file.tenant), file.size, max_bytes)
+                check_room(self._database, session, file.tenant, file.size, max_bytes)
             session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
         return file
 
     def get(self, file_id: str, *, tenant: str) -> File:
+        """Raises `NotFoundError`, also for another tenant's file."""
         with self._database.reading() as session:
             return _file(owned(session, FileRow, file_id, tenant))
 
     def list(self, page: Page, *, tenant: str) -> Slice[File]:
+        """Raises `InvalidInputError` if `page.after` names no file of the tenant."""
         with self._database.reading() as session:
             rows = page_of(session, FileRow, page, tenant)
             return Slice([_file(row) for row in rows.items], rows.has_more)
 
     def find(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
+        """Those of the ids that are the tenant's."""
         query = select(FileRow).where(FileRow.id.in_(ids), FileRow.tenant == tenant)
         with self._database.reading() as session:
             return {row.id: _file(row) for row in session.scalars(query)}
 
     def used_bytes(self, tenant: str) -> int:
+        """Bytes of the tenant's files together."""
         with self._database.reading() as session:
             return _used_bytes(session, tenant)
 
     def remove(self, file_id: str, *, tenant: str) -> File:
+        """Remove a file's row. Raises `NotFoundError`, and `ConflictError` while a job that has not ended uses it."""
         with self._database.writing() as session:
             take_turn(self._database, session, tenant)
             row = owned(session, FileRow, file_id, tenant)
@@ -64,18 +73,44 @@ class SqlFiles(Store):
             return _file(row)
 
     def expired(self, now: float, *, limit: int) -> Sequence[File]:
+        """Files of all tenants whose time is over, the longest first."""
         query = select(FileRow).where(FileRow.expires_at <= int(now)).order_by(FileRow.expires_at).limit(limit)
         with self._database.reading() as session:
             return [_file(row) for row in session.scalars(query)]
 
     def known(self, ids: Sequence[str]) -> set[str]:
+        """Those of the ids that have a row, of whichever tenant."""
         with self._database.reading() as session:
             return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
+
+
+def files_of(files: FileRepository, store_uri: str, *, usable_at: Clock | None = None) -> FilesOf:
+    """Return the lookup of files. `store_uri`: the object store, as workers open it. `usable_at`: files that have
+    expired by its time are left out; None: for jobs that were accepted before."""
+
+    def find(spec: JobSpec, tenant: str) -> Mapping[str, StoredFile]:
+        ids = file_ids(spec)
+        if not ids:
+            return {}
+        now = None if usable_at is None else usable_at()
+        return {
+            file.id: StoredFile(uri=f"{store_uri}/{file.key}", sha256=file.sha256, size=file.size, columns=file.columns)
+            for file in files.find(ids, tenant=tenant).values()
+            if now is None or file.expires_at is None or file.expires_at > now
+        }
+
+    return find
 
 
 def take_turn(database: Database, session: Session, tenant: str) -> None:
     """Wait until no other transaction decides on the tenant's files."""
     database.take_turns(session, f"files of {tenant}")
+
+
+def check_room(database: Database, session: Session, tenant: str, size: int, max_bytes: int) -> None:
+    """Raises `QuotaExceededError` where the tenant may not bring `size` bytes more, decided until the session's end."""
+    take_turn(database, session, tenant)
+    check_quota(tenant, _used_bytes(session, tenant), size, max_bytes)
 
 
 def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
@@ -91,7 +126,11 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
 
 
 def _used_bytes(session: Session, tenant: str) -> int:
-    return int(session.scalar(select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)) or 0)
+    """Bytes that the tenant has brought: its files and its imported models."""
+    files = select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)
+    imported = (ModelRow.tenant == tenant, ModelRow.job_id.is_(None))
+    models = select(func.coalesce(func.sum(ModelRow.size), 0)).where(*imported)
+    return sum(int(session.scalar(each) or 0) for each in (files, models))
 
 
 def _file(row: FileRow) -> File:

@@ -1,5 +1,5 @@
-"""Uploading and deleting files: a row and its object, or neither. Knows ports; `data.uploads` knows what a row of data
-may be.
+"""Uploading and deleting files: a row and its object, or neither. `data.uploads` knows what a row of data may
+be.
 
 The object is written before its row, so that a row always has its object. What a crash leaves between the two is an
 object without a row, which the sweeper removes.
@@ -9,44 +9,26 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from swiftkv_platform.contract.attempts import PREFIX, SUFFIX, is_file_id, made_at, new_file_id
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock
-from swiftkv_platform.control_plane.files.file import File, FileRepository, Purpose, check_quota
+from swiftkv_platform.control_plane.files.file import File, Purpose, check_quota
+from swiftkv_platform.control_plane.files.rows import FileRepository
 from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import ConflictError, DatabaseUnavailableError, InvalidInputError, NotFoundError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.storage.object_store import ObjectStore
 
 _SWEEP_INTERVAL_S = 600.0
 _MOST_SWEPT = 500
 """Files that one query looks for."""
 _UPLOAD_TIME_S = 3600.0
 """An object without a row that is older than this belongs to no upload under way."""
-
-
-class ObjectEntry(Protocol):
-    @property
-    def key(self) -> str: ...
-
-
-class FileObjects(Protocol):
-    """The object store. Every method raises `StorageError` when it fails."""
-
-    @property
-    def uri(self) -> str: ...
-
-    def upload_file(self, path: Path, key: str) -> None: ...
-
-    def stream(self, key: str) -> Iterator[bytes]: ...
-
-    def list(self, prefix: str) -> Iterable[ObjectEntry]: ...
-
-    def delete(self, key: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,11 +44,11 @@ class FileService:
     """Callers' operations on files."""
 
     files: FileRepository
-    objects: FileObjects
+    objects: ObjectStore
     _: KW_ONLY
     clock: Clock
     limits: FileLimits
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
 
     def check_room(self, caller: Caller, announced: int) -> None:
         """Refuse an upload of `announced` bytes before it is read, where it cannot be kept.
@@ -148,7 +130,7 @@ class FileSweeper:
     """Deletes files whose time is over and that no job uses, and objects that interrupted uploads have left."""
 
     files: FileRepository
-    objects: FileObjects
+    objects: ObjectStore
     clock: Clock
     _next: float = field(default=0.0, init=False)
 

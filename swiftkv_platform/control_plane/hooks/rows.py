@@ -43,10 +43,12 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
     ]
 
 
-class SqlOutbox(Store):
-    """`Outbox` on a `Database`."""
+class Outbox(Store):
+    """Deliveries that wait. Every method raises `DatabaseUnavailableError`."""
 
     def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
+        """Due deliveries, the oldest of each job and address; no other process is given them before `until`. `without`:
+        origins (`https://host:port`, lower case) whose deliveries wait."""
         earlier = aliased(DeliveryRow)
         waits_for_another = (
             select(earlier.sequence)

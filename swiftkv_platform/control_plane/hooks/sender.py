@@ -1,11 +1,41 @@
-"""Sends one webhook over HTTP: no redirect, no proxy from the environment, nothing of the answer but its status."""
+"""Delivery of a job's changes to webhooks: from the outbox, signed, again until it arrives.
+
+A change and the deliveries it asks for are stored in one transaction, so none is forgotten; a process that dies after
+sending may send again. Receivers tell repetitions by `webhook-id`, the event's id. What is sent to one address about
+one job is sent in order. Deliveries to different receivers do not wait for each other.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+
+from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.hooks.rows import Outbox
+from swiftkv_platform.control_plane.hooks.webhooks import Delivery, WebhookRules
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.security.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
+
+Send = Callable[[str, Mapping[str, str], bytes], int]
+"""(url, headers, body) -> HTTP status. Raises `OSError` where there is no answer."""
+
+_FIRST_DELAY_S = 5.0
+_LONGEST_DELAY_S = 3600.0
+_GIVE_UP_S = 24 * 3600.0
+_CLAIM_S = 60.0
+"""Seconds that other control planes leave a delivery alone that this one has begun; longer than `Send` ever takes."""
+_MOST = 32
+"""Deliveries under way at a time."""
+_MOST_OF_ONE_RECEIVER = 4
 
 _DEADLINE_S = 15.0
 """Limit of connecting, writing and reading together: a receiver that sends a byte at a time gains nothing."""
@@ -14,7 +44,8 @@ _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 
 
 def send_webhook(url: str, headers: Mapping[str, str], body: bytes) -> int:
-    """The answer's HTTP status. Raises `ConnectionError` where there is none in time."""
+    """Send one webhook: no redirect, no proxy from the environment, nothing of the answer but its status. Raises
+    `ConnectionError` where there is none in time."""
     try:
         return asyncio.run(_send(url, headers, body))
     except (httpx.HTTPError, TimeoutError) as error:
@@ -29,3 +60,122 @@ async def _send(url: str, headers: Mapping[str, str], body: bytes) -> int:
         client.stream("POST", url, content=body, headers=sent) as response,
     ):
         return response.status_code
+
+
+def _origin(url: str) -> str:
+    """Scheme, host and port of an address in lower case."""
+    parts = urlsplit(url.lower())
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+class Deliverer:
+    """Sends what is due, each delivery in a thread of its own.
+
+    A round starts what it has room for and waits for nothing: up to `_MOST` deliveries are under way, up to
+    `_MOST_OF_ONE_RECEIVER` of them to one origin.
+    """
+
+    def __init__(self, outbox: Outbox, rules: WebhookRules, send: Send, clock: Clock) -> None:
+        self._outbox = outbox
+        self._rules = rules
+        self._send = send
+        self._clock = clock
+        self._log = get_logger(loop="webhooks")
+        self._pool = ThreadPoolExecutor(_MOST, thread_name_prefix="webhook")
+        self._under_way: Counter[str] = Counter()
+        """Deliveries by origin."""
+        self._changed = threading.Condition()
+
+    def tick(self) -> None:
+        """Start what is due. Raises `DatabaseUnavailableError`."""
+        while (full := self._full()) is not None:
+            now = self._clock()
+            # One at a time: what one claim adds decides whether its receiver has room for another.
+            claimed = self._outbox.claim(now=now, until=now + _CLAIM_S, limit=1, without=full)
+            if not claimed:
+                return
+            [delivery] = claimed
+            receiver = _origin(delivery.webhook.url)
+            with self._changed:
+                self._under_way[receiver] += 1
+            self._pool.submit(self._run, delivery, receiver)
+
+    def wait(self) -> None:
+        """Return when no delivery is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way.total())
+
+    def close(self) -> None:
+        """Finish what is under way, within its deadlines; nothing else is started."""
+        self._pool.shutdown()
+
+    def _full(self) -> Sequence[str] | None:
+        """Origins that have no room for another delivery; None where there is no room at all."""
+        with self._changed:
+            if self._under_way.total() >= _MOST:
+                return None
+            return [origin for origin, count in self._under_way.items() if count >= _MOST_OF_ONE_RECEIVER]
+
+    def _run(self, delivery: Delivery, receiver: str) -> None:
+        """A delivery from its sending to what the outbox says of it."""
+        try:
+            self._settle(delivery, self._deliver(delivery))
+        except DatabaseUnavailableError as error:
+            # Nothing is lost: the claim runs out, and the delivery is sent again.
+            self._log.warning("outcome not stored", event_id=delivery.event.id, reason=error.message)
+        finally:
+            with self._changed:
+                self._under_way[receiver] -= 1
+                self._under_way += Counter()  # drops origins that have none left
+                self._changed.notify_all()
+
+    def _deliver(self, delivery: Delivery) -> str | None:
+        """Deliver, and return the problem, without anything that the receiver said; None for success."""
+        try:
+            secret = self._rules.check(delivery.webhook, delivery.tenant)
+            body, timestamp = _body(delivery), int(self._clock())
+            headers = {
+                ID_HEADER: delivery.event.id,
+                TIMESTAMP_HEADER: str(timestamp),
+                SIGNATURE_HEADER: secret.sign(delivery.event.id, timestamp, body),
+            }
+            status = self._send(delivery.webhook.url, headers, body)
+        except InvalidInputError as error:
+            return error.message
+        except OSError as error:
+            return f"no answer: {error or type(error).__name__}"
+        except Exception:
+            self._log.exception("unexpected", job_id=delivery.event.job_id, event_id=delivery.event.id)
+            return "not sent: an unexpected error"
+        return None if 200 <= status < 300 else f"answered with {status}"
+
+    def _settle(self, delivery: Delivery, problem: str | None) -> None:
+        now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event_id=delivery.event.id)
+        if problem is None:
+            self._outbox.delivered(delivery.sequence, now)
+        elif now - delivery.created_at > _GIVE_UP_S:
+            log.error("webhook given up", reason=problem, attempts=delivery.attempts + 1)
+            self._outbox.give_up(delivery.sequence, problem)
+        else:
+            delay = min(_FIRST_DELAY_S * 2.0 ** min(delivery.attempts, 16), _LONGEST_DELAY_S)
+            log.warning("webhook not delivered", reason=problem, retry_in_s=delay)
+            self._outbox.put_off(delivery.sequence, problem, now + delay)
+
+
+def _body(delivery: Delivery) -> bytes:
+    """The same at every try: an event never changes."""
+    event = delivery.event
+    document: dict[str, Any] = {
+        "type": f"distillation.job.{event.data['status']}",
+        "timestamp": event.created_at,
+        "data": {
+            **event.data,
+            "id": event.id,
+            "job_id": event.job_id,
+            "name": delivery.job_name,
+            "tenant": delivery.tenant,
+            "metadata": dict(delivery.metadata),
+            "message": event.message,
+        },
+    }
+    return json.dumps(document, separators=(",", ":")).encode()

@@ -1,3 +1,3 @@
 """Distillation jobs: their rules, rows and routes, and the reconciler that runs them on a Ray cluster."""
 
-__all__ = ["answers", "job", "parents", "queue", "routes", "uses"]
+__all__ = ["answers", "job", "parents", "routes", "uses"]

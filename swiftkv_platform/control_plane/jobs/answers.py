@@ -8,10 +8,11 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict
 
 from swiftkv_platform.contract.events import Level
+from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.http.answers import Answer, T
 from swiftkv_platform.control_plane.jobs.costs import Prices
-from swiftkv_platform.control_plane.jobs.estimates import Estimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
 from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
@@ -63,6 +64,8 @@ class JobAnswer(Answer):
     """`mdl_` id, once the job has succeeded."""
     result: dict[str, Any] | None
     """The evaluation report."""
+    verdict: str | None
+    """Sentence on what was measured of the model; null where nothing was."""
     tracking: dict[str, Any] | None
     artifact_uri: str | None
     cost: float | None
@@ -89,6 +92,7 @@ class JobAnswer(Answer):
                 "cost": prices.cost_of(job, now),
                 "estimated_cost": prices.final_cost_of(job, now),
                 "error": error,
+                "verdict": verdict_sentence(job.result) if job.result else None,
                 "metadata": job.spec.metadata,
             }
         )
@@ -101,7 +105,7 @@ class ResumeRequest(FiniteModel):
     """Replaces `limits.cost_cap`."""
 
 
-class EstimateAnswer(Estimate):
+class EstimateAnswer(JobEstimate):
     """Estimate of the job's cost and of its student, of a sweep its first trial's; null but for sources and gates where
     the teacher's configuration is on the hub.
     """

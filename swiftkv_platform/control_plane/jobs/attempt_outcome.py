@@ -1,4 +1,4 @@
-"""Outcome of a job whose attempt has ended: success, another attempt, or the end. Knows ports, submits nothing."""
+"""Outcome of a job whose attempt has ended: success, another attempt, or the end. Submits nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.base import new_id
 from swiftkv_platform.control_plane.jobs.costs import measured_speed
 from swiftkv_platform.control_plane.jobs.job import Failure, Job, JobStatus, Reason, requeue
-from swiftkv_platform.control_plane.jobs.ports import AttemptStore, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reading import Reading
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.errors import ArtifactCorruptError, ProtocolError, StorageError
+from swiftkv_platform.storage.attempt_store import AttemptStore
 
 _LONGEST_DELAY_S = 60.0
 _OF_THE_CLUSTER = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository, Node
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, Node
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs import JobSpec
 
@@ -74,7 +75,7 @@ def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     return [] if phase in _WHOLE else workers[1:needed]
 
 
-class Places:
+class ClusterPlaces:
     """Places that are free in one round of the queue, taken one job after the other."""
 
     def __init__(self, nodes: Sequence[Node], kept: Iterable[Sequence[Bundle]], admission: Admission) -> None:
@@ -136,7 +137,7 @@ class Admission:
         """Note how far these jobs are."""
         self._running |= {job.id: job for job in jobs}
 
-    def places(self, now: float) -> Places | None:
+    def places(self, now: float) -> ClusterPlaces | None:
         """Return the places that are free now; None where the cluster does not tell."""
         try:
             nodes = self._cluster.capacity()
@@ -152,7 +153,7 @@ class Admission:
         self.saw(self._jobs.load(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
         kept = [outstanding(job, self._driver, now) for job in self._running.values()]
-        return Places(nodes, kept, self)
+        return ClusterPlaces(nodes, kept, self)
 
     def needs(self, job_id: str) -> Needs | None:
         """Return the needs of a job; None for one that is gone, or cannot be read."""
@@ -162,7 +163,7 @@ class Admission:
             self._needs |= {job.id: Needs.of(job.spec, self._driver) for job in self._jobs.load([job_id])}
         return self._needs.get(job_id)
 
-    def untold(self, places: Places | None, now: int) -> Sequence[tuple[Job, Event]]:
+    def untold(self, places: ClusterPlaces | None, now: int) -> Sequence[tuple[Job, Event]]:
         """Return the jobs that have been refused places and do not say so yet, as they are to be stored."""
         if places is None or not places.refused:
             return ()

@@ -42,7 +42,7 @@ PROCESS_MEMORY = 710 << 20
 """Bytes of a worker's process beside its model, where none has been measured: Linux, torch 2.13 for CPUs."""
 
 
-class Estimate(FrozenModel):
+class JobEstimate(FrozenModel):
     """Estimate of the job's cost and of its student, of a sweep its first trial's; all None but sources and gates where
     the teacher's configuration is on the hub.
     """
@@ -100,7 +100,7 @@ def estimate(
     machines: Machines = DEFAULT_MACHINES,
     *,
     num_tokens: int | None = None,
-) -> Estimate:
+) -> JobEstimate:
     """The estimate of a job without a sweep; `num_tokens` of an epoch, where they are known better than from sizes of
     the sources.
 
@@ -126,7 +126,7 @@ def estimate(
     )
     refuse_writers_without_room(spec, config)
     planned = _planned(spec, config, Inputs(_origin(spec), _text_bytes(sources), num_tokens), machines)
-    return Estimate(
+    return JobEstimate(
         num_hidden_layers=prefill.num_hidden_layers,
         num_key_value_layers=prefill.num_key_value_layers,
         num_kv_cache_layers=prefill.num_kv_cache_layers,

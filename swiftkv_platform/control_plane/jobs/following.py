@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.base import Clock, Page, Slice
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
-from swiftkv_platform.control_plane.jobs.ports import JobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
 

@@ -172,7 +172,7 @@ class Job:
     flops_per_step: float | None = None
     """FLOPs of a step over all workers; None where the teacher's configuration was not at hand."""
     planned_memory: int | None = None
-    """`Estimate.memory_per_worker`."""
+    """`JobEstimate.memory_per_worker`."""
     earlier_seconds: float = 0.0
     """Seconds that attempts before the present one, or all of a job off the cluster, were on the cluster."""
     speed: Speed | None = None

@@ -1,4 +1,4 @@
-"""Stops attempts on the cluster that no job has any more, and has it forget those that ended. Knows ports alone.
+"""Stops attempts on the cluster that no job has any more, and has it forget those that ended.
 
 Attempts run for no job after the database was restored from a backup, and after a submission that was cancelled arrived
 late. An attempt that ended leaves its job once its log is saved; Ray keeps its submission for ever.
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.base import Clock
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, JobRepository, ListedSubmission
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, ListedSubmission
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.logs import get_logger
 

@@ -1,4 +1,4 @@
-"""Finds what a job continues from, and says whether the job fits it. Knows ports alone."""
+"""Finds what a job continues from, and says whether the job fits it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import Manifest, Parent
+from swiftkv_platform.contract.attempts import Parent
 from swiftkv_platform.control_plane.jobs.job import Job
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.sources import Boundary
@@ -22,6 +23,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import STORED
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
 from swiftkv_platform.specs.training import ParentName, TrainingSpec
+from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoint
 
 FROM = "training.from"
 _LONGEST_STEM = 80
@@ -45,50 +47,13 @@ _MOST_NAMED = 20
 """Checkpoints that a message lists."""
 
 
-class StoredCheckpoint(Protocol):
-    """A complete checkpoint."""
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def sha256(self) -> str: ...
-
-
-class ParentJobs(Protocol):
-    def get(self, job_id: str, *, tenant: str) -> Job:
-        """Raises `NotFoundError`."""
-        ...
-
-
-class ParentModels(Protocol):
-    def get_model(self, model_id: str, *, tenant: str) -> Model:
-        """Raises `NotFoundError`."""
-        ...
-
-
-class ParentObjects(Protocol):
-    """Objects of jobs. Every method raises `StorageError`."""
-
-    def list_checkpoints(self, job_id: str) -> Sequence[StoredCheckpoint]:
-        """Complete checkpoints of all attempts, by step, then attempt."""
-        ...
-
-    def artifact_manifest(self, attempt: AttemptId) -> Manifest | None: ...
-
-
 @dataclass(frozen=True)
 class FoundParent:
     """A parent, and the job that made it."""
 
     parent: Parent
-    job: Job
+    job: Job | None
+    """None of an imported model."""
     spec: JobSpec
     """Spec that it was trained by: of a sweep's model, that of its trial."""
     attempt: int
@@ -99,17 +64,17 @@ class Ancestor:
     """A model or checkpoint that another one was trained from."""
 
     name: str
-    job_id: str
-    """Job that made it."""
+    job_id: str | None
+    """Job that made it; None of an imported model."""
 
 
 @dataclass(frozen=True)
 class Parents:
     """Looks up parents in database and store."""
 
-    jobs: ParentJobs
-    models: ParentModels
-    objects: ParentObjects
+    jobs: JobRepository
+    models: Registry
+    objects: AttemptStore
 
     def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
         """Find what a spec continues from; None for one that starts from its teacher. Raises as `find`."""
@@ -120,10 +85,10 @@ class Parents:
         name = ParentName.parse(reference)
         return self._model(name.model, tenant) if name.model is not None else self._checkpoint(name, tenant)
 
-    def ancestors(self, job_id: str, tenant: str) -> list[Ancestor]:
+    def ancestors(self, job_id: str | None, tenant: str) -> list[Ancestor]:
         """List what a job continued from, what that one's job continued from, and so on, as far as jobs are known."""
         found: list[Ancestor] = []
-        while len(found) < _MOST_ANCESTORS:
+        while job_id is not None and len(found) < _MOST_ANCESTORS:
             try:
                 name = self.jobs.get(job_id, tenant=tenant).spec.training.from_
                 if name is None:
@@ -138,14 +103,17 @@ class Parents:
     def _model(self, model_id: str, tenant: str) -> FoundParent:
         try:
             model = self.models.get_model(model_id, tenant=tenant)
-            job = self.jobs.get(model.job_id, tenant=tenant)
+            job = None if model.job_id is None else self.jobs.get(model.job_id, tenant=tenant)
         except NotFoundError as error:
             raise _refused(model_id, "there is no such model; GET /models lists those there are") from error
-        attempt = AttemptId(model.job_id, model.attempt)
-        if self.objects.artifact_manifest(attempt) is None:
+        if self.objects.manifest_at(model.prefix) is None:
             raise _refused(model_id, "its files are not in the object store; use another model")
         parent = Parent(
-            name=model.id, kind="model", key=attempt.artifact_prefix, job_id=job.id, sha256=model.manifest_digest
+            name=model.id,
+            kind="model",
+            key=model.prefix,
+            job_id=model.job_id or str(model.lineage.get("job_id", "")),
+            sha256=model.manifest_digest,
         )
         return FoundParent(parent, job, _trained_by(model, job), model.attempt)
 
@@ -229,7 +197,12 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
             field="training.max_steps",
             value=0,
         )
-    if parent.kind == "checkpoint" and found.job.status.holds_cluster and found.attempt == found.job.attempt.number:
+    if (
+        found.job
+        and parent.kind == "checkpoint"
+        and found.job.status.holds_cluster
+        and found.attempt == found.job.attempt.number
+    ):
         raise _refused(
             parent.name,
             f"{found.job.id} is {found.job.status}, and may delete its checkpoints as it goes on (checkpoint.keep); "
@@ -260,13 +233,13 @@ def _layers(spec: JobSpec, num_hidden_layers: int | None) -> Any:
     return f"prefill_reduction {0.5 if own.prefill_reduction is None else own.prefill_reduction}"
 
 
-def _trained_by(model: Model, job: Job) -> JobSpec:
-    if job.spec.sweep is None:
+def _trained_by(model: Model, job: Job | None) -> JobSpec:
+    if job is not None and job.spec.sweep is None:
         return job.spec
     try:
         return JobSpec.model_validate(model.lineage.get("spec"), context=STORED)
     except ValidationError as error:
-        raise _refused(model.id, "its lineage does not say by which spec of the sweep it was trained") from error
+        raise _refused(model.id, "its lineage does not say by which spec it was trained") from error
 
 
 def _there_are(complete: Sequence[StoredCheckpoint]) -> str:

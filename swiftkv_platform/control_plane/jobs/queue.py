@@ -9,12 +9,12 @@ time, the tenant that has been given the least since this process began goes fir
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import Policies
+from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 
@@ -36,13 +36,13 @@ def held_by(jobs: Iterable[Job], deployments: Iterable[Deployment] = ()) -> dict
 class FairQueue:
     """Remembers what it has given to whom; another control plane that takes over begins anew."""
 
-    def __init__(self, policies: Policies) -> None:
+    def __init__(self, policies: Tenants) -> None:
         self._policies = policies
         self._given: dict[str, float] = {}
         """Shares started so far over the tenant's weight."""
 
     def next(
-        self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = (), places: Places | None = None
+        self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = (), places: FreePlaces | None = None
     ) -> list[Waiting]:
         """Choose at most `room` of the jobs that wait, in the order in which they should start beside the deployments.
 
@@ -130,7 +130,7 @@ class Usage:
     held: Demand
 
 
-class Places(Protocol):
+class FreePlaces(Protocol):
     """Places on the cluster that are free in a round of the queue."""
 
     def could_fit(self, job_id: str) -> bool:
@@ -144,7 +144,5 @@ class Places(Protocol):
     def take(self, job_id: str) -> None: ...
 
 
-class Claim(Protocol):
-    def __call__(self, tenant: str, held: Demand, demand: Demand, /) -> bool:
-        """Whether a tenant that holds this much of the cluster may have this much more."""
-        ...
+Claim = Callable[[str, Demand, Demand], bool]
+"""(tenant, held, demand) -> whether a tenant that holds this much of the cluster may have this much more."""

@@ -37,7 +37,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     Reason,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.ports import StoredEvent
+from swiftkv_platform.storage.attempt_store import StoredEvent
 from swiftkv_platform.traces import NO_SPANS, Spans
 
 

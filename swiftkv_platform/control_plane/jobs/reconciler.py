@@ -1,4 +1,4 @@
-"""Brings jobs from what they are to what they should be, one step a tick. Knows ports alone: no Ray, no SQL, no HTTP.
+"""Brings jobs from what they are to what they should be, one step a tick. Knows no Ray, no SQL, no HTTP.
 
 Every step may be the last before a `kill -9`. What is about to happen is stored before it happens, under a name that
 can be asked for afterwards, and each step is harmless when repeated:
@@ -9,7 +9,7 @@ A `starting` job that was not seen submitted is submitted again under the same i
 an id it knows. Events are read after Ray's status, so that all of an ended attempt's are there, and the cursor is
 stored together with what was read, so that each counts once.
 
-A tick's work is bounded: jobs on the cluster are looked at when `attention` says so, several at a time, and a
+A tick's work is bounded: jobs on the cluster are looked at when `polls` says so, several at a time, and a
 bounded number of events of each is read. The queue is decided by columns of the database, and places are claimed there.
 """
 
@@ -26,20 +26,21 @@ from typing import Any
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest
 from swiftkv_platform.contract.events import ReasonCode
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
-from swiftkv_platform.control_plane.jobs.attention import Attention
 from swiftkv_platform.control_plane.jobs.capacity import Admission
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
-from swiftkv_platform.control_plane.jobs.ports import AttemptStore, JobCluster, JobRepository, Submission
+from swiftkv_platform.control_plane.jobs.polling import PollSchedule
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, Submission
 from swiftkv_platform.control_plane.jobs.queue import FairQueue
 from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.loops.loop import Backoff
 from swiftkv_platform.errors import (
@@ -54,6 +55,7 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import NO_RULES, SourceRules
+from swiftkv_platform.storage.attempt_store import AttemptStore
 
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
@@ -100,7 +102,7 @@ class Reconciler:
     """Resources that Ray reserves for the process of each attempt, by Ray's names."""
     interval_s: InitVar[float]
     """Seconds that something is left alone after it failed once; more after every further time."""
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
     """Quotas and weights of tenants."""
     rules: SourceRules = NO_RULES
     publishing: PublishRules = NOWHERE
@@ -115,7 +117,7 @@ class Reconciler:
     """Uploaded files that a job's spec names."""
     parents: ParentOf = no_parents
     """Model or checkpoint that a job's spec continues from."""
-    attention: Attention = field(default_factory=Attention)
+    polls: PollSchedule = field(default_factory=PollSchedule)
     """Choice of the jobs that a tick looks at; by default all."""
     concurrency: InitVar[int] = 1
     """Jobs that are looked at, or submitted, at the same time."""
@@ -141,7 +143,7 @@ class Reconciler:
         """Do the next thing for each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
         placed, now = self.jobs.on_cluster(), self.clock()
         if self._backoff.ready(_CLUSTER, now):
-            due = [job_id for job_id in self.attention.due(placed, now) if self._backoff.ready(job_id, now)]
+            due = [job_id for job_id in self.polls.due(placed, now) if self._backoff.ready(job_id, now)]
             after = self._each(self._loaded(due), lambda job: self._attend(job, self._follow))
             self._admission.saw(after)
             ended = sum(not job.status.holds_cluster for job in after)
@@ -318,13 +320,13 @@ class Reconciler:
         seen = job if submission is None else self._seen_by_ray(job)
         # All of an attempt that is over is listed, so that what is not among it will never be.
         over = submission is None or submission.status.is_terminal
-        turn = None if over else self.attention.turn(job.id)
+        turn = None if over else self.polls.turn(job.id)
         stored = self.store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
         reading = read(seen, stored, now=int(self.clock()))
         self.instruments.read(stored, self.clock())
         has_more = len(stored) == _MOST_EVENTS
         after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading, submission)
-        self.attention.looked(job.id, now=self.clock(), version=after.version, heard=bool(stored), has_more=has_more)
+        self.polls.looked(job.id, now=self.clock(), version=after.version, heard=bool(stored), has_more=has_more)
         return after
 
     def _finish(self, reading: Reading, submission: Submission | None) -> Job:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Reader, Writer
 from swiftkv_platform.control_plane.access.tenants import source_rules
-from swiftkv_platform.control_plane.files.file import files_of
+from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst

@@ -66,8 +66,9 @@ _PARAMETERS = 500
 """Databases limit the number of parameters of a statement."""
 
 
-class SqlJobRepository(Store):
-    """`JobRepository` on a `Database`; `recipients` are the webhooks that are told of a job's changes of status."""
+class JobRepository(Store):
+    """Jobs with their events and metrics. Each method is one transaction. `recipients`: the webhooks that are told of a
+    job's changes of status."""
 
     def __init__(self, database: Database, recipients: Recipients = NOBODY_ELSE) -> None:
         super().__init__(database)
@@ -76,6 +77,17 @@ class SqlJobRepository(Store):
     def create(
         self, job: Job, event: Event, *, idempotency: Idempotency | None = None, limits: StoredJobs = UNLIMITED
     ) -> Job:
+        """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
+
+        Args:
+            limits: jobs that the tenant may have.
+
+        Raises:
+            IdempotencyConflictError: the key came with another body.
+            QuotaExceededError: the tenant has as many as it may have.
+            InvalidInputError: the spec names an uploaded file that is not there any more.
+            ConflictError: it publishes where another tenant does.
+        """
         if idempotency is not None and (known := self.recall(job.tenant, idempotency)) is not None:
             return known
         try:
@@ -103,6 +115,7 @@ class SqlJobRepository(Store):
         return job
 
     def recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
+        """The job that the tenant's key stands for already. Raises `IdempotencyConflictError` for another body."""
         with self._database.reading() as session:
             known = session.get(IdempotencyRow, (tenant, idempotency.key))
             if known is None:
@@ -117,10 +130,13 @@ class SqlJobRepository(Store):
             return _job(session.get_one(JobRow, known.job_id))
 
     def get(self, job_id: str, *, tenant: str) -> Job:
+        """Raises `NotFoundError`, also for another tenant's job, and `UnreadableRowError`."""
         with self._database.reading() as session:
             return _job(owned(session, JobRow, job_id, tenant))
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = _EVERYTHING) -> Slice[Job]:
+        """The page ends early where its jobs come to megabytes. Raises `InvalidInputError` if `page.after` names no job
+        of the tenant."""
         wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
         if where.status is not None:
             wanted.append(JobRow.status == where.status.value)
@@ -132,12 +148,14 @@ class SqlJobRepository(Store):
             return Slice(jobs, rows.has_more, left_out)
 
     def on_cluster(self) -> Sequence[Placed]:
+        """All tenants' jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
         with self._database.reading() as session:
             rows = session.execute(query.where(JobRow.status.in_(_ON_CLUSTER)).order_by(JobRow.id))
             return [Placed(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
 
     def load(self, ids: Sequence[str]) -> Sequence[Job]:
+        """These jobs, in this order; one that is gone, or cannot be read, is left out."""
         found: dict[str, Job] = {}
         with self._database.reading() as session:
             for part in _parts(ids):
@@ -146,6 +164,7 @@ class SqlJobRepository(Store):
         return [found[job_id] for job_id in ids if job_id in found]
 
     def live_among(self, ids: Collection[str]) -> set[str]:
+        """Those of the ids whose jobs are not in a final status."""
         found: set[str] = set()
         with self._database.reading() as session:
             for part in _parts(sorted(ids)):
@@ -154,6 +173,13 @@ class SqlJobRepository(Store):
         return found
 
     def standing(self, *, most: int, now: float, without: Collection[str] = ()) -> Standing:
+        """The queue as it is now, decided by columns alone.
+
+        Args:
+            most: jobs of each tenant that are named.
+            now: retries that are due later are not named.
+            without: ids of jobs that are not named.
+        """
         queued = [JobStatus.QUEUED.value]
         ready = select(JobRow.id, JobRow.gpus, JobRow.cpus).where(
             JobRow.status.in_(queued), JobRow.not_before <= now, JobRow.tenant == bindparam("of")
@@ -172,6 +198,7 @@ class SqlJobRepository(Store):
         return Standing(held, total, waiting)
 
     def queue_places(self, tenant: str) -> Mapping[str, int]:
+        """Place of each of the tenant's queued jobs among them, by priority, then by age; the first has 1."""
         queued = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.status == JobStatus.QUEUED.value)
         with self._database.reading() as session:
             ids = session.scalars(queued.order_by(JobRow.priority, JobRow.id))
@@ -186,6 +213,16 @@ class SqlJobRepository(Store):
     def claim(
         self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
     ) -> Sequence[Job]:
+        """Give waiting jobs their places on the cluster, counted anew while no other control plane does the same.
+
+        Args:
+            starts: jobs in the status `starting`, of the version that they were read at, with the event that says so.
+            most: jobs on the cluster at the same time.
+            fits: whether a tenant may have this much more beside its jobs and deployments.
+
+        Returns the jobs that have got a place. One that has changed since, or has none, is left out; of a tenant whose
+        first job has none no other gets one. Raises `LeaseLostError`.
+        """
         tenants = sorted({job.tenant for job, _ in starts})
         claimed: list[Job] = []
         refused: set[str] = set()
@@ -216,6 +253,7 @@ class SqlJobRepository(Store):
         return claimed
 
     def watch(self, job_id: str, until: float) -> None:
+        """Have the job's events read often until then. Its version stays."""
         with self._database.writing() as session:
             live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(_LIVE))
             session.execute(live.values(watched_until=until))
@@ -228,6 +266,7 @@ class SqlJobRepository(Store):
 
     def attempts_on_cluster(self) -> Mapping[str, int | None]:
         # A status that another version of this program has stored counts as one with an attempt.
+        """Number of the present attempt of each job that may have one on the cluster; None where it cannot be read."""
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
         with self._database.reading() as session:
             return {job_id: _attempt_number(state) for job_id, state in session.execute(query)}
@@ -241,6 +280,11 @@ class SqlJobRepository(Store):
         model: Model | None = None,
         fence: Fence | None = None,
     ) -> Job:
+        """Replace the row of the version that `job` was read at, and add what happened, all or nothing.
+
+        Returns the job with its new version. Raises `StaleVersionError` if the row has moved on, and `LeaseLostError`
+        if the lease of `fence` is another's.
+        """
         updated = replace(job, version=job.version + 1)
         guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
         if fence is not None:
@@ -262,6 +306,7 @@ class SqlJobRepository(Store):
         return updated
 
     def events(self, job_id: str, page: Page) -> Slice[Event]:
+        """A job's events in the order in which they were stored. Raises `InvalidInputError` for an unknown `after`."""
         with self._database.reading() as session:
             after = None
             if page.after is not None:
@@ -274,6 +319,7 @@ class SqlJobRepository(Store):
             return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
+        """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         after = None if page.after is None else _step(page.after)
         with self._database.reading() as session:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)

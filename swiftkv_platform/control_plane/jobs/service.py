@@ -9,13 +9,13 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Policies
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for
 from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
-from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate
+from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, JobEstimate
 from swiftkv_platform.control_plane.jobs.job import (
     Event,
     Job,
@@ -28,7 +28,8 @@ from swiftkv_platform.control_plane.jobs.job import (
 )
 from swiftkv_platform.control_plane.jobs.limits import UNLIMITED, JobLimits, check_spec_bytes
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, check_parent, no_parents
-from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter, JobRepository, StoredJobs
+from swiftkv_platform.control_plane.jobs.ports import Idempotency, JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.jobs.validation import ReadObject, validate
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.planning.machines import Machines
@@ -60,7 +61,7 @@ class JobService:
     clock: Clock
     read_object: ReadObject
     rules: SourceRules = NO_RULES
-    policies: Policies = NO_LIMITS
+    policies: Tenants = NO_LIMITS
     webhooks: WebhookRules = NO_WEBHOOKS
     prices: Prices = FREE
     machines: Machines = DEFAULT_MACHINES
@@ -75,7 +76,7 @@ class JobService:
     """Called with every job before it is stored; what it raises keeps the job from being stored. A caller that answers
     with the job writes the answer here, so that nothing is stored that could not be answered."""
 
-    def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
+    def validate(self, spec: JobSpec, caller: Caller) -> JobEstimate:
         """Everything `submit` checks but the queue's length, and how long the job would take; stores nothing.
 
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
@@ -96,7 +97,7 @@ class JobService:
             return Speed(self.machines.flops_per_second, 0.0, 0.0), self.machines.flops_source
         return measured
 
-    def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, Estimate]:
+    def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, JobEstimate]:
         """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
         check_spec_bytes(spec)
         self.limits.check(spec)
@@ -106,7 +107,7 @@ class JobService:
             spec = spec.model_copy(update={"publish": spec.publish.model_copy(update={"to": to})})
         if spec.only_publishes:
             self._check_demand(spec, caller.tenant)
-            return self._continued(spec, caller, Estimate())
+            return self._continued(spec, caller, JobEstimate())
         access = self.rules.access(caller.tenant, organizations, self.files(spec, caller.tenant))
         access.check(spec)
         refuse_relative_paths(spec, relative_paths=not access.is_restricted)
@@ -123,7 +124,7 @@ class JobService:
         found = validate(spec, self.read_object, access=access, machines=machines)
         return self._continued(spec, caller, found)
 
-    def _continued(self, spec: JobSpec, caller: Caller, found: Estimate) -> tuple[JobSpec, Estimate]:
+    def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
         """The same, once what the spec continues from is known to fit."""
         parent = self.parents(spec, caller.tenant)
         if parent is not None:
@@ -135,7 +136,7 @@ class JobService:
             spec = spec.model_copy(update={"training": training})
         return spec, found
 
-    def _as_measured(self, found: Estimate, measured: tuple[Speed, str] | None, spec: JobSpec) -> Estimate:
+    def _as_measured(self, found: JobEstimate, measured: tuple[Speed, str] | None, spec: JobSpec) -> JobEstimate:
         """Add the time that jobs like it took, and its cost. A sweep's trials are not foreseen."""
         if measured is None:
             return found

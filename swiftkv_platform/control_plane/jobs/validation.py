@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
-from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, Estimate, estimate
+from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, JobEstimate, estimate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.planning import has_fp8_weights, read_architecture, student_layer_map
@@ -35,7 +35,7 @@ def validate(
     access: Access = OPEN,
     machines: Machines = DEFAULT_MACHINES,
     num_tokens: int | None = None,
-) -> Estimate:
+) -> JobEstimate:
     """Check `spec` as far as this machine can.
 
     Args:
@@ -57,7 +57,7 @@ def validate(
     sources = check_sources(spec.data.sources, access)
     check_tasks(spec.evaluation.tasks, access)
     if values is None or num_hidden_layers is None:
-        return Estimate(sources=sources, gates=forecast(spec.evaluation))
+        return JobEstimate(sources=sources, gates=forecast(spec.evaluation))
     trial = _first_fitting_trial(spec, num_hidden_layers)
     return estimate(trial, values, sources, machines, num_tokens=num_tokens)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from swiftkv_platform.control_plane.base import Clock, Fence
+from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from swiftkv_platform.logs import get_logger
 
@@ -130,18 +131,3 @@ class Leadership:
                     return
             except DatabaseUnavailableError as error:
                 self._log.warning("lease not renewed", reason=error.message)  # it runs out by itself
-
-
-class Leases(Protocol):
-    """Rights that one process at a time holds, until a time. Both methods raise `DatabaseUnavailableError`."""
-
-    def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
-        """Take or renew a lease; returns its token, None while another holder's has not run out.
-
-        The token is at least 1, rises each time that another holder takes the lease, and stays with a renewal.
-        """
-        ...
-
-    def give_up(self, name: str, holder: str) -> None:
-        """Free the lease if it is the holder's."""
-        ...

@@ -14,10 +14,14 @@ from swiftkv_platform.errors import LeaseLostError
 _NOT_HELD = ""
 
 
-class SqlLeases(Store):
-    """`Leases` in a database that several control planes share."""
+class Leases(Store):
+    """Rights that one process at a time holds, until a time. Both methods raise `DatabaseUnavailableError`."""
 
     def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
+        """Take or renew a lease; returns its token, None while another holder's has not run out.
+
+        The token is at least 1, rises each time that another holder takes the lease, and stays with a renewal.
+        """
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
         succeed = row.where(LeaseRow.expires_at <= now).values(
@@ -35,6 +39,7 @@ class SqlLeases(Store):
         return 1
 
     def give_up(self, name: str, holder: str) -> None:
+        """Free the lease if it is the holder's."""
         mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
         with self._database.writing() as session:
             session.execute(mine.values(holder=_NOT_HELD, expires_at=0.0))  # the row keeps the token

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.control_plane.http.answers import Answer
 from swiftkv_platform.control_plane.jobs.parents import Ancestor
-from swiftkv_platform.control_plane.models.comparison import Comparison
-from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, Promotion
+from swiftkv_platform.control_plane.models.comparison import ModelComparison
+from swiftkv_platform.control_plane.models.model import Model, Promotion
+from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN
 from swiftkv_platform.frozen import FiniteModel, FrozenModel
 from swiftkv_platform.specs.base import Label, LabelValue
 from swiftkv_platform.specs.evaluation import EvaluationSpec
@@ -41,6 +42,15 @@ class CreateModel(FiniteModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
+class ImportModel(FiniteModel):
+    """A student that was made outside of the platform's jobs."""
+
+    source: Annotated[str, Field(min_length=1, max_length=1000)]
+    """Directory on the control plane's machine, or `s3://` prefix, that the caller's jobs may read."""
+    name: JobName | None = None
+    """Name of the model; by default that of the spec that trained it, or its directory's."""
+
+
 class ModelAnswer(Answer):
     """A distilled model and where it came from."""
 
@@ -48,14 +58,22 @@ class ModelAnswer(Answer):
     object: Literal["model"] = "model"
     name: str
     created_at: int
-    job_id: str
+    job_id: str | None
+    """Job that made it; null of an imported model, whose `lineage.imported_from` names its source."""
     attempt: int
+    """0 of an imported model."""
     artifact_uri: str
     manifest_digest: str
     size: int
     """Bytes."""
     lineage: dict[str, Any]
     metrics: dict[str, Any]
+    verdict: str | None
+    """Sentence on what was measured of the model; null where nothing was."""
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        return cls.model_validate({**vars(model), "verdict": verdict_sentence(model.metrics)})
 
 
 Reason = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -124,8 +142,8 @@ class AncestorAnswer(Answer):
 
     name: str
     """`mdl_...` or `job_...:ckpt_...`."""
-    job_id: str
-    """Job that made it."""
+    job_id: str | None
+    """Job that made it; null of an imported model."""
 
 
 class LineageAnswer(Answer):
@@ -140,7 +158,9 @@ class LineageAnswer(Answer):
     spec: dict[str, Any] | None
     ancestors: list[AncestorAnswer]
     """Models and checkpoints that it continued from, the nearest first."""
-    job_id: str
+    imported_from: str | None
+    """Source of an imported model."""
+    job_id: str | None
     attempt: int
     model: str
     artifact_uri: str
@@ -160,7 +180,7 @@ class LineageAnswer(Answer):
         ancestors: Sequence[Ancestor],
     ) -> Self:
         newest = {item.alias: item.model for item in history}
-        origin = ("data_fingerprint", "teacher", "revision", "code_version", "spec")
+        origin = ("data_fingerprint", "teacher", "revision", "code_version", "spec", "imported_from")
         return cls.model_validate(
             {
                 **vars(model),
@@ -201,7 +221,7 @@ class ComparisonAnswer(Answer):
     """Differences by dotted path of the spec."""
 
     @classmethod
-    def of(cls, found: Comparison) -> Self:
+    def of(cls, found: ModelComparison) -> Self:
         return cls.model_validate(
             {
                 "a": found.a.id,

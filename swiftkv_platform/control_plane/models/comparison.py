@@ -34,7 +34,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     a: Model
     b: Model
     figures: Sequence[Figure]
@@ -44,10 +44,10 @@ class Comparison:
     """Differences of the specs, by dotted path."""
 
 
-def compare(a: Model, b: Model) -> Comparison:
+def compare(a: Model, b: Model) -> ModelComparison:
     """Quality, prefill compute and cache of two models, and what was done differently to make them."""
     specs = [_flat(model.lineage.get("spec") or {}) for model in (a, b)]
-    return Comparison(
+    return ModelComparison(
         a,
         b,
         [_figure(name, a, b) for name in [*_BETTER, *_task_scores(a, b)]],

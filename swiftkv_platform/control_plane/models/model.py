@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+IMPORTED = "models"
+"""Prefix of all imported models in the object store."""
 
 
 @dataclass(frozen=True)
@@ -14,8 +21,10 @@ class Model:
     id: str
     tenant: str
     name: str
-    job_id: str
+    job_id: str | None
+    """None of an imported model."""
     attempt: int
+    """0 of an imported model."""
     created_at: int
     artifact_uri: str
     manifest_digest: str
@@ -24,3 +33,39 @@ class Model:
     """Bytes."""
     lineage: Mapping[str, Any]
     metrics: Mapping[str, Any]
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of its objects."""
+        if self.job_id is None:
+            return imported_prefix(self.id)
+        return AttemptId(self.job_id, self.attempt).artifact_prefix
+
+
+def imported_prefix(model_id: str) -> str:
+    """Return the prefix of an imported model's objects."""
+    return f"{IMPORTED}/{model_id}"
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """One change of what an alias stands for."""
+
+    id: str
+    tenant: str
+    alias: str
+    action: Literal["promote", "rollback"]
+    model: str
+    """Model that the alias stands for from then on."""
+    previous: str | None
+    """Model that it stood for before."""
+    reason: str
+    by: str
+    """Name of the key that asked."""
+    created_at: int
+    version: int
+    """Version of the alias from then on: its place in the alias's history, from 1."""
+
+
+Change = Callable[[Deployment, Model], tuple[ResolvedDeployment, DeploymentState]]
+"""Function that gives the new state of a deployment whose alias stands for another model now."""

@@ -8,67 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 from swiftkv_platform.contract.verdicts import undecided
-from swiftkv_platform.control_plane.base import Clock, Page, Slice, new_id
+from swiftkv_platform.control_plane.base import Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.merge_patches import Expected
-from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.model import Model, Promotion
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
-
-
-@dataclass(frozen=True)
-class Promotion:
-    """One change of what an alias stands for."""
-
-    id: str
-    tenant: str
-    alias: str
-    action: Literal["promote", "rollback"]
-    model: str
-    """Model that the alias stands for from then on."""
-    previous: str | None
-    """Model that it stood for before."""
-    reason: str
-    by: str
-    """Name of the key that asked."""
-    created_at: int
-    version: int
-    """Version of the alias from then on: its place in the alias's history, from 1."""
-
-
-Change = Callable[[Deployment, Model], tuple[ResolvedDeployment, DeploymentState]]
-"""Function that gives the new state of a deployment whose alias stands for another model now."""
-
-
-class Registry(Protocol):
-    """Promotions and the models they are about. Each method is one transaction."""
-
-    def get_model(self, model_id: str, *, tenant: str) -> Model:
-        """Raises `NotFoundError`."""
-        ...
-
-    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
-
-    def model_of_job(self, job_id: str, *, tenant: str) -> Model | None: ...
-
-    def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
-        """Promotions in the order in which they happened."""
-        ...
-
-    def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
-        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
-        ...
-
-    def promote(
-        self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
-    ) -> None:
-        """Store what `decide` makes of the alias's history, and change the deployments that follow it, or nothing."""
-        ...
 
 
 @dataclass(frozen=True)

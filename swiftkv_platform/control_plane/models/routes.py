@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Response, status
+from fastapi import APIRouter, Depends, Path, Request, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Writer
+from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.changes import IfMatch, tag
@@ -20,6 +22,7 @@ from swiftkv_platform.control_plane.models.answers import (
     AliasAnswer,
     ComparisonAnswer,
     CreateModel,
+    ImportModel,
     LineageAnswer,
     ModelAnswer,
     PromotionAnswer,
@@ -27,10 +30,12 @@ from swiftkv_platform.control_plane.models.answers import (
     RollbackRequest,
 )
 from swiftkv_platform.control_plane.models.comparison import compare
+from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.registry import ALIAS_PATTERN, RegistryService
-from swiftkv_platform.control_plane.parts import Deletions, Parts, TheParents
+from swiftkv_platform.control_plane.parts import Deletions, Parts, TheParents, TheSettings
 from swiftkv_platform.specs.publish import PublicationSpec
 from swiftkv_platform.web.bodies import BodyRoute
+from swiftkv_platform.web.places import Places
 
 router = APIRouter(tags=["models"], route_class=BodyRoute)
 
@@ -51,7 +56,7 @@ _NEWEST_CHANGES = 20
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
-    return list_answer(found, ModelAnswer.model_validate, lambda model: model.id)
+    return list_answer(found, ModelAnswer.of, lambda model: model.id)
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
@@ -71,10 +76,31 @@ def create_model(
     return place(response, present(submit(spec)))
 
 
+@router.post("/models/import", status_code=status.HTTP_201_CREATED)
+def import_model(
+    body: ImportModel, request: Request, parts: Parts, settings: TheSettings, caller: Writer
+) -> ModelAnswer:
+    """Copy a student that no job of this platform made into the object store, and register it as a model.
+
+    A directory with a `manifest.json`, as `swiftkv distill` writes one, is held to its sums and keeps its lineage and
+    report. The request lasts as long as the copy.
+    """
+    imports = ModelImports(
+        parts.registry,
+        parts.objects,
+        clock=parts.clock,
+        access=partial(tenant_access, source_rules(settings), parts.policies),
+        policies=parts.policies,
+    )
+    places: Places = request.app.state.upload_places
+    with places.place(caller.tenant, caller.name):
+        return ModelAnswer.of(imports.add(body.source, body.name, caller))
+
+
 @router.get("/models/{model_id}")
 def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
     """One model."""
-    return ModelAnswer.model_validate(parts.registry.get_model(model_id, tenant=caller.tenant))
+    return ModelAnswer.of(parts.registry.get_model(model_id, tenant=caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")

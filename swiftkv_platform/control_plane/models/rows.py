@@ -13,17 +13,24 @@ from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelR
 from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
 )
-from swiftkv_platform.control_plane.deployments.rows import SqlDeployments, read_deployment, write_deployment
-from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.control_plane.models.registry import Change, Promotion
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
+from swiftkv_platform.control_plane.files.rows import check_room
+from swiftkv_platform.control_plane.models.model import Change, Model, Promotion
 
 
-class SqlRegistry(SqlDeployments):
-    """`Registry` on a `Database`."""
+class Registry(DeploymentRepository):
+    """Promotions and the models they are about. Each method is one transaction."""
 
     def get_model(self, model_id: str, *, tenant: str) -> Model:
+        """Raises `NotFoundError`."""
         with self._database.reading() as session:
             return value_of(Model, owned(session, ModelRow, model_id, tenant))
+
+    def add_model(self, model: Model, *, max_bytes: int | None) -> None:
+        with self._database.writing() as session:
+            if max_bytes is not None:
+                check_room(self._database, session, model.tenant, model.size, max_bytes)
+            session.add(ModelRow(**vars(model)))
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:
@@ -37,10 +44,12 @@ class SqlRegistry(SqlDeployments):
             return None if row is None else value_of(Model, row)
 
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
+        """Promotions in the order in which they happened."""
         with self._database.reading() as session:
             return promotions_of(session, tenant, alias)
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
+        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
         with self._database.reading() as session:
@@ -63,6 +72,7 @@ class SqlRegistry(SqlDeployments):
     def promote(
         self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
     ) -> None:
+        """Store what `decide` makes of the alias's history, and change the deployments that follow it, or nothing."""
         with self._database.writing() as session:
             self._await_turn(session, tenant)
             history = promotions_of(session, tenant, alias)

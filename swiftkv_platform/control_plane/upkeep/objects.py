@@ -8,7 +8,8 @@ from itertools import islice
 
 from swiftkv_platform.contract.attempt_id import attempts_prefix, trials_prefix
 from swiftkv_platform.contract.attempts import MANIFEST
-from swiftkv_platform.control_plane.upkeep.retention import Batch, Kind
+from swiftkv_platform.control_plane.models.model import IMPORTED
+from swiftkv_platform.control_plane.upkeep.retention import Kind, ObjectBatch
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
 
 _PLACES: Mapping[Kind, Sequence[str]] = {
@@ -23,8 +24,8 @@ _KIND_OF_NAME = {name: kind for kind, names in _PLACES.items() for name in names
 _OF_ATTEMPT = re.compile(r"jobs/[^/]+/(?:trials/[^/]+/jobs/[^/]+/)?attempts/\d+/([^/]+)")
 
 
-class StoredObjects:
-    """`RetainedObjects` in an object store."""
+class RetainedObjects:
+    """Objects that retention removes. Every method raises `StorageError`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -36,19 +37,20 @@ class StoredObjects:
         attempts = [f"{root}/{number}" for root in roots for number in self._store.list_directories(root)]
         return [f"{attempt}/{name}" for attempt in attempts for name in _PLACES[kind]]
 
-    def remove(self, place: str, *, limit: int) -> Batch:
+    def remove(self, place: str, *, limit: int) -> ObjectBatch:
+        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
-            return Batch(1, itself.size, None)
+            return ObjectBatch(1, itself.size, None)
         found = list(islice(self._store.list(place), limit + 1))
         if not found:
-            return Batch(0, 0, None)
+            return ObjectBatch(0, 0, None)
         self._hide(place)
         if len(found) <= limit:
             self._store.delete_prefix(place)
-            return Batch(len(found), _size(found), None)
+            return ObjectBatch(len(found), _size(found), None)
         self._store.delete_many([info.key for info in found[:limit]])
-        return Batch(limit, _size(found[:limit]), found[limit - 1].key)
+        return ObjectBatch(limit, _size(found[:limit]), found[limit - 1].key)
 
     def _hide(self, place: str) -> None:
         """Take away the manifests of the directory, or of those in it: none is complete while its files go."""
@@ -56,13 +58,15 @@ class StoredObjects:
         for directory in directories:
             self._store.delete(join_key(directory, MANIFEST))
 
-    def measure(self, place: str, *, limit: int, after: str | None) -> Batch:
+    def measure(self, place: str, *, limit: int, after: str | None) -> ObjectBatch:
+        """Count what `remove` would remove."""
         if after is None and (itself := self._store.head(place)) is not None:
-            return Batch(1, itself.size, None)
+            return ObjectBatch(1, itself.size, None)
         found, last = self._part(place, limit, after)
-        return Batch(len(found), _size(found), last)
+        return ObjectBatch(len(found), _size(found), last)
 
     def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
+        """Number and bytes of some of all objects by kind, and the key to go on after, None at the end."""
         found, last = self._part("", limit, after)
         counted: dict[str, tuple[int, int]] = {}
         for info in found:
@@ -82,6 +86,8 @@ def _size(found: Sequence[ObjectInfo]) -> int:
 
 
 def _kind(key: str) -> str:
+    if key.startswith(f"{IMPORTED}/"):
+        return "artifacts"
     match = _OF_ATTEMPT.match(key)
     if match is None:
         return "other"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.errors import ConflictError
@@ -58,9 +57,6 @@ class Retention:
 
     def days(self, kind: Kind) -> float:
         return self.ended_jobs.get(kind, 0.0)
-
-
-KEEP_ALL = Retention()
 
 
 @dataclass(frozen=True)
@@ -126,128 +122,14 @@ def _hold(held: Holders) -> str | None:
     return None
 
 
-class RetainedRows(Protocol):
-    """Rows that retention removes. Each method is one transaction that is bounded by its `limit`, and raises
-    `DatabaseUnavailableError`."""
-
-    def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Ids, ascending from beyond `after`, of jobs that ended before then and still have data of this kind."""
-        ...
-
-    def mark_swept(self, job_id: str, kind: Kind) -> None:
-        """Remember that the job has no such data any more."""
-        ...
-
-    def remove_events(self, job_id: str, *, limit: int) -> int:
-        """Remove events of a job; those of its changes of status stay. Returns how many."""
-        ...
-
-    def count_events(self, job_id: str) -> int:
-        """Number of events that `remove_events` would remove in the end."""
-        ...
-
-    def thin_points(self, job_id: str, *, most: int, limit: int) -> int:
-        """Remove points of the time series until `most` are left, evenly spread. Returns how many."""
-        ...
-
-    def count_points(self, job_id: str) -> int: ...
-
-    def remove_deliveries(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove deliveries that are over. A dry run removes none, and returns how many there are in all."""
-        ...
-
-    def remove_idempotency_keys(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove keys of jobs that were submitted before then; a dry run as above."""
-        ...
-
-    def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
-        """Remove sessions that have ended; a dry run as above."""
-        ...
-
-    def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove entries of the audit trail from before then; a dry run as above."""
-        ...
-
-    def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
-        """Trim histories of aliases from their beginning; see `registry.superseded`."""
-        ...
-
-    def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Ids, ascending, of models that no alias's history has, and that a newer one of their name superseded."""
-        ...
-
-    def expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Ids, ascending, of jobs that ended before then and have no model."""
-        ...
-
-    def count_job(self, job_id: str) -> int:
-        """Rows that go with a job."""
-        ...
-
-    def model_prefix(self, model_id: str) -> str:
-        """Prefix of a model's objects. Raises `NotFoundError`."""
-        ...
-
-    def check_model(self, model_id: str) -> None:
-        """Raises `ConflictError` that names what holds the model, and `NotFoundError`."""
-        ...
-
-    def check_job(self, job_id: str) -> None:
-        """Raises as `check_model`."""
-        ...
-
-    def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
-        """Delete a job with its model and all their rows, and note that its objects are to go. Returns rows.
-
-        Raises `NotFoundError`, also for another tenant's, and `ConflictError` that names what holds it.
-        """
-        ...
-
-    def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
-        """Delete a model, and note that its objects are to go; its job stays. Returns rows and raises as above."""
-        ...
-
-    def deletions(self, *, limit: int, after: str | None) -> Sequence[str]:
-        """Prefixes, ascending, whose objects are to go."""
-        ...
-
-    def forget_deletion(self, prefix: str) -> None:
-        """The objects are gone."""
-        ...
-
-    def count_rows(self) -> Mapping[str, int]:
-        """Rows by table."""
-        ...
-
-
 @dataclass(frozen=True)
-class Batch:
+class ObjectBatch:
     """Some of the objects below a prefix."""
 
     objects: int
     bytes: int
     next: str | None
     """Key to go on after; None: there are no more."""
-
-
-class RetainedObjects(Protocol):
-    """Objects that retention removes. Every method raises `StorageError`."""
-
-    def places(self, job_id: str, kind: Kind) -> Sequence[str]:
-        """Prefixes and keys of a job's objects of a kind."""
-        ...
-
-    def remove(self, place: str, *, limit: int) -> Batch:
-        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
-        ...
-
-    def measure(self, place: str, *, limit: int, after: str | None) -> Batch:
-        """Count what `remove` would remove."""
-        ...
-
-    def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
-        """Number and bytes of some of all objects by kind, and the key to go on after, None at the end."""
-        ...
 
 
 def retention(settings: Settings) -> Retention:

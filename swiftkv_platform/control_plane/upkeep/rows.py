@@ -8,8 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert, or_, select, update
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.control_plane.database.paging import Store, owned
+from swiftkv_platform.control_plane.database.paging import Store, owned, value_of
 from swiftkv_platform.control_plane.database.tables import (
     AuditRow,
     Base,
@@ -29,6 +28,7 @@ from swiftkv_platform.control_plane.deployments.rows import deployments_turn
 from swiftkv_platform.control_plane.hooks.rows import PENDING
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.uses import live_users
+from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import superseded
 from swiftkv_platform.control_plane.models.rows import promotions_of
 from swiftkv_platform.control_plane.upkeep.retention import Holders, Kind, check_unheld
@@ -40,10 +40,12 @@ _OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
 
 
-class SqlRetention(Store):
-    """`RetainedRows` on a `Database`."""
+class RetainedRows(Store):
+    """Rows that retention removes. Each method is one transaction that is bounded by its `limit`, and raises
+    `DatabaseUnavailableError`."""
 
     def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        """Ids, ascending from beyond `after`, of jobs that ended before then and still have data of this kind."""
         query = _ended(before).where(JobRow.swept.op("&")(kind.bit) == 0)
         if kind is Kind.CHECKPOINTS:
             query = query.where(JobRow.id.not_in(self._read_jobs()))
@@ -56,19 +58,23 @@ class SqlRetention(Store):
             return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
 
     def mark_swept(self, job_id: str, kind: Kind) -> None:
+        """Remember that the job has no such data any more."""
         swept = JobRow.swept.op("|")(kind.bit)
         with self._database.writing() as session:
             session.execute(update(JobRow).where(JobRow.id == job_id).values(swept=swept))
 
     def remove_events(self, job_id: str, *, limit: int) -> int:
+        """Remove events of a job; those of its changes of status stay. Returns how many."""
         with self._database.writing() as session:
             found = select(EventRow.sequence).where(*_telling(job_id)).order_by(EventRow.sequence).limit(limit)
             return _removed(session, EventRow, EventRow.sequence, session.scalars(found).all())
 
     def count_events(self, job_id: str) -> int:
+        """Number of events that `remove_events` would remove in the end."""
         return self._count(EventRow, *_telling(job_id))
 
     def thin_points(self, job_id: str, *, most: int, limit: int) -> int:
+        """Remove points of the time series until `most` are left, evenly spread. Returns how many."""
         with self._database.writing() as session:
             of_job = PointRow.job_id == job_id
             summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
@@ -86,22 +92,27 @@ class SqlRetention(Store):
         return self._count(PointRow, PointRow.job_id == job_id)
 
     def remove_deliveries(self, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove deliveries that are over. A dry run removes none, and returns how many there are in all."""
         over = (DeliveryRow.status != PENDING, DeliveryRow.created_at <= before)
         return self._remove(DeliveryRow, DeliveryRow.sequence, over, limit=limit, dry_run=dry_run)
 
     def remove_idempotency_keys(self, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove keys of jobs that were submitted before then; a dry run as above."""
         old = select(JobRow.id).where(JobRow.created_at <= before)
         of_old_jobs = (IdempotencyRow.job_id.in_(old),)
         return self._remove(IdempotencyRow, IdempotencyRow.job_id, of_old_jobs, limit=limit, dry_run=dry_run)
 
     def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
+        """Remove sessions that have ended; a dry run as above."""
         ended = (SessionRow.expires_at <= now,)
         return self._remove(SessionRow, SessionRow.id_sha256, ended, limit=limit, dry_run=dry_run)
 
     def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove entries of the audit trail from before then; a dry run as above."""
         return self._remove(AuditRow, AuditRow.id, (AuditRow.created_at <= before,), limit=limit, dry_run=dry_run)
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
+        """Trim histories of aliases from their beginning; see `registry.superseded`."""
         with self._database.reading() as session:
             oldest = select(PromotionRow.tenant, PromotionRow.alias).where(PromotionRow.created_at <= before)
             aliases = [(tenant, alias) for tenant, alias in session.execute(oldest.distinct())]
@@ -123,6 +134,7 @@ class SqlRetention(Store):
             return number
 
     def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        """Ids, ascending, of models that no alias's history has, and that a newer one of their name superseded."""
         newer = aliased(ModelRow)
         came = select(newer.id).where(
             newer.tenant == ModelRow.tenant,
@@ -134,25 +146,34 @@ class SqlRetention(Store):
         return self._page(select(ModelRow.id).where(came.exists(), ~promoted.exists()), ModelRow.id, limit, after)
 
     def expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        """Ids, ascending, of jobs that ended before then and have no model."""
         has_model = select(ModelRow.id).where(ModelRow.job_id == JobRow.id).exists()
         return self._page(_ended(before).where(~has_model), JobRow.id, limit, after)
 
     def count_job(self, job_id: str) -> int:
+        """Rows that go with a job."""
         return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB)
 
     def model_prefix(self, model_id: str) -> str:
+        """Prefix of a model's objects. Raises `NotFoundError`."""
         with self._database.reading() as session:
-            return _artifact_prefix(owned(session, ModelRow, model_id, None))
+            return value_of(Model, owned(session, ModelRow, model_id, None)).prefix
 
     def check_model(self, model_id: str) -> None:
+        """Raises `ConflictError` that names what holds the model, and `NotFoundError`."""
         with self._database.reading() as session:
             _check_model(session, owned(session, ModelRow, model_id, None))
 
     def check_job(self, job_id: str) -> None:
+        """Raises as `check_model`."""
         with self._database.reading() as session:
             _check_job(session, owned(session, JobRow, job_id, None))
 
     def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        """Delete a job with its model and all their rows, and note that its objects are to go. Returns rows.
+
+        Raises `NotFoundError`, also for another tenant's, and `ConflictError` that names what holds it.
+        """
         with self._database.writing() as session:
             row = owned(session, JobRow, job_id, tenant, lock=True)
             self._await_turn(session, row.tenant)
@@ -163,24 +184,29 @@ class SqlRetention(Store):
             return number
 
     def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        """Delete a model, and note that its objects are to go; its job stays. Returns rows and raises as above."""
         with self._database.writing() as session:
             model = owned(session, ModelRow, model_id, tenant)
             self._await_turn(session, model.tenant)
             _check_model(session, model)
-            job = session.get_one(JobRow, model.job_id, with_for_update=True)
-            job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
-            job.version += 1
-            _note_deletion(session, _artifact_prefix(model), by, now)
+            if model.job_id is not None:
+                job = session.get_one(JobRow, model.job_id, with_for_update=True)
+                job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
+                job.version += 1
+            _note_deletion(session, value_of(Model, model).prefix, by, now)
             return _delete(session, ModelRow, ModelRow.id == model_id)
 
     def deletions(self, *, limit: int, after: str | None) -> Sequence[str]:
+        """Prefixes, ascending, whose objects are to go."""
         return self._page(select(DeletionRow.prefix), DeletionRow.prefix, limit, after)
 
     def forget_deletion(self, prefix: str) -> None:
+        """The objects are gone."""
         with self._database.writing() as session:
             session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
 
     def count_rows(self) -> Mapping[str, int]:
+        """Rows by table."""
         with self._database.reading() as session:
             return {
                 table.name: session.scalar(select(func.count()).select_from(table)) or 0
@@ -243,25 +269,23 @@ def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
         session.execute(insert(DeletionRow).values(prefix=prefix, created_at=int(now), by=by))
 
 
-def _artifact_prefix(model: ModelRow) -> str:
-    return AttemptId(model.job_id, model.attempt).artifact_prefix
-
-
 def _check_job(session: Session, job: JobRow) -> None:
     model = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job.id))
     check_unheld(f"job {job.id}", _holders(session, job, model), field="job_id")
 
 
 def _check_model(session: Session, model: ModelRow) -> None:
-    job = session.get_one(JobRow, model.job_id)
+    job = None if model.job_id is None else session.get_one(JobRow, model.job_id)
     check_unheld(f"model {model.id}", _holders(session, job, model.id), field="model")
 
 
-def _holders(session: Session, job: JobRow, model: str | None) -> Holders:
-    children = live_users(session, [name for name in (job.id, model) if name], limit=1, without=job.id)
+def _holders(session: Session, job: JobRow | None, model: str | None) -> Holders:
+    """`job`: None of an imported model, which no job has to end for."""
+    job_id, status = ("", JobStatus.SUCCEEDED) if job is None else (job.id, JobStatus(job.status))
+    children = live_users(session, [name for name in (job_id, model) if name], limit=1, without=job_id)
     if model is None:
-        return Holders(JobStatus(job.status), children=children)
+        return Holders(status, children=children)
     serves = cast(DeploymentRow.spec, String).contains(model)  # as its model, or as its candidate
     deployments = session.scalars(select(DeploymentRow.id).where(or_(DeploymentRow.model == model, serves)).limit(1))
     aliases = session.scalars(select(PromotionRow.alias).where(PromotionRow.model == model).distinct().limit(1))
-    return Holders(JobStatus(job.status), model, deployments.all(), aliases.all(), children)
+    return Holders(status, model, deployments.all(), aliases.all(), children)

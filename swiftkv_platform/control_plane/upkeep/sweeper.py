@@ -1,4 +1,4 @@
-"""Removes what is kept no longer, in bounded steps, and counts what there is. Knows ports alone: no SQL, no store.
+"""Removes what is kept no longer, in bounded steps, and counts what there is.
 
 A row says first that something goes, then its objects go, then the row: each step is harmless when repeated, by this
 process after a crash or by another one at the same time.
@@ -15,16 +15,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import (
     DAY_S,
     SWEEPER,
     Counts,
     Kind,
-    RetainedObjects,
-    RetainedRows,
     Retention,
     Swept,
 )
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 

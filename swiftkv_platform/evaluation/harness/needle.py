@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from swiftkv_platform.contract.verdicts import NEEDLE
 from swiftkv_platform.evaluation.harness.tasks import Task
 from swiftkv_platform.specs import TaskSpec
 
-NEEDLE = "needle_"
-"""Begins the names of these tasks; their length in tokens ends them."""
 TEACHER_FINDS = 0.8
 """Least share that the teacher has to find for a length to judge its student."""
 ANSWER_TOKENS = 24

@@ -74,6 +74,10 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         lambda own, ids: own.models.create(from_checkpoint=f"{ids['done']}:2"),
         "models create --from-checkpoint {done}:2 --name chosen --set evaluation.max_kl=0.5",
     ),
+    "POST /models/import": (
+        lambda own, ids: own.models.import_(ids["student"]),
+        "models import {student} --name brought",
+    ),
     "GET /models": (lambda own, _: own.models.list(), "models list"),
     "GET /models/{model_id}": (lambda own, ids: own.models.get(ids["model"]), "models get {model}"),
     "GET /models/{model_id}/lineage": (lambda own, ids: own.models.lineage(ids["model"]), "models lineage {model}"),
@@ -190,6 +194,10 @@ def platform(parts: Components, start: Start, tmp_path: Path) -> Iterator[Platfo
             rows.write_text('{"text": "x"}\n')
             ids = {"done": done["id"], "job": server.submit()["id"], "model": model, "deployment": deployment}
             ids |= {"other": other["distilled_model"], "spare": spare["id"], "spare_model": spare["distilled_model"]}
+            (tmp_path / "student").mkdir()
+            (tmp_path / "student" / "config.json").write_text('{"model_type": "llama_swiftkv"}')
+            (tmp_path / "student" / "model.safetensors").write_bytes(b"weights")
+            ids |= {"student": str(tmp_path / "student")}
             ids |= {"file": own.files.upload(rows).id, "rows": str(rows), "spec": str(spec), "url": url}
             yield Platform(url, recorder, {**ids, "fresh": str(tmp_path / "fresh")})
 

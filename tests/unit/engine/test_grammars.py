@@ -1,5 +1,6 @@
 """Constraints: what is refused, what it may cost, and what a grammar does to one request and not to others."""
 
+import asyncio
 import json
 import re
 import threading
@@ -12,7 +13,7 @@ from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, Sam
 from swiftkv_platform.engine import constraint as constraint_module
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import MAX_COMPILING
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from tests.fakes.tokenizers import EOS, byte_tokenizer
 
@@ -216,4 +217,34 @@ async def test_compiling_keeps_no_other_request_waiting(dense_dir: Path) -> None
     with pytest.raises(InvalidInputError, match="unclosed"):
         await engine.submit([1], SamplingParams(structured_outputs=StructuredOutputs(regex="(")))
     assert engine.num_requests == 0
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
+    dense_dir: Path, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    monkeypatch.setattr(constraint_module, "CALLER_TOKEN_S", 0.0)
+    monkeypatch.setattr(constraint_module, "CALLER_S", 1e-9)
+    monkeypatch.setattr(constraint_module, "SPARED_S", 0.0)
+    monkeypatch.setattr(constraint_module, "CALLER_S_PER_MINUTE", 1e-9)
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(dense_dir))
+    limited = SamplingParams(max_tokens=5, n=n, structured_outputs=StructuredOutputs(regex="[a-f]+"))
+    plain = SamplingParams(max_tokens=5, ignore_eos=True)
+
+    async def ask(params: SamplingParams, caller: str) -> list[str | None]:
+        last = [output async for output in await engine.submit([1, 2], params, caller=caller)][-1]
+        return [each.error for each in last.samples or (last,)]
+
+    async with asyncio.TaskGroup() as group:  # at once, or one after another
+        first = [group.create_task(ask(limited, "acme/eve")) for _ in range(3)]
+        beside = group.create_task(ask(plain, "acme/ann"))
+    assert all(error is not None and "too complex" in error for task in first for error in task.result())
+    assert beside.result() == [None]
+    with pytest.raises(RateLimitedError, match="this caller's grammars have taken all") as refused:
+        await ask(limited, "acme/eve")
+    assert (refused.value.field, refused.value.retry_after_s > 0) == ("structured_outputs.regex", True)
+    assert await ask(plain, "acme/eve") == [None]
+    monkeypatch.undo()
+    assert not any(await ask(limited, "acme/bob"))
     await engine.aclose()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftkv_platform.contract.verdicts import undecided, verdict
+from swiftkv_platform.contract.verdicts import undecided, verdict, verdict_sentence
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.paired import share_interval
@@ -306,3 +306,30 @@ def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_
     assert smallest_excluded_loss(narrow.samples_needed) <= 1.0 < smallest_excluded_loss(narrow.samples_needed - 1)
     assert smallest_excluded_loss(0) <= 100.0
     assert samples_to_exclude(0.0) is None
+
+
+MEASURED: dict[str, Any] = {
+    "prompt_length": 2048,
+    "ttft_ms": {"dense": 190.0, "swiftkv": 100.0},
+    "perplexity_ratio": 1.0503,
+    "tasks": [
+        {"task": "needle_512", "num_samples": 20, "student": 0.9, "teacher": 1.0},
+        {"task": "hellaswag", "num_samples": 20, "student": 0.4, "teacher": 0.5},
+    ],
+}
+FAST = "Reads prompts of 2,048 tokens 1.9x as fast as its teacher"
+CLOSE = "on the held-out text its perplexity is 1.05x the teacher's"
+FOUND = "finds 18 of 20 numbers in 512 tokens, its teacher 20"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        ((), f"{FAST}; {CLOSE}; {FOUND}."),
+        (("ttft_ms",), f"O{CLOSE[1:]}; {FOUND}."),
+        (("perplexity_ratio", "tasks"), f"{FAST}."),
+        (tuple(MEASURED), None),
+    ],
+)
+def test_a_verdict_says_what_was_measured_and_nothing_else(left_out: tuple[str, ...], said: str | None) -> None:
+    assert verdict_sentence({name: value for name, value in MEASURED.items() if name not in left_out}) == said

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate, memory_by_phase
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate, memory_by_phase
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run import DryRun, dry_run
 from swiftkv_platform.planning.phases import PhaseMemory
@@ -34,12 +34,12 @@ DEEP = {
 """The largest teacher at a sixteenth of its width."""
 
 
-def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, Estimate]:
+def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, JobEstimate]:
     config = {**teacher_config(spec), **changes}
     return dry_run(spec, config), estimate(spec, config, ())
 
 
-def check(found: DryRun, planned: Estimate) -> None:
+def check(found: DryRun, planned: JobEstimate) -> None:
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
     assert 0.9 * found.train.peak < planned.memory_per_worker < 1.1 * found.train.peak
 
@@ -76,7 +76,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def smallest(recipe: Path) -> tuple[DryRun, Estimate]:
+def smallest(recipe: Path) -> tuple[DryRun, JobEstimate]:
     """The answer of the command."""
     printed = CliRunner().invoke(app, ["plan", "--dry-run", str(recipe), "--json"])
     assert printed.exit_code == 0, printed.output
@@ -85,7 +85,7 @@ def smallest(recipe: Path) -> tuple[DryRun, Estimate]:
 
 
 def test_the_smallest_takes_what_is_planned(
-    smallest: tuple[DryRun, Estimate], recipe: Path, monkeypatch: pytest.MonkeyPatch
+    smallest: tuple[DryRun, JobEstimate], recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(*smallest)
     found = smallest[0]
@@ -95,7 +95,7 @@ def test_the_smallest_takes_what_is_planned(
     assert "Workspaces of kernels" in table.stdout
 
 
-def test_shards_of_two_workers(smallest: tuple[DryRun, Estimate]) -> None:
+def test_shards_of_two_workers(smallest: tuple[DryRun, JobEstimate]) -> None:
     """Half of the weights, in the dtypes that they are kept in, and of their gradients and moments."""
     found, _ = smallest
     trained = found.num_trained_parameters
@@ -105,7 +105,7 @@ def test_shards_of_two_workers(smallest: tuple[DryRun, Estimate]) -> None:
     assert found.train.parameters == pytest.approx((frozen + 4 * trained) / 2, rel=0.01)
 
 
-def test_collectives_of_a_step(smallest: tuple[DryRun, Estimate]) -> None:
+def test_collectives_of_a_step(smallest: tuple[DryRun, JobEstimate]) -> None:
     """Gradients are scattered with the last micro batch alone; weights are gathered in every one."""
     calls = {each.name: each.calls for each in smallest[0].collectives}
     assert calls["allgather_base"] > 2 * NUM_LAYERS, "every layer of teacher and student, twice"
@@ -114,7 +114,7 @@ def test_collectives_of_a_step(smallest: tuple[DryRun, Estimate]) -> None:
     assert bytes_of["reduce_scatter_base"] == 4 * smallest[0].num_trained_parameters
 
 
-def test_no_worker_calibrates_or_evaluates_with_all_weights(smallest: tuple[DryRun, Estimate]) -> None:
+def test_no_worker_calibrates_or_evaluates_with_all_weights(smallest: tuple[DryRun, JobEstimate]) -> None:
     found, _ = smallest
     assert found.calibrate.parameters == 0, "layers are read when they run"
     assert found.evaluate.parameters == pytest.approx(2 * found.num_parameters / found.num_workers, rel=0.01)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.estimates import Estimate, estimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate, estimate
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.machines import Machines
@@ -37,7 +37,7 @@ def job(**sections: Any) -> JobSpec:
 
 def plan(
     spec: JobSpec, *, sources: tuple[SourceEstimate, ...] = SOURCES, num_tokens: int | None = None, **machines: Any
-) -> Estimate:
+) -> JobEstimate:
     return estimate(spec, CONFIG, sources, Machines(**machines), num_tokens=num_tokens)
 
 

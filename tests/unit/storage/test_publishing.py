@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import Kind
 from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.storage.addresses import open_store
@@ -197,9 +197,9 @@ def test_a_kind_has_its_places_in_every_attempt_and_trial(store: ObjectStore) ->
     put(store, f"{ATTEMPT}/logs.txt", f"{TRIAL}/logs.txt", "jobs/job_1/attempts/2/attempt.json")
     put(store, "jobs/job_2/attempts/1/a")
     places = [f"{place}/checkpoints" for place in (ATTEMPT, "jobs/job_1/attempts/2", TRIAL)]
-    assert StoredObjects(store).places("job_1", Kind.CHECKPOINTS) == places
-    assert StoredObjects(store).places("job_1", Kind.LOGS)[:2] == [f"{ATTEMPT}/logs.txt", f"{ATTEMPT}/logs.json"]
-    assert StoredObjects(store).places("job_9", Kind.LOGS) == []
+    assert RetainedObjects(store).places("job_1", Kind.CHECKPOINTS) == places
+    assert RetainedObjects(store).places("job_1", Kind.LOGS)[:2] == [f"{ATTEMPT}/logs.txt", f"{ATTEMPT}/logs.json"]
+    assert RetainedObjects(store).places("job_9", Kind.LOGS) == []
 
 
 def test_no_checkpoint_looks_complete_while_its_files_go(store: ObjectStore) -> None:
@@ -207,7 +207,7 @@ def test_no_checkpoint_looks_complete_while_its_files_go(store: ObjectStore) -> 
     names = [f"{place}/step-{step}" for step in (1, 2)]
     for name in names:
         put(store, f"{name}/a", f"{name}/b", f"{name}/manifest.json")
-    StoredObjects(store).remove(place, limit=1)
+    RetainedObjects(store).remove(place, limit=1)
     assert not any(is_complete(store, name) for name in names)
     assert len(keys(store)) == 3
 
@@ -221,7 +221,7 @@ def test_objects_are_counted_by_kind_part_by_part(store: ObjectStore) -> None:
         f"{TRIAL}/checkpoints/s/b",
     )
     put(store, f"{ATTEMPT}/attempt.json", "files/f")
-    objects = StoredObjects(store)
+    objects = RetainedObjects(store)
     counted: dict[str, int] = {}
     after: str | None = None
     for _ in range(3):
@@ -237,7 +237,7 @@ def test_a_place_is_measured_and_emptied_in_batches_that_can_be_repeated(store: 
     place, log = f"{ATTEMPT}/events", f"{ATTEMPT}/logs.txt"
     others = [f"{ATTEMPT}/attempt.json", f"{ATTEMPT}/events-not", f"{ATTEMPT}/logs.json"]
     put(store, *(f"{place}/driver/{number}" for number in range(5)), log, *others)
-    objects, before, after = StoredObjects(store), keys(store), None
+    objects, before, after = RetainedObjects(store), keys(store), None
     batches, sizes = [], [(2, 6), (2, 6), (1, 3)]
     for _ in range(3):
         batches.append(objects.measure(place, limit=2, after=after))

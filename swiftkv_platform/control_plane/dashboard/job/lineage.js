@@ -15,7 +15,7 @@ export function Lineage({ model }) {
   return html`<ol class="lineage" aria-label="Lineage of ${model.name}">
       ${(found.data_fingerprint || sources.length > 0) && html`<${Node} kind="data">${sources.join(", ")}${found.data_fingerprint && html`<br />${short(found.data_fingerprint)}`}<//>`}
       <${Node} kind="teacher">${found.teacher ?? "unknown"}${found.revision && html`<br /><code>${found.revision}</code>`}<//>
-      <${Node} kind="job, attempt ${found.attempt}"><a href="#/jobs/${found.job_id}">…${found.job_id.slice(-8)}</a>${found.code_version && html`<br />code ${found.code_version}`}<//>
+      ${found.job_id ? html`<${Node} kind="job, attempt ${found.attempt}"><a href="#/jobs/${found.job_id}">…${found.job_id.slice(-8)}</a>${found.code_version && html`<br />code ${found.code_version}`}<//>` : html`<${Node} kind="imported from">${found.imported_from}<//>`}
       <${Node} kind="model" here=${true}>${model.name}<br />${short(found.manifest_digest)}<//>
       ${found.aliases.length > 0 && html`<${Node} kind="alias">${found.aliases.join(", ")}<//>`}
       ${found.deployments.map((item) => html`<${Node} kind="serves"><a href="#/deployments/${item.id}">${item.route_prefix}</a> <${Status} status=${item.status} /><//>`)}

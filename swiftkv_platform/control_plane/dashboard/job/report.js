@@ -32,13 +32,14 @@ const QUALITY = [
   { name: "Top-1 agreement", number: true, cell: ([, quality]) => Array.isArray(quality.top1_agreement) ? between(quality.top1_agreement, percent) : percent(quality.top1_agreement) },
 ];
 
-export function Report({ report }) {
+/** `verdict`: what was measured, in a sentence. */
+export function Report({ report, verdict }) {
   const rows = ["teacher", "rewired", "calibrated", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
   const { intervals } = report;
   if (intervals) rows.push([`95% interval, ${intervals.num_units} ${intervals.unit}s`, intervals]);
   const gates = report.gates ?? [];
   const { dense, swiftkv } = report.ttft_ms ?? {};
-  return html`<${Worst} gates=${gates} />
+  return html`${verdict && html`<p><strong>${verdict}</strong></p>`}<${Worst} gates=${gates} />
     <${Table} caption="Quality on held-out text" columns=${QUALITY} rows=${rows} empty="" />
     ${gates.length > 1 && html`<br /><${Table} caption="Quality gates, worst first" columns=${GATES} rows=${gates} empty="" />`}
     <br /><${Facts} of=${{

@@ -87,6 +87,34 @@ function Controls({ deployment, onDone }) {
     <div class="grid"><${Swap} ...${shared} /><${Candidate} ...${shared} /><${Replicas} ...${shared} /></div>`;
 }
 
+const SNIPPETS = {
+  curl: (url, model) => `curl ${url}/v1/chat/completions -H "Authorization: Bearer $API_KEY" -H "Content-Type: application/json" \\
+  -d '{"model": "${model}", "messages": [{"role": "user", "content": "Hello"}]}'`,
+  Python: (url, model) => `import os
+
+from openai import OpenAI
+
+client = OpenAI(base_url="${url}/v1", api_key=os.environ.get("API_KEY", "none"))
+answer = client.chat.completions.create(model="${model}", messages=[{"role": "user", "content": "Hello"}])
+print(answer.choices[0].message.content)`,
+  Node: (url, model) => `import OpenAI from "openai";
+
+const client = new OpenAI({ baseURL: "${url}/v1", apiKey: process.env.API_KEY ?? "none" });
+const answer = await client.chat.completions.create({ model: "${model}", messages: [{ role: "user", content: "Hello" }] });
+console.log(answer.choices[0].message.content);`,
+};
+
+/** How programs ask it; the key comes from the environment. */
+function Snippets({ deployment }) {
+  const url = deployment.url.replace(/\/$/, "");
+  return html`<details><summary>Ask it from a program</summary>
+    ${Object.entries(SNIPPETS).map(([name, text]) => {
+      const code = text(url, deployment.model);
+      return html`<h3>${name} <button type="button" class="plain small" aria-label="Copy ${name}" onClick=${() => navigator.clipboard.writeText(code)}>Copy</button></h3>
+        <pre tabindex="0" role="region" aria-label="${name} snippet">${code}</pre>`;
+    })}</details>`;
+}
+
 export function Deployment({ id }) {
   const [deployment, problem, reload] = useFresh(() => get(`/deployments/${id}`), [id], EVERY_MS);
   const [samples, silence] = useSamples(id);
@@ -106,6 +134,7 @@ export function Deployment({ id }) {
       replicas: `${deployment.replicas} of ${deployment.min_replicas} to ${deployment.max_replicas}`,
       created: when(deployment.created_at),
     }} /></section>
+    ${deployment.url && html`<${Snippets} deployment=${deployment} />`}
     <h2>Now</h2>
     ${now
       ? html`<p class="quiet small">Over the last ${WINDOW_S} seconds; tokens and times are those of answers that were finished.</p>

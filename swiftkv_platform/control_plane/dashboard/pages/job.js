@@ -104,7 +104,7 @@ export function Job({ id }) {
     <${Problem} problem=${problem} />
     ${live && html`<p><${Progress} job=${job} /> <span class="quiet">${eta(job)}</span></p>`}
     <section class="panel"><h2>Phases</h2><${Timeline} events=${events} ended=${job.finished_at} /></section>
-    ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} /></section>`}
+    ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} verdict=${job.verdict} /></section>`}
     ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} limit=${job.spec.evaluation.max_kl} />`}
     <h2>Curves</h2>
     <${Curves} points=${points} id=${id} />

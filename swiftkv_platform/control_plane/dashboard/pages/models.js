@@ -36,7 +36,7 @@ function Card({ model }) {
   return html`<section class="panel" aria-label="Model ${model.name}">
     <header><h2>${model.name}</h2><code class="quiet end">${model.id}</code></header>
     <${Lineage} key=${turn} model=${model} />
-    ${metrics.distilled ? html`<br /><${Report} report=${metrics} />` : ""}
+    ${metrics.distilled ? html`<br /><${Report} report=${metrics} verdict=${model.verdict} />` : ""}
     <br /><${Facts} of=${{ revision: lineage.revision, manifest: model.manifest_digest, size: bytes(model.size) }} />
     <${DeployForm} name=${model.name} route="/" onDeploy=${deploy} />
     <${Promote} model=${model} onDone=${() => setTurn(turn + 1)} />
@@ -62,7 +62,7 @@ function Comparison({ a, b }) {
     ${found.spec_differences.length > 0 && html`<h3>Specs</h3><${Table} caption="Differences of their specs" columns=${columns} rows=${found.spec_differences} empty="" />`}`;
 }
 
-const text = (model) => [model.name, model.id, model.lineage.teacher, model.job_id].join(" ");
+const text = (model) => [model.name, model.id, model.lineage.teacher, model.job_id ?? "imported"].join(" ");
 
 export function Models({ query }) {
   const [chosen, setChosen] = useState(query.get("model") ? [query.get("model")] : []);
@@ -71,7 +71,7 @@ export function Models({ query }) {
   const toggle = (id) => setChosen((old) => (old.includes(id) ? old.filter((other) => other !== id) : [...old, id].slice(-2)));
   const columns = [
     { name: "Show", cell: (model) => html`<input type="checkbox" aria-label="Show ${model.name}" checked=${chosen.includes(model.id)} onChange=${() => toggle(model.id)} />` },
-    { name: "Model", sort: (model) => model.name, cell: (model) => html`<span>${model.name}<br /><code class="quiet">${model.id}</code></span>` },
+    { name: "Model", sort: (model) => model.name, cell: (model) => html`<span>${model.name}${model.job_id ? "" : html` <span class="quiet">imported</span>`}<br /><code class="quiet">${model.id}</code></span>` },
     { name: "Teacher", sort: (model) => model.lineage.teacher, cell: (model) => model.lineage.teacher },
     { name: "Perplexity", number: true, sort: (model) => model.metrics.distilled?.perplexity, cell: (model) => figure(model.metrics.distilled?.perplexity) },
     { name: "KL", number: true, sort: (model) => model.metrics.distilled?.kl, cell: (model) => figure(model.metrics.distilled?.kl) },
@@ -79,7 +79,7 @@ export function Models({ query }) {
     { name: "KV bytes", number: true, sort: (model) => model.metrics.kv_bytes_ratio, cell: (model) => percent(model.metrics.kv_bytes_ratio) },
     { name: "Created", sort: (model) => model.created_at, cell: (model) => when(model.created_at) },
   ];
-  const empty = html`<div class="panel"><${Empty} title="No model yet">A job that succeeds makes one: <a href="#/submit">start a job</a>.<//></div>`;
+  const empty = html`<div class="panel"><${Empty} title="No model yet">A job that succeeds makes one: <a href="#/submit">start a job</a>. <code>swiftkv models import</code> brings one that was made elsewhere.<//></div>`;
   const shownModels = models?.filter((model) => chosen.includes(model.id)) ?? [];
   return html`<div class="head"><h1>Models</h1></div>
     <${Problem} problem=${problem} />

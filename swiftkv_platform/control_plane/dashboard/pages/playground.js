@@ -120,7 +120,10 @@ function request(id, turns, fields, exits) {
   return [`/deployments/${id}/generate`, { ...asked, ...common, stream_interval_s: 0 }];
 }
 
-function Fields({ kind, setKind, exit, setExit, tools, setTools, options, both }) {
+/** Whether a model can exit early, as far as its spec is known. */
+const hasExit = (models, item) => item.engine.swiftkv !== false && models?.find(({ id }) => id === item.model)?.lineage.spec?.swiftkv?.early_exit !== false;
+
+function Fields({ offersExit, kind, setKind, exit, setExit, tools, setTools, options, both }) {
   return html`<div class="row bottom">
       <label>Deployment <select name="a" required>${options}</select></label>
       <label>beside it <select name="b"><option value="">none</option>${both}</select></label>
@@ -129,10 +132,10 @@ function Fields({ kind, setKind, exit, setExit, tools, setTools, options, both }
     <div class="row bottom">
       <label>Most tokens <input name="max_tokens" type="number" min="1" value="128" /></label>
       <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
-      <label>Early exit
+      ${offersExit && html`<label>Early exit
         <select name="exit" value=${exit} onChange=${(event) => setExit(event.target.value)}>${["off", "threshold", "lossless"].map((mode) => html`<option value=${mode}>${mode}</option>`)}</select>
-      </label>
-      ${exit === "threshold" && html`<label>Exit threshold <input name="threshold" type="number" min="0.01" max="1" step="any" value="0.95" /></label>`}
+      </label>`}
+      ${offersExit && exit === "threshold" && html`<label>Exit threshold <input name="threshold" type="number" min="0.01" max="1" step="any" value="0.95" /></label>`}
       ${kind === "chat" && html`<label class="check"><input type="checkbox" checked=${tools} onChange=${(event) => setTools(event.target.checked)} /> tools</label>`}
     </div>
     ${kind === "chat" && html`<details><summary>System message</summary><label class="wide">System message <textarea name="system" rows="2"></textarea></label></details>`}
@@ -142,7 +145,7 @@ function Fields({ kind, setKind, exit, setExit, tools, setTools, options, both }
 /** The form's fields as values; throws where the tools are no JSON list. */
 function fieldsOf(form, kind, tools) {
   const fields = new FormData(form);
-  const asked = { kind, exit: fields.get("exit"), threshold: Number(fields.get("threshold")), system: fields.get("system"), maxTokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), tools: null };
+  const asked = { kind, exit: fields.get("exit") ?? "off", threshold: Number(fields.get("threshold")), system: fields.get("system"), maxTokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), tools: null };
   if (kind === "chat" && tools) {
     try {
       asked.tools = JSON.parse(fields.get("tools"));
@@ -155,6 +158,7 @@ function fieldsOf(form, kind, tools) {
 
 export function Playground({ query }) {
   const [deployments, problem] = useFresh(() => all("/deployments"), [], 5000);
+  const [known] = useFresh(() => all("/models"), [], 10000);
   const [talks, setTalks] = useState({});
   const [refusal, setRefusal] = useState(null);
   const [kind, setKind] = useState("chat");
@@ -166,7 +170,7 @@ export function Playground({ query }) {
   const busy = Object.values(talks).some((talk) => talk.busy);
 
   const put = (id, change) => setTalks((old) => ({ ...old, [id]: { ...FRESH, ...old[id], ...change(old[id] ?? FRESH) } }));
-  const exits = (id, fields) => fields.exit !== "off" && ready.find((item) => item.id === id)?.engine.swiftkv !== false; // a teacher has no exit head
+  const exits = (id, fields) => fields.exit !== "off" && ready.some((item) => item.id === id && hasExit(known, item));
 
   /** Ask one deployment for the turn after `turns`, and show it as it comes. */
   async function ask(id, turns, fields, signal) {
@@ -229,7 +233,7 @@ export function Playground({ query }) {
     <${Problem} problem=${problem ?? refusal} />
     ${!ready.length && html`<div class="panel"><${Empty} title="Nothing is served that could answer">Deploy a model first: <a href="#/models">choose a model</a>.<//></div><br />`}
     <form class="panel asked" ref=${form} onSubmit=${submit}>
-      <${Fields} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
+      <${Fields} offersExit=${ready.some((item) => hasExit(known, item))} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
         options=${ready.map((item) => option(item, item.id === query.get("a")))} both=${ready.map((item) => option(item, item.id === query.get("b")))} />
       <label class="wide">Prompt <textarea name="prompt" rows=${kind === "chat" ? 3 : 6} required onKeyDown=${keys} placeholder="Ctrl Enter sends"></textarea></label>
       <div class="row">

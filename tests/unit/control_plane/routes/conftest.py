@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
-from swiftkv_platform.control_plane.files.file import files_of
-from swiftkv_platform.control_plane.hooks.sender import send_webhook
-from swiftkv_platform.control_plane.hooks.webhooks import Deliverer, webhook_rules
+from swiftkv_platform.control_plane.files.rows import files_of
+from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
+from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus

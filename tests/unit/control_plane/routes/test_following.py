@@ -15,7 +15,7 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs import following
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from tests.records import make_job, store
@@ -212,7 +212,7 @@ def test_of_very_many_jobs_the_newest_are_remembered() -> None:
 
 
 def test_reading_events_marks_the_job(sqlite_database: Database) -> None:
-    jobs = SqlJobRepository(sqlite_database)
+    jobs = JobRepository(sqlite_database)
     started, event = start(store(jobs, make_job()), now=100)
     job = jobs.update(started, events=[event])
     found = Watches(jobs, StillClock()).events(job.id, Page(limit=5, order="asc"))

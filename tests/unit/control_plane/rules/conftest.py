@@ -11,8 +11,8 @@ from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
-from swiftkv_platform.control_plane.jobs.rows import SqlJobRepository
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
+from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -43,8 +43,8 @@ class Plane:
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self.jobs = SqlJobRepository(self.database)
-        self.catalog = SqlRegistry(self.database)
+        self.jobs = JobRepository(self.database)
+        self.catalog = Registry(self.database)
         self.store = AttemptStore(self.objects)
 
     def reconciler(self, *, max_running_jobs: int = 1, **replaced: Any) -> Reconciler:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.pace import Pace
-from swiftkv_platform.control_plane.jobs.attention import Attention
 from swiftkv_platform.control_plane.jobs.capacity import GIB, outstanding
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.polling import PollSchedule
 from swiftkv_platform.control_plane.jobs.ports import Node
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
@@ -122,7 +122,7 @@ def test_another_control_plane_knows_what_runs(plane: Plane, reconciler: Reconci
     plane.submit(resources=workers(2))
     reconciler.tick()
     second = plane.submit(resources=workers(2))
-    plane.reconciler(max_running_jobs=9, attention=Attention(most=0)).tick()
+    plane.reconciler(max_running_jobs=9, polls=PollSchedule(most=0)).tick()
     assert plane.get(second).status is JobStatus.QUEUED
 
 

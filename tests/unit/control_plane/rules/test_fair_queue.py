@@ -32,7 +32,7 @@ from tests.unit.control_plane.rules.conftest import Plane
 
 
 @dataclass
-class Granted:
+class Granted(Tenants):
     """Policies without a file."""
 
     policies: Mapping[str, TenantPolicy] = field(default_factory=dict)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.control_plane.jobs.attention import SPARING, Attention
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
 from swiftkv_platform.control_plane.jobs.queue import Placed
 from swiftkv_platform.control_plane.loops.leadership import LEASE_S, Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.loops.rows import SqlLeases
+from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from tests.unit.control_plane.rules.conftest import Plane
 
@@ -65,7 +65,7 @@ def test_a_loop_whose_step_never_comes_back_hangs_and_one_that_fails_does_not() 
 
 
 def test_one_of_two_leads_until_it_resigns_or_dies(plane: Plane) -> None:
-    leases = SqlLeases(plane.database)
+    leases = Leases(plane.database)
     turns: list[str] = []
     first, second = (Leadership(leases, "jobs", holder, plane.clock) for holder in ("a", "b"))
     step_a, step_b = first.guard(lambda: turns.append("a")), second.guard(lambda: turns.append("b"))
@@ -93,7 +93,7 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
         submit(submission_id, *arguments)
 
     plane.cluster.submit = noted  # type: ignore[method-assign]
-    leases = SqlLeases(plane.database)
+    leases = Leases(plane.database)
     first, second = (Leadership(leases, "jobs", holder, plane.clock) for holder in ("a", "b"))
     other = second.guard(plane.reconciler(lease=second).tick)
 
@@ -119,7 +119,7 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
 
 
 def test_a_lease_is_renewed_while_a_step_takes_longer_than_it(plane: Plane) -> None:
-    leases, turns = SqlLeases(plane.database), list[str]()
+    leases, turns = Leases(plane.database), list[str]()
     first, second = (Leadership(leases, "jobs", holder, time.time, lease_s=0.2) for holder in ("a", "b"))
     other = second.guard(lambda: turns.append("b"))
 
@@ -135,7 +135,7 @@ def test_a_lease_is_renewed_while_a_step_takes_longer_than_it(plane: Plane) -> N
 
 
 def test_a_step_ends_where_its_lease_cannot_be_renewed(plane: Plane) -> None:
-    leases = SqlLeases(plane.database)
+    leases = Leases(plane.database)
     first = Leadership(leases, "jobs", "a", time.time, lease_s=0.2)
     began = threading.Event()
 
@@ -154,14 +154,14 @@ def placed(count: int) -> list[Placed]:
     return [Placed(f"job_{number:04d}", JobStatus.RUNNING, version=1, watched_until=0.0) for number in range(count)]
 
 
-def looks(attention: Attention, jobs: list[Placed], seconds: int, *, speaking: int = 0) -> dict[str, list[int]]:
+def looks(polls: PollSchedule, jobs: list[Placed], seconds: int, *, speaking: int = 0) -> dict[str, list[int]]:
     """The seconds at which each job was looked at, a tick a second; the first ones say something each second."""
     seen: dict[str, list[int]] = {job.id: [] for job in jobs}
     for now in range(seconds):
-        for job_id in attention.due(jobs, float(now)):
+        for job_id in polls.due(jobs, float(now)):
             seen[job_id].append(now)
             heard = int(job_id.removeprefix("job_")) < speaking
-            attention.looked(job_id, now=float(now), version=1, heard=heard, has_more=False)
+            polls.looked(job_id, now=float(now), version=1, heard=heard, has_more=False)
     return seen
 
 
@@ -170,41 +170,41 @@ def gaps(times: list[int]) -> list[int]:
 
 
 def test_a_few_jobs_are_looked_at_in_every_tick_and_all_by_default() -> None:
-    assert looks(Attention(SPARING), placed(2), 10)["job_0000"] == list(range(10))
-    assert len(Attention().due(placed(100), 0.0)) == 100
+    assert looks(PollSchedule(SPARING), placed(2), 10)["job_0000"] == list(range(10))
+    assert len(PollSchedule().due(placed(100), 0.0)) == 100
 
 
 def test_jobs_that_speak_are_looked_at_more_often_than_silent_ones() -> None:
     jobs = placed(100)
-    seen = looks(Attention(SPARING), jobs, 200, speaking=10)
+    seen = looks(PollSchedule(SPARING), jobs, 200, speaking=10)
     assert gaps(seen["job_0005"])[-1] == SPARING.busy_s
     assert gaps(seen["job_0050"])[-1] == SPARING.quiet_s
     assert sorted(gaps(seen["job_0050"])) == gaps(seen["job_0050"]), "less and less often"
 
 
 def test_a_watched_job_one_that_is_to_end_and_a_changed_one_do_not_wait() -> None:
-    attention, jobs = Attention(SPARING), placed(100)
-    looks(attention, jobs, 100)
+    polls, jobs = PollSchedule(SPARING), placed(100)
+    looks(polls, jobs, 100)
     watched = replace(jobs[0], watched_until=1000.0)
     cancelling = replace(jobs[1], status=JobStatus.CANCELLING)
     changed = replace(jobs[2], version=2)
-    due = attention.due([watched, cancelling, changed, *jobs[3:]], 101.0)
+    due = polls.due([watched, cancelling, changed, *jobs[3:]], 101.0)
     assert {"job_0000", "job_0001", "job_0002"} <= set(due)
     assert due[0] == "job_0002", "what was changed comes first"
     assert len(due) < 20
 
 
 def test_a_job_of_which_more_is_to_be_read_is_looked_at_again_at_once() -> None:
-    attention, jobs = Attention(SPARING), placed(100)
-    looks(attention, jobs, 2)
-    assert attention.due(jobs, 2.0) == []
-    attention.looked("job_0007", now=2.0, version=1, heard=True, has_more=True)
-    assert attention.due(jobs, 2.0) == ["job_0007"]
+    polls, jobs = PollSchedule(SPARING), placed(100)
+    looks(polls, jobs, 2)
+    assert polls.due(jobs, 2.0) == []
+    polls.looked("job_0007", now=2.0, version=1, heard=True, has_more=True)
+    assert polls.due(jobs, 2.0) == ["job_0007"]
 
 
 def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
-    attention, jobs = Attention(SPARING, most=50), placed(400)
-    seen = looks(attention, jobs, 120)
+    polls, jobs = PollSchedule(SPARING, most=50), placed(400)
+    seen = looks(polls, jobs, 120)
     for now in range(120):
         assert sum(now in times for times in seen.values()) <= 50
     assert all(times for times in seen.values())
@@ -212,17 +212,17 @@ def test_looks_of_a_tick_are_bounded_and_every_job_has_its_turn() -> None:
 
 
 def test_a_watched_job_has_its_turn_in_every_tick_however_many_others_are_overdue() -> None:
-    attention, jobs = Attention(SPARING, most=16), placed(400)
+    polls, jobs = PollSchedule(SPARING, most=16), placed(400)
     jobs[250] = replace(jobs[250], watched_until=1000.0)
-    assert gaps(looks(attention, jobs, 100)["job_0250"])[-50:] == [1] * 50
+    assert gaps(looks(polls, jobs, 100)["job_0250"])[-50:] == [1] * 50
     everyone = [replace(job, watched_until=1000.0) for job in jobs[:200]]
-    seen = looks(attention, [*everyone, *jobs[200:]], 300)
+    seen = looks(polls, [*everyone, *jobs[200:]], 300)
     assert all(seen.values()), "nor do many watched ones keep the others out"
 
 
 def test_a_job_that_has_left_the_cluster_is_forgotten() -> None:
-    attention, jobs = Attention(SPARING), placed(100)
-    looks(attention, jobs, 50)
-    attention.due(jobs[1:], 50.0)
-    assert attention.turn("job_0000") == 0
-    assert attention.turn("job_0001") > 0
+    polls, jobs = PollSchedule(SPARING), placed(100)
+    looks(polls, jobs, 50)
+    polls.due(jobs[1:], 50.0)
+    assert polls.turn("job_0000") == 0
+    assert polls.turn("job_0001") > 0

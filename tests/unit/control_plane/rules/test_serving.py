@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.deployments.service import DeploymentReconci
 from swiftkv_platform.control_plane.merge_patches import Expected
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.models.rows import SqlRegistry
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     InvalidInputError,
@@ -118,7 +118,7 @@ def test_every_change_applies_the_whole_set(plane: Plane, model: Model) -> None:
     assert len(plane.serving.applied) == 2
 
 
-class BusyCatalog(SqlRegistry):
+class BusyCatalog(Registry):
     """Lets another caller's changes through between what is read and what is written."""
 
     meanwhile: list[Mapping[str, Any]]

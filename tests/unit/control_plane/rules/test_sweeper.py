@@ -13,9 +13,9 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
-from swiftkv_platform.control_plane.upkeep.objects import StoredObjects
+from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import DAY_S, Counts, Kind, Retention, Swept
-from swiftkv_platform.control_plane.upkeep.rows import SqlRetention
+from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -36,7 +36,7 @@ EVERYTHING = Retention(
 
 
 def sweeper(plane: Plane, retention: Retention = EVERYTHING, **options: object) -> Sweeper:
-    rows, objects = SqlRetention(plane.database), StoredObjects(plane.objects)
+    rows, objects = RetainedRows(plane.database), RetainedObjects(plane.objects)
     return Sweeper(rows, objects, retention, plane.clock, **options)  # type: ignore[arg-type]
 
 
@@ -74,7 +74,7 @@ def run(plane: Plane, reconciler: Reconciler, *, well: bool = True, name: str = 
 
 def state(plane: Plane) -> tuple[list[str], dict[str, int]]:
     """All keys, and the number of rows of each table."""
-    return keys(plane), SqlRetention(plane.database).count_rows()
+    return keys(plane), RetainedRows(plane.database).count_rows()
 
 
 def test_a_dry_run_tells_what_a_round_removes_and_removes_nothing(plane: Plane) -> None:
@@ -82,7 +82,7 @@ def test_a_dry_run_tells_what_a_round_removes_and_removes_nothing(plane: Plane) 
     for well in (True, False, True):
         run(plane, reconciler, well=well)
     deleted = run(plane, reconciler, name="deleted")
-    SqlRetention(plane.database).delete_job(deleted.id, by="ann", now=plane.clock())
+    RetainedRows(plane.database).delete_job(deleted.id, by="ann", now=plane.clock())
     plane.clock.now += 1.5 * DAY_S
     before = state(plane)
     told = summed(sweeper(plane).round(dry_run=True))
@@ -160,7 +160,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
     for changes in itertools.count(1):
         store = Dying(plane.objects)
         store.left = changes
-        rows, objects = SqlRetention(plane.database), StoredObjects(store)
+        rows, objects = RetainedRows(plane.database), RetainedObjects(store)
         try:
             summed(Sweeper(rows, objects, EVERYTHING, plane.clock).round())
         except KeyboardInterrupt:
@@ -175,7 +175,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
     assert deaths > 3
     assert [model.job_id for model in plane.catalog.list_models(Page(limit=9), tenant=TENANT).items] == [new.id]
     assert {key.split("/")[1] for key in keys(plane)} == {new.id}
-    assert SqlRetention(plane.database).deletions(limit=9, after=None) == []
+    assert RetainedRows(plane.database).deletions(limit=9, after=None) == []
     assert [job.id for job in plane.jobs.list(Page(), tenant=TENANT).items] == [new.id], (old.id, failed.id)
 
 
@@ -292,14 +292,14 @@ def test_fifteen_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Pa
 def test_one_job_that_cannot_be_swept_keeps_no_other_from_it_and_a_store_that_is_away_ends_the_round(
     plane: Plane,
 ) -> None:
-    reconciler, rows = plane.reconciler(), SqlRetention(plane.database)
+    reconciler, rows = plane.reconciler(), RetainedRows(plane.database)
     jobs = [run(plane, reconciler) for _ in range(4)]
     plane.clock.now += 1.5 * DAY_S
-    away = StoredObjects(Refusing(plane.objects, *(job.id for job in jobs)))
+    away = RetainedObjects(Refusing(plane.objects, *(job.id for job in jobs)))
     with pytest.raises(StorageError):
         summed(Sweeper(rows, away, EVERYTHING, plane.clock).round())
     assert rows.ended_jobs(Kind.EVENT_OBJECTS, before=plane.clock(), limit=9, after=None)
-    refusing = StoredObjects(Refusing(plane.objects, jobs[0].id))
+    refusing = RetainedObjects(Refusing(plane.objects, jobs[0].id))
     summed(Sweeper(rows, refusing, EVERYTHING, plane.clock).round())
     assert {key.split("/")[1] for key in keys(plane) if "checkpoints" in key} == {jobs[0].id}
     summed(sweeper(plane).round())

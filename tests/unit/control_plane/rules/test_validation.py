@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.estimates import Estimate
+from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
 from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, ObjectNotFoundError, StorageError
@@ -23,7 +23,7 @@ def read_nothing(store: str, key: str) -> bytes:
     raise ObjectNotFoundError(f"there is no object {key!r} in {store}")
 
 
-def check(read_object: Any = read_nothing, **spec: Any) -> Estimate:
+def check(read_object: Any = read_nothing, **spec: Any) -> JobEstimate:
     return validate(JobSpec.model_validate({"name": "test", **spec}), read_object)
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
-from pydantic import ValidationError
-
-from swiftkv_platform.control_plane.access.demand import Demand
-from swiftkv_platform.control_plane.jobs.queue import PRIORITIES
-from swiftkv_platform.specs import JobSpec
 
 revision = "0008"
 down_revision = "0007"
 branch_labels = None
 depends_on = None
 
+_PRIORITIES = {"high": 0, "normal": 1, "low": 2}
+_SWEPT = ("num_key_value_layers", "key_value_group_size", "learning_rate")
 _FINAL = ("succeeded", "failed", "cancelled")
 _JOBS = sa.table(
     "jobs",
@@ -44,18 +44,24 @@ def _fill(connection: sa.Connection) -> None:
     live = sa.select(_JOBS.c.id, _JOBS.c.spec, _JOBS.c.state).where(_JOBS.c.status.not_in(_FINAL))
     for row in connection.execute(live).all():
         try:
-            spec = JobSpec.model_validate(row.spec)
-            not_before = float(row.state.get("not_before", 0.0))
-        except (ValidationError, TypeError, AttributeError, ValueError):
+            values = {**_asked(row.spec), "not_before": float(row.state.get("not_before", 0.0))}
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             continue
-        demand = Demand.of(spec)
-        values = {
-            "priority": PRIORITIES[spec.limits.priority],
-            "not_before": not_before,
-            "gpus": demand.gpus,
-            "cpus": demand.cpus,
-        }
         connection.execute(sa.update(_JOBS).where(_JOBS.c.id == row.id).values(**values))
+
+
+def _asked(spec: Any) -> dict[str, float]:
+    """Rank and resources of a job, by the rules and the defaults of when the columns came."""
+    resources, sweep = spec.get("resources", {}), spec.get("sweep")
+    workers = resources.get("num_workers", 2)
+    workers = workers["max"] if isinstance(workers, dict) else int(workers)
+    if sweep is not None:
+        workers *= min(sweep.get("max_concurrent", 1), math.prod(len(sweep.get(name) or [0]) for name in _SWEPT))
+    return {
+        "priority": _PRIORITIES[spec.get("limits", {}).get("priority", "normal")],
+        "gpus": float(workers * resources.get("gpus_per_worker", 0)),
+        "cpus": float(workers * max(resources.get("cpus_per_worker", 1), 1)),
+    }
 
 
 def downgrade() -> None:

@@ -18,7 +18,7 @@ _AT_ONCE = float("-inf")
 
 
 @dataclass(frozen=True)
-class Pace:
+class PollIntervals:
     """Intervals between looks at a job, in seconds. They grow with the number of jobs, up to these."""
 
     watched_s: float = 4.0
@@ -30,8 +30,8 @@ class Pace:
     """Jobs on the cluster from which on `busy_s` and `quiet_s` hold."""
 
 
-EVERY_TICK = Pace(0.0, 0.0, 0.0)
-SPARING = Pace()
+EVERY_TICK = PollIntervals(0.0, 0.0, 0.0)
+SPARING = PollIntervals()
 """At 1,000 jobs, of which a tenth says something each second, some 9 requests to the store a job and minute."""
 
 
@@ -46,12 +46,12 @@ class _Look:
 
 
 @dataclass
-class Attention:
+class PollSchedule:
     """Remembers when each job was looked at; another control plane that takes over looks at all of them. `most`: looks
     in a tick, which bounds what it takes. Jobs for which a caller waits come first, three quarters of them at most;
     then those that are due longest."""
 
-    pace: Pace = EVERY_TICK
+    intervals: PollIntervals = EVERY_TICK
     most: int = 128
     _looks: dict[str, _Look] = field(default_factory=dict)
 
@@ -94,8 +94,8 @@ class Attention:
         look = self._looks.get(job.id)
         if look is None or look.has_more or look.version != job.version:
             return _AT_ONCE
-        pace, size = self.pace, min(running / self.pace.jobs_for_longest, 1.0)
-        interval = min(pace.busy_s * 2.0 ** min(look.silent, 16), pace.quiet_s) * size
+        intervals, size = self.intervals, min(running / self.intervals.jobs_for_longest, 1.0)
+        interval = min(intervals.busy_s * 2.0 ** min(look.silent, 16), intervals.quiet_s) * size
         if job.watched_until > now or job.status in _URGENT:
-            interval = min(interval, pace.watched_s * min(watched / pace.watched_for_longest, 1.0))
+            interval = min(interval, intervals.watched_s * min(watched / intervals.watched_for_longest, 1.0))
         return look.at + interval

@@ -1,0 +1,320 @@
+"""What others notice while one caller does its worst: their answers, the 99th percentile of their times, memory.
+
+    python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--seconds 15]
+    python -m benchmarks.hostile_callers --python OLD/.venv/bin/python --source OLD
+
+Each case has a control plane with keys, or a replica of a small random model, of its own, as processes that know
+nothing of the measurement; with `--source` they are those of another checkout. A process beside them attacks, with a
+lower priority of the CPU, as it would have a machine of its own. Another tenant sends requests one after the other,
+each over a new connection, before the attack and during it. A case is `stopped` where one of them gets no answer in
+`--patience` seconds, or an error. Ray is not there: jobs wait, and streams of their events and logs stay open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from benchmarks.common import benchmark_parser, write_report
+from benchmarks.hostile_requests import quantile, save_model
+from swiftkv_platform.local.ray_head import free_ports
+
+ROOT = Path(__file__).parents[1]
+NESTED = b"[" + b",".join([b"[]"] * 349_000) + b"]"
+"""1 MiB, of which a parser makes as many values as can be."""
+AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
+NUM_STREAMS, NUM_SILENT, NUM_SPECS, AT_ONCE = 1000, 2000, 200, 40
+JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
+EXTREMES: list[dict[str, Any]] = [
+    {"target_ongoing_requests": 1e-320},
+    {"upscale_delay_s": 1e308, "downscale_delay_s": 1e308},
+    {"min_replicas": 0, "max_replicas": 2**62},
+    {"engine": {"num_threads": 2**62}},
+    {"engine": {"tensor_parallel_size": 2**62, "kv_cache_bytes": 2**62}},
+]
+KEYS = """
+import json, sys
+from pathlib import Path
+from swiftkv_platform.security.keys import Scope, create_key
+names = ("eve", "ann")
+print(json.dumps([create_key(Path(sys.argv[1]), name=n, tenant=n, scopes=frozenset({Scope.ADMIN})) for n in names]))
+"""
+
+Count = Callable[[object], None]
+Attack = Callable[[httpx.AsyncClient, str, Count], Awaitable[None]]
+
+
+async def bodies(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """40 at a time, without a key."""
+    headers = {"authorization": "", "content-type": "application/json"}
+    while True:
+        sent = (client.post(path, content=NESTED, headers=headers) for _ in range(AT_ONCE))
+        for answer in await asyncio.gather(*sent, return_exceptions=True):
+            count(answer)
+
+
+async def streams(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """A thousand, 200 a second, which are kept as far as they are let in."""
+
+    async def follow(number: int) -> None:
+        await asyncio.sleep(number / 200)
+        try:
+            async with client.stream("GET", path, headers={"accept": "text/event-stream"}) as answer:
+                count(answer)
+                async for _ in answer.aiter_raw():
+                    pass
+        except httpx.HTTPError as error:
+            count(error)
+
+    await asyncio.gather(*(follow(number) for number in range(NUM_STREAMS)))
+    await asyncio.sleep(3600)
+
+
+async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
+    """Connections that send nothing, each opened again when it is closed."""
+    url = client.base_url
+
+    async def connect() -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(url.host, url.port)
+                count("connected")
+                await reader.read()
+                writer.close()
+            except OSError as error:
+                count(error)
+                await asyncio.sleep(1.0)
+
+    await asyncio.gather(*(connect() for _ in range(NUM_SILENT)))
+
+
+async def fill(client: httpx.AsyncClient) -> None:
+    """Store jobs with specs as large as they are let in: 0.8 MB, 0.2 MB."""
+    for num_tasks in (4000, 1000):
+        tasks = [f"task_{at}_" + 180 * "x" for at in range(num_tasks)]
+        for _ in range(NUM_SPECS):
+            if not (await client.post("/jobs", json={**JOB, "evaluation": {"tasks": tasks}})).is_success:
+                break
+        else:
+            return
+
+
+async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Pages of all jobs, four at a time."""
+
+    async def read() -> None:
+        while True:
+            count(await client.get(path))
+
+    await asyncio.gather(*(read() for _ in range(4)))
+
+
+async def deployments(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Numbers that overflow where they are computed with."""
+    while True:
+        for extreme in EXTREMES:
+            count(await client.post(path, json={"model": "mdl_none", "route_prefix": "/x", **extreme}))
+
+
+async def grammar(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """An ambiguous grammar, eight requests at a time, one after the other."""
+    body = {"prompt": [1], "max_tokens": 200, "n": 2, "structured_outputs": {"grammar": AMBIGUOUS}}
+
+    async def ask() -> None:
+        while True:
+            count(await client.post(path, json=body))
+
+    await asyncio.gather(*(ask() for _ in range(8)))
+
+
+CASES: dict[str, tuple[Attack, str, bool]] = {
+    "bodies": (bodies, "/jobs", True),
+    "event streams": (streams, "/jobs/{job}/events", True),
+    "followed logs": (streams, "/jobs/{job}/logs?follow=true", True),
+    "silent connections": (silent, "", True),
+    "pages": (pages, "/jobs?limit=1000", True),
+    "deployments": (deployments, "/deployments", True),
+    "bodies, replica": (bodies, "/generate", False),
+    "grammar, replica": (grammar, "/generate", False),
+}
+"""Attack, path, and whether it is on the control plane."""
+
+
+async def attack(case: str, url: str, key: str, seconds: float) -> None:
+    """In a process of its own, which prints what it was answered."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    os.nice(10)
+    seen: Counter[str] = Counter()
+
+    def count(what: object) -> None:
+        plain = what if isinstance(what, str) else type(what).__name__
+        seen[str(what.status_code) if isinstance(what, httpx.Response) else plain] += 1
+
+    act, path, _ = CASES[case]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=False) as client:
+        if "{job}" in path:
+            path = path.format(job=(await client.post("/jobs", json=JOB)).raise_for_status().json()["id"])
+        if act is pages:
+            await fill(client)
+        print("begun", flush=True)
+        with suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(seconds):
+                await act(client, path, count)
+    print(json.dumps(dict(seen)), flush=True)
+    os._exit(0)  # thousands of connections are not closed one by one
+
+
+class Process:
+    """The control plane, or a replica, of a checkout."""
+
+    def __init__(self, arguments: list[str], port: int, options: Any, **variables: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        known = {"PYTHONPATH": str(options.source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with_shells_limit = ["sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh"]  # of open files
+        self._process = subprocess.Popen(
+            [*with_shells_limit, options.python, *arguments],
+            cwd=options.source,
+            env={**os.environ, **known, **variables},
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def mebibytes(self, field: str) -> int:
+        """`VmRSS`, or its maximum, `VmHWM`."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) >> 10 for line in status if line.startswith(field))
+
+    def wait(self, path: str) -> None:
+        while self._process.poll() is None:
+            with suppress(httpx.HTTPError):
+                if httpx.get(self.url + path, trust_env=False, timeout=5.0).is_success:
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"it ended with {self._process.returncode}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--python", default=sys.executable, help="of the measured processes")
+    parser.add_argument("--source", type=Path, default=ROOT, help="checkout that they run")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each case, with and without the attack")
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds for an answer")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--attack", nargs=3, help="for the process that attacks: case, URL, key")
+    options = parser.parse_args()
+    if options.attack is not None:
+        case, url, key = options.attack
+        asyncio.run(attack(case, url, key, options.seconds))
+        return
+    report = {}
+    print(
+        "| attack | others answered | median (before) | p99 (before) | ratio | RSS before, most | attacker's answers |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for case in options.cases:
+        with tempfile.TemporaryDirectory() as directory:
+            report[case] = found = measure(case, Path(directory), options)
+        shown = {**found, "ratio": found["ratio"] if found["answered"] == found["asked"] else "stopped"}
+        for name in ("median", "p99"):
+            shown[name] = "{1} ({0}) ms".format(*found[f"{name}_ms"])
+        columns = "{answered} of {asked} | {median} | {p99} | {ratio} | {rss}, {most_rss} MiB | {seen}"
+        print(f"| {case} | {columns.format(**shown)} |", flush=True)
+    write_report(report, options.output)
+
+
+def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
+    port = free_ports([0])[0]
+    attacker, other = "none", "none"
+    asks: list[tuple[str, str, Any]]
+    if CASES[case][2]:
+        keys = directory / "keys.yaml"
+        environment = {**os.environ, "PYTHONPATH": str(options.source)}
+        made = subprocess.check_output([options.python, "-c", KEYS, keys], cwd=options.source, env=environment)
+        attacker, other = json.loads(made)
+        package = options.source / "swiftkv_platform"
+        module = "control_plane" if (package / "control_plane").exists() else "api"  # its name in older versions
+        server = Process(
+            ["-m", f"swiftkv_platform.{module}"],
+            port,
+            options,
+            SWIFTKV_HOME=str(directory),
+            SWIFTKV_PORT=str(port),
+            SWIFTKV_API_KEYS_FILE=str(keys),
+            SWIFTKV_RAY_DASHBOARD_URL="http://127.0.0.1:1",
+        )
+        asks = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB)]
+    else:
+        shape = SimpleNamespace(context_length=1024)
+        save_model(directory, shape)  # type: ignore[arg-type]
+        serves = [str(ROOT / "benchmarks/hostile_requests.py"), "--serve", str(directory), "--port", str(port)]
+        server = Process(serves, port, options)
+        answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
+        asks = [("GET", "/health", None), ("POST", "/generate", answer)]
+    with closing(server):
+        server.wait(asks[0][1])
+        ask_for(1.0, server.url, other, asks, options)
+        rss = server.mebibytes("VmRSS")
+        before = ask_for(options.seconds, server.url, other, asks, options)
+        command = [sys.executable, "-m", "benchmarks.hostile_callers", "--seconds", str(options.seconds + 5)]
+        command += ["--attack", case, server.url, attacker]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            during = ask_for(options.seconds, server.url, other, asks, options)
+            seen = process.stdout.read()
+        most_rss = server.mebibytes("VmHWM")
+    answered = [taken for taken in during if taken is not None]
+    both = [[taken or 0.0 for taken in before], answered or [0.0]]
+    median, p99 = ([quantile(times, share) for times in both] for share in (0.5, 0.99))
+    return {
+        "asked": len(during),
+        "answered": len(answered),
+        "p99_ms": [round(each * 1e3) for each in p99],
+        "median_ms": [round(each * 1e3) for each in median],
+        "ratio": round(p99[1] / max(p99[0], 1e-3), 1),
+        "rss": rss,
+        "most_rss": most_rss,
+        "seen": seen.strip() or "nothing",
+    }
+
+
+def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]], options: Any) -> list[float | None]:
+    """Seconds that each request took; None without a good answer in time."""
+    times: list[float | None] = []
+    end = time.perf_counter() + seconds
+    headers = {"authorization": f"Bearer {key}", "connection": "close"}
+    with httpx.Client(base_url=url, headers=headers, timeout=options.patience, trust_env=False) as client:
+        while time.perf_counter() < end:
+            method, path, body = asks[len(times) % len(asks)]
+            began = time.perf_counter()
+            try:
+                good = client.request(method, path, json=body).is_success
+            except httpx.HTTPError:
+                good = False
+            times.append(time.perf_counter() - began if good else None)
+            time.sleep(0.03)
+    return times
+
+
+if __name__ == "__main__":
+    main()

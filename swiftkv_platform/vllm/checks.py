@@ -172,14 +172,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
             "kv_transfer_config",
             vllm_config.kv_transfer_config.kv_connector,
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        raise _refusal(
-            f"the {speculative.method} method drafts from hidden states or weights that a student has not; "
-            f"use ngram, or lossless early exit in {_NATIVE}",
-            "speculative_config.method",
-            speculative.method,
-        )
+    _check_drafts(vllm_config)
     quantization = vllm_config.model_config.quantization
     if quantization is not None:
         raise _refusal(
@@ -187,6 +180,30 @@ def _check_features(vllm_config: VllmConfig) -> None:
             "mapped; use a checkpoint in bfloat16, and kv_cache_dtype=fp8 works",
             "quantization",
             quantization,
+        )
+
+
+_DRAFTS = ("ngram", "suffix", "draft_model")
+"""Methods of speculative decoding that read a student's tokens alone."""
+
+
+def _check_drafts(vllm_config: VllmConfig) -> None:
+    speculative: Any = vllm_config.speculative_config
+    if speculative is None:
+        return
+    if speculative.draft_model_config is vllm_config.model_config and vllm_config.model_config.hf_config.swiftkv:
+        raise _refusal(
+            "a SwiftKV student is no draft model: it skips tokens by what its target needs; use a dense model, such as "
+            "another checkpoint of its family",
+            "speculative_config.model",
+            speculative.model,
+        )
+    if speculative.method not in _DRAFTS:
+        raise _refusal(
+            f"the {speculative.method} method drafts from hidden states, which skipped tokens have not; use "
+            f"{', '.join(_DRAFTS[:-1])} or {_DRAFTS[-1]}, or lossless early exit in {_NATIVE}",
+            "speculative_config.method",
+            speculative.method,
         )
 
 

@@ -34,6 +34,13 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             raise _refusal(
                 f"{config.model_type} is not served by vLLM: {family.refused_by_vllm}", "model_type", family.model_type
             )
+        if model_config.runner_type == "draft":
+            raise _refusal(
+                "a SwiftKV student is no draft model: vLLM tells it what its target needs, not what it needs itself; use "
+                "a dense model with the same tokens",
+                "speculative_config.model",
+                model_config.model,
+            )
         if model_config.runner_type != "generate":
             raise _refusal(
                 "hidden states of skipped tokens do not exist; use runner=generate", "runner", model_config.runner_type
@@ -189,16 +196,7 @@ _DRAFTS = ("ngram", "suffix", "draft_model")
 
 def _check_drafts(vllm_config: VllmConfig) -> None:
     speculative: Any = vllm_config.speculative_config
-    if speculative is None:
-        return
-    if speculative.draft_model_config is vllm_config.model_config and vllm_config.model_config.hf_config.swiftkv:
-        raise _refusal(
-            "a SwiftKV student is no draft model: it skips tokens by what its target needs; use a dense model, such as "
-            "another checkpoint of its family",
-            "speculative_config.model",
-            speculative.model,
-        )
-    if speculative.method not in _DRAFTS:
+    if speculative is not None and speculative.method not in _DRAFTS:
         raise _refusal(
             f"the {speculative.method} method drafts from hidden states, which skipped tokens have not; use "
             f"{', '.join(_DRAFTS[:-1])} or {_DRAFTS[-1]}, or lossless early exit in {_NATIVE}",

@@ -36,7 +36,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             )
         if model_config.runner_type == "draft":
             raise _refusal(
-                "a SwiftKV student is no draft model: vLLM tells it what its target needs, not what it needs itself; use "
+                "a SwiftKV student is no draft model: vLLM tells it what its target needs, not its own needs; use "
                 "a dense model with the same tokens",
                 "speculative_config.model",
                 model_config.model,

@@ -190,16 +190,17 @@ def _check_features(vllm_config: VllmConfig) -> None:
         )
 
 
-_DRAFTS = ("ngram", "suffix", "draft_model")
-"""Methods of speculative decoding that read a student's tokens alone."""
+_DRAFTS = ("ngram", "suffix")
+"""Methods of speculative decoding that need no second model."""
 
 
 def _check_drafts(vllm_config: VllmConfig) -> None:
     speculative: Any = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTS:
         raise _refusal(
-            f"the {speculative.method} method drafts from hidden states, which skipped tokens have not; use "
-            f"{', '.join(_DRAFTS[:-1])} or {_DRAFTS[-1]}, or lossless early exit in {_NATIVE}",
+            f"the {speculative.method} method drafts from hidden states, which skipped tokens have not, or by a second "
+            f"model, beside which vLLM takes no layers that share a cache; use {' or '.join(_DRAFTS)}, or lossless "
+            f"early exit in {_NATIVE}",
             "speculative_config.method",
             speculative.method,
         )

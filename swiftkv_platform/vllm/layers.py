@@ -25,7 +25,6 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
@@ -158,22 +157,9 @@ class GroupKeyValue(Attention):
                 value=self.attn_backend.get_name(),
             )
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """What the cache holds of a token. vLLM asks once all models are loaded, and then looks for the layers that may
-        skip tokens: the last that it knows, as long as they share a cache. So those of a draft model go before them."""
-        layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        for name in [name for name, layer in layers.items() if _reads(layer, self.layer_name)]:
-            layers[name] = layers.pop(name)
-        spec: KVCacheSpec | None = super().get_kv_cache_spec(vllm_config)
-        return spec
-
     def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append a step's keys (with RoPE) and values, each [num_tokens, num_kv_heads, stored_dim], to the cache."""
         unified_kv_cache_update(keys, values, self.layer_name)
-
-
-def _reads(layer: Any, group: str) -> bool:
-    return getattr(layer, "kv_sharing_target_layer_name", None) == group
 
 
 class GroupProjections(nn.Module):

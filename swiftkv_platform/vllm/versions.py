@@ -27,7 +27,6 @@ _CHECKS = "vllm.model_executor.models.config:VerifyAndUpdateConfig"
 CALLS: Mapping[str, str] = {
     f"{_LAYERS}.attention:Attention.__init__": "self num_heads head_size scale num_kv_heads cache_config quant_config "
     "per_layer_sliding_window prefix kv_sharing_target_layer_name",
-    f"{_LAYERS}.attention:Attention.get_kv_cache_spec": "self vllm_config",
     f"{_LAYERS}.attention.attention:unified_kv_cache_update": "key value layer_name",
     f"{_LAYERS}.rotary_embedding:get_rope": "head_size max_position rope_parameters",
     "vllm.compilation.backends:set_model_tag": "tag",

@@ -72,6 +72,7 @@ def dense(student: Path, directory: Path) -> Path:
     ("given", "drafts", "message"),
     [
         ("student", "eagle", "eagle method drafts from hidden states"),
+        ("student", "draft_model", "by a second model"),
         ("dense", "draft_model", "student is no draft model"),
     ],
 )

@@ -29,7 +29,6 @@ from tests.outside.vllm.engines import (
     recorded_sizes,
     serving,
 )
-from tests.tiny_models import family_teacher
 
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -166,28 +165,16 @@ needs_arctic = pytest.mark.skipif(not has_arctic_inference(), reason="arctic-inf
     ids=["ngram", "ngram-fp8", "suffix"],
 )
 def test_speculation(speculative: dict[str, Any], options: dict[str, Any], llama: Path) -> None:
-    check_drafts(llama, speculative, options)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_speculation_by_a_draft_model(compiled: bool, llama: Path, tmp_path: Path) -> None:
-    """A dense one, whose layers vLLM makes behind the student's."""
-    family_teacher("llama", 5, num_hidden_layers=1).save_pretrained(tmp_path)
-    speculative = {"model": str(tmp_path), "method": "draft_model", "num_speculative_tokens": 3}
-    check_drafts(llama, speculative, {"enforce_eager": not compiled})
-
-
-def check_drafts(student: Path, speculative: dict[str, Any], options: dict[str, Any]) -> None:
     """Drafts run through all layers, prompts do not, and the text is that without drafts."""
     pattern = prompts((6,))[0]
     batch = [pattern * 8, *prompts((30,))]
-    with serving(student, **options) as llm:
+    with serving(llama, **options) as llm:
         plain = complete(llm, batch)
-    with serving(student, speculative_config=speculative, **options) as llm, recorded_sizes(llm) as sizes:
+    with serving(llama, speculative_config=speculative, **options) as llm, recorded_sizes(llm) as sizes:
         drafted = complete(llm, batch)
     assert drafted == plain
     if "kv_cache_dtype" not in options:
-        assert plain == expected(student, batch)
+        assert plain == expected(llama, batch)
     assert sizes[0][0] > sizes[0][1], "the prompts' own tokens are skipped"
     assert any(lower == upper > len(batch) for lower, upper in sizes), "drafts run through all layers"
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
+from transformers import modeling_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import slice_logits_to_keep
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import readable
@@ -113,7 +113,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
             kept=kept,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(_slice_logits(outputs.last_hidden_state, logits_to_keep))
         if step is not None:
             logits = step.merge(logits)
         loss = None
@@ -218,6 +218,13 @@ def _first_deep(
     if isinstance(logits_to_keep, int):
         return num_tokens - min(max(logits_to_keep, 1), num_tokens)
     return num_tokens - 1 if logits_to_keep.numel() else num_tokens
+
+
+def _slice_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    # Beside vLLM an older transformers may be installed, which has no such function and knows no 2D tensors.
+    if not hasattr(modeling_utils, "slice_logits_to_keep"):
+        return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+    return modeling_utils.slice_logits_to_keep(hidden_states, logits_to_keep)
 
 
 def _select_logits(

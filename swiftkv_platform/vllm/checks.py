@@ -37,6 +37,13 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             raise _refusal(
                 f"{config.model_type} is not served by vLLM: {family.refused_by_vllm}", "model_type", family.model_type
             )
+        if model_config.runner_type == "draft":
+            raise _refusal(
+                "a SwiftKV student is no draft model: vLLM tells it what its target needs, not its own needs; use "
+                "a dense model with the same tokens",
+                "speculative_config.model",
+                model_config.model,
+            )
         if model_config.runner_type != "generate":
             raise _refusal(
                 "hidden states of skipped tokens do not exist; use runner=generate", "runner", model_config.runner_type
@@ -193,20 +200,29 @@ def _check_features(vllm_config: VllmConfig) -> None:
             "kv_transfer_config.kv_connector",
             transfer.kv_connector,
         )
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method != "ngram":
-        raise _refusal(
-            f"the {speculative.method} method drafts from hidden states or weights that a student has not; "
-            f"use ngram, or lossless early exit in {_NATIVE}",
-            "speculative_config.method",
-            speculative.method,
-        )
+    _check_drafts(vllm_config)
     quantization = vllm_config.model_config.quantization
     if quantization is not None and not is_accepted(quantization):
         raise _refusal(
             f"weights quantised with {quantization} are untested; {', '.join(ACCEPTED)} or none is accepted",
             "quantization",
             quantization,
+        )
+
+
+_DRAFTS = ("ngram", "suffix")
+"""Methods of speculative decoding that need no second model."""
+
+
+def _check_drafts(vllm_config: VllmConfig) -> None:
+    speculative: Any = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTS:
+        raise _refusal(
+            f"the {speculative.method} method drafts from hidden states, which skipped tokens have not, or by a second "
+            f"model, beside which vLLM takes no layers that share a cache; use {' or '.join(_DRAFTS)}, or lossless "
+            f"early exit in {_NATIVE}",
+            "speculative_config.method",
+            speculative.method,
         )
 
 

@@ -1,8 +1,8 @@
 """Entry point that vLLM calls at start: registers configurations, model classes and load-time checks by name. Imports
 neither torch nor vLLM until it is called.
 
-vLLM calls it in each of its processes, some of them more than once. A vLLM of an unknown version keeps serving other
-models: the refusal comes when a SwiftKV model is loaded. vLLM's engine core does not notice that its frontend was
+vLLM calls it in each of its processes, some of them more than once. A vLLM that was not tested is looked at when a
+SwiftKV model is loaded, so that it keeps serving other models. vLLM's engine core does not notice that its frontend was
 killed: it would stay, with the model's memory, beside the frontend that takes the old one's place; so it follows it.
 """
 
@@ -15,12 +15,12 @@ import threading
 
 def register() -> None:
     """Make vLLM read, check and serve SwiftKV directories; calling it again changes nothing. Raises `ModelError`: a
-    vLLM of an unknown version that lacks what the plugin registers with."""
+    vLLM that is too old, or that lacks what the plugin registers with."""
     import vllm
 
     from swiftkv_platform import configs
     from swiftkv_platform.families import FAMILIES
-    from swiftkv_platform.vllm.versions import check_version
+    from swiftkv_platform.vllm.versions import is_tested, untested
 
     follow_frontend()
     try:
@@ -28,9 +28,10 @@ def register() -> None:
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
         from swiftkv_platform.vllm.checks import SwiftKVChecks
-    except ImportError:
-        check_version(vllm.__version__)
-        raise
+    except ImportError as error:
+        if is_tested(vllm.__version__):
+            raise
+        raise untested(vllm.__version__, [str(error)]) from error
     configs.register()
     for name in (family.student_class for family in FAMILIES.values()):
         ModelRegistry.register_model(name, f"swiftkv_platform.vllm.causal_lm:{name}")

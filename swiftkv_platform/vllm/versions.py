@@ -1,24 +1,150 @@
-"""The vLLM versions that the plugin was written for. It knows version numbers alone."""
+"""The vLLM versions that the plugin was tried with, and what of vLLM it stands on, which other versions must have.
+
+It imports vLLM only to look at one of a version that is not in `TESTED_VERSIONS`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import logging
 import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
 
 from swiftkv_platform.errors import ModelError
 
-KNOWN_VERSIONS = ("0.29", "0.30")
-"""Minor versions whose model code, fast prefill and registries this plugin follows."""
+TESTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32")
+"""Minor versions that the plugin's tests ran with, the oldest first."""
+
+_MODULES = ("swiftkv_platform.vllm.causal_lm", "swiftkv_platform.vllm.scheduler")
+"""What imports, directly or not, every name of vLLM that the plugin uses."""
+
+_LAYERS, _SCHEDULER = "vllm.model_executor.layers", "vllm.v1.core.sched.scheduler:Scheduler"
+_CHECKS = "vllm.model_executor.models.config:VerifyAndUpdateConfig"
+
+CALLS: Mapping[str, str] = {
+    f"{_LAYERS}.attention:Attention.__init__": "self num_heads head_size scale num_kv_heads cache_config quant_config "
+    "per_layer_sliding_window prefix kv_sharing_target_layer_name",
+    f"{_LAYERS}.attention.attention:unified_kv_cache_update": "key value layer_name",
+    f"{_LAYERS}.rotary_embedding:get_rope": "head_size max_position rope_parameters",
+    "vllm.compilation.backends:set_model_tag": "tag",
+    "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.Source": "model_or_path revision prefix",
+    "vllm.model_executor.models.llama:LlamaMLP.__init__": "self hidden_size intermediate_size hidden_act quant_config "
+    "bias prefix",
+    "vllm.model_executor.models.mixtral:MixtralMoE.__init__": "self num_experts top_k hidden_size intermediate_size "
+    "quant_config prefix",
+    "vllm.model_executor.models.qwen3_moe:Qwen3MoeSparseMoeBlock.__init__": "self vllm_config prefix",
+    "vllm.model_executor.models.utils:AutoWeightsLoader.load_weights": "self weights mapper",
+    f"{_CHECKS}.verify_and_update_config": "vllm_config",
+    f"{_CHECKS}.verify_and_update_model_config": "model_config",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks": "self block_ids",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": "self request_id",
+    f"{_SCHEDULER}._free_request_blocks": "self request",
+    f"{_SCHEDULER}._reserve_prefill_lookahead": "self request num_computed_tokens num_new_tokens",
+    f"{_SCHEDULER}._update_request_as_session": "self session update",
+    f"{_SCHEDULER}.add_request": "self request",
+    "vllm.v1.sample.logits_processor:LogitsProcessor.update_state": "self batch_update",
+    "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "req_entries batch_update new_state",
+}
+"""Functions that the plugin calls or overrides, each with the arguments that it gives or takes: these must be there,
+and no other may be required."""
+
+FIELDS: Mapping[str, str] = {
+    "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
+    "vllm.config:SchedulerConfig": "scheduler_cls async_scheduling max_num_batched_tokens",
+    "vllm.config:CompilationConfig": "cudagraph_mode splitting_ops static_forward_context",
+    "vllm.forward_context:ForwardContext": "attn_metadata batch_descriptor slot_mapping",
+    "vllm.forward_context:BatchDescriptor": "num_tokens",
+    "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata": "logits_indices_padded num_logits_indices",
+}
+"""Classes, each with the annotated fields that the plugin reads or sets."""
 
 
-def check_version(version: str) -> None:
-    """Refuse a vLLM of another minor version than `KNOWN_VERSIONS`. Raises `ModelError`: naming the version that is
-    installed and those that are accepted."""
-    found = re.match(r"\d+\.\d+", version)
-    if found is None or found[0] not in KNOWN_VERSIONS:
-        known = " or ".join(f"{known}.*" for known in KNOWN_VERSIONS)
+def is_tested(version: str) -> bool:
+    """Whether the plugin's tests ran with this minor version. Raises `ModelError`: an older one than any of them."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return False
+    oldest = tuple(map(int, TESTED_VERSIONS[0].split(".")))
+    if tuple(map(int, found.groups())) < oldest:
         raise ModelError(
-            f"this plugin does not know vLLM {version}: SwiftKV models are served by vLLM {known}, "
-            "or by this project's own engine",
+            f"vLLM {version} is older than this plugin takes: SwiftKV models are served by vLLM {TESTED_VERSIONS[0]} "
+            f"to {TESTED_VERSIONS[-1]}, or by this project's own engine",
             field="vllm.version",
             value=version,
         )
+    return found[0] in TESTED_VERSIONS
+
+
+@lru_cache
+def check_version(version: str) -> None:
+    """Take a tested version as it is, and a newer one, with a warning, where it has all that the plugin stands on.
+    Raises `ModelError`: an older version, or a newer one with what it changed."""
+    if is_tested(version):
+        return
+    changed = list(_changes())
+    if changed:
+        raise untested(version, changed)
+    logging.getLogger("vllm.swiftkv").warning(
+        "The SwiftKV plugin has not been tested with vLLM %s, only with %s to %s. What it uses of vLLM is unchanged by "
+        "name and arguments; compare some answers with those of a tested version.",
+        version,
+        TESTED_VERSIONS[0],
+        TESTED_VERSIONS[-1],
+    )
+
+
+def untested(version: str, changed: list[str]) -> ModelError:
+    """The refusal of a version, with sentences' parts that say what has changed in it."""
+    return ModelError(
+        f"this plugin has not been tested with vLLM {version}, and there {'; '.join(changed)}. Use vLLM "
+        f"{TESTED_VERSIONS[-1]}, a newer swiftkv-platform, or this project's own engine",
+        field="vllm.version",
+        value=version,
+    )
+
+
+def _changes() -> Iterator[str]:
+    """What the plugin uses and the installed vLLM has not, or has in another form."""
+    for module in _MODULES:
+        try:
+            importlib.import_module(module)
+        except (ImportError, AttributeError, TypeError) as error:
+            yield f"{module} cannot be imported ({error})"
+    for table, compare in ((CALLS, _other_arguments), (FIELDS, _missing_fields)):
+        for name, expected in table.items():
+            module, _, path = name.partition(":")
+            try:
+                found: Any = importlib.import_module(module)
+                for part in path.split("."):
+                    found = getattr(found, part)
+            except (ImportError, AttributeError):
+                yield f"{module}.{path} is gone"
+                continue
+            if differences := compare(found, expected.split()):
+                yield f"{module}.{path} {differences}"
+
+
+def _other_arguments(function: Any, given: list[str]) -> str:
+    parameters = inspect.signature(function).parameters
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    gone = [name for name in given if name not in parameters]
+    new = [name for name in required if name not in given]
+    return " and ".join(
+        f"{verb} {', '.join(names)}" for verb, names in (("no longer takes", gone), ("now requires", new)) if names
+    )
+
+
+def _missing_fields(kind: Any, expected: list[str]) -> str:
+    present = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})} | set(
+        getattr(kind, "_fields", ())
+    )
+    gone = [name for name in expected if name not in present]
+    return f"has no {', '.join(gone)}" if gone else ""

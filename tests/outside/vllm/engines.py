@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
 
 from swiftkv_platform.model import convert
 from tests import reference
@@ -60,6 +61,11 @@ def serving(directory: Path, **options: Any) -> Iterator[LLM]:
             del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def configure(directory: Path, **options: Any) -> Any:
+    """vLLM's configuration of an engine, without the engine."""
+    return EngineArgs(model=str(directory), **(DEFAULTS | options)).create_engine_config()
 
 
 def prompts(lengths: Sequence[int] = (3, 70, 17, 41), vocab_size: int = 250, seed: int = 1) -> list[list[int]]:

@@ -11,18 +11,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config import CompilationConfig, CUDAGraphMode
-from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
 from swiftkv_platform.vllm.checks import _keep_graphs_piecewise, check_graphs_with_own
-from tests.outside.vllm.engines import DEFAULTS, complete, expected, make_student, prompts, serving
-
-
-def configure(directory: Path, **options: Any) -> Any:
-    """vLLM's configuration of an engine, without the engine."""
-    return EngineArgs(model=str(directory), **(DEFAULTS | options)).create_engine_config()
+from tests.outside.vllm.engines import complete, configure, expected, make_student, prompts, serving
 
 
 def test_fast_prefill_needs_no_flag(llama: Path) -> None:
@@ -67,13 +61,28 @@ def test_drafts_leave_no_full_graphs(llama: Path) -> None:
     configure(llama, hf_overrides={"swiftkv": False}, speculative_config=NGRAM, compilation_config=full)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_drafts_from_a_second_model_or_from_hidden_states(method: str, llama: Path, tmp_path: Path) -> None:
-    config = json.loads((llama / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    speculative = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
-    with pytest.raises(ModelError, match=rf"{method}.*use ngram"):
-        configure(llama, speculative_config=speculative)
+def dense(student: Path, directory: Path) -> Path:
+    """The configuration of a dense model of one layer."""
+    config = json.loads((student / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("given", "drafts", "message"),
+    [
+        ("student", "eagle", "eagle method drafts from hidden states"),
+        ("student", "draft_model", "by a second model"),
+        ("dense", "draft_model", "student is no draft model"),
+    ],
+)
+def test_drafts(given: str, drafts: str, message: str, llama: Path, tmp_path: Path) -> None:
+    other = dense(llama, tmp_path)
+    target, draft = (llama, other) if given == "student" else (other, llama)
+    speculative = {"method": drafts, "model": str(draft), "num_speculative_tokens": 2}
+    with pytest.raises(ModelError, match=rf"{message}.*; use ") as caught:
+        configure(target, speculative_config=speculative)
+    assert caught.value.field
 
 
 def test_latent_attention_says_what_serves_it(tmp_path: Path) -> None:

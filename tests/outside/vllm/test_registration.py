@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
-from vllm import LLM, ModelRegistry
+from vllm import ModelRegistry
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES
 from swiftkv_platform.vllm import register
-from tests.outside.vllm.engines import DEFAULTS
+from tests.outside.vllm.engines import configure
 
 HEAVY = ("ray", "obstore", "sqlalchemy", "alembic", "wandb", "datasets")
 OURS = tuple(
@@ -48,8 +50,42 @@ def test_registering_imports_no_layers_and_no_services() -> None:
     assert not modules & {*HEAVY, *OURS}
 
 
-def test_an_unknown_version_refuses_students_when_they_are_loaded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_serves_with_a_warning_if_it_has_what_the_plugin_uses(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[logging.LogRecord] = []
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(logging.getLogger("vllm.swiftkv"), "filters", [lambda record: logged.append(record) or True])
+    for _ in range(2):
+        configure(llama)
+    (warned,) = [record.getMessage() for record in logged if "not been tested" in record.getMessage()]
+    assert "vLLM 0.99.0, only with 0.29 to 0.32" in warned
+
+
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        (f"{SCHEDULER}._free_request_blocks", None, f"{SCHEDULER}._free_request_blocks is gone"),
+        (f"{SCHEDULER}.add_request", lambda self, request, client: None, r"add_request now requires client"),
+        (
+            "vllm.model_executor.models.llama.LlamaMLP.__init__",
+            lambda self: None,
+            "LlamaMLP.__init__ no longer takes hid",
+        ),
+        ("vllm.config.CacheConfig.__annotations__", {}, "CacheConfig has no kv_sharing_fast_prefill"),
+    ],
+)
+def test_a_newer_version_that_changed_what_the_plugin_uses_is_refused(
+    name: str, changed: Any, message: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if changed is None:
+        monkeypatch.delattr(name)
+    else:
+        monkeypatch.setattr(name, changed)
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
     register()  # other models are still served
-    with pytest.raises(ModelError, match=r"vLLM 0\.99\.0"):
-        LLM(model=str(llama), **DEFAULTS)
+    with pytest.raises(ModelError, match=rf"not been tested with vLLM 0\.99\.1, and there .*{message}.*Use vLLM 0\.32"):
+        configure(llama)

@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.utils.import_utils import has_arctic_inference
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.fakes.tokenizers import byte_tokenizer
@@ -148,24 +149,33 @@ def test_structured_outputs(llama: Path, tmp_path: Path) -> None:
     assert {output.outputs[0].text for output in outputs} <= {"left", "right"}
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
+needs_arctic = pytest.mark.skipif(not has_arctic_inference(), reason="arctic-inference is not installed")
+
+
 @pytest.mark.xfail(
     vllm.__version__.startswith("0.30."),
     raises=TypeError,
     reason="vLLM 0.30's CPU build verifies drafts in a Triton kernel, which it has not, for any model",
 )
-@pytest.mark.parametrize("cache", ["float32", "fp8"])
-def test_speculation_by_ngrams(cache: str, llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("speculative", "options"),
+    [(NGRAM, {}), (NGRAM, {"kv_cache_dtype": "fp8"}), pytest.param(SUFFIX, {}, marks=needs_arctic)],
+    ids=["ngram", "ngram-fp8", "suffix"],
+)
+def test_speculation(speculative: dict[str, Any], options: dict[str, Any], llama: Path) -> None:
+    """Drafts run through all layers, prompts do not, and the text is that without drafts."""
     pattern = prompts((6,))[0]
     batch = [pattern * 8, *prompts((30,))]
-    options = {"kv_cache_dtype": "fp8"} if cache == "fp8" else {}
-    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     with serving(llama, **options) as llm:
         plain = complete(llm, batch)
     with serving(llama, speculative_config=speculative, **options) as llm, recorded_sizes(llm) as sizes:
         drafted = complete(llm, batch)
     assert drafted == plain
-    if cache == "float32":
+    if "kv_cache_dtype" not in options:
         assert plain == expected(llama, batch)
+    assert sizes[0][0] > sizes[0][1], "the prompts' own tokens are skipped"
     assert any(lower == upper > len(batch) for lower, upper in sizes), "drafts run through all layers"
 
 

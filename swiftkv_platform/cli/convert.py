@@ -134,6 +134,10 @@ def export(
     teacher: Annotated[
         bool, typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers.")
     ] = False,
+    quantize: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(help="Weights of the layers in integers, as compressed-tensors stores them (W8A8 or W4A16)."),
+    ] = None,
     copy: Copy = False,
     json: Json = False,
 ) -> None:
@@ -142,15 +146,19 @@ def export(
         from swiftkv_platform.model import export as run
     target = output.expanduser()
     if adapter:
+        if quantize is not None:
+            raise InvalidInputError.of("quantize", quantize, ", which an adapter has not; export the whole model")
         _export_adapter(model, target, base, revision, json=json)
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
         files: Literal["link", "copy"] = "copy" if copy else "link"
-        run(model, target, teacher=teacher, files=files, base_model=base_model, progress=report)
+        run(model, target, teacher=teacher, quantize=quantize, files=files, base_model=base_model, progress=report)
     size = _weight_bytes(target)
     with_teacher = "with" if teacher else "without"
     line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
-    tell({"output": str(target), "teacher": teacher, "weight_bytes": size}, line, json=json)
+    if quantize is not None:
+        line += f", projections in {quantize}"
+    tell({"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json)
 
 
 def _export_adapter(model: str, target: Path, base: str | None, revision: str | None, *, json: bool) -> None:

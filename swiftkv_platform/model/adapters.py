@@ -172,8 +172,8 @@ def check_can_be_base(base: Checkpoint, field: str) -> None:
     """Raises `ModelError` for a model of which a student keeps no tensor as it is stored: a quantised one."""
     if any(info.dtype in (*QUANTIZED_DTYPES, torch.int32) for info in base.headers.values()):
         raise ModelError(
-            f"{field} is true, and {base.source!r} is stored quantised, which its student holds turned back: nothing of "
-            f"the files would be shared; use {field} false",
+            f"{field} is true, and {base.source!r} is stored quantised, which its student holds turned back: nothing "
+            f"of the files would be shared; use {field} false",
             field=field,
             value=True,
         )

@@ -1,7 +1,7 @@
 """Loading of a checkpoint by way of transformers: what is wrong with the files is said before weights are read.
 
-It compares index and headers with the model that the configuration describes, and turns quantised weights back. It knows no
-particular family.
+It compares index and headers with the model that the configuration describes, and turns quantised weights back. It
+knows no particular family.
 """
 
 from __future__ import annotations

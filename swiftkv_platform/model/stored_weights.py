@@ -1,7 +1,8 @@
 """A model's weights under the names and in the shapes that they have in memory, tensor by tensor or a part of one.
 
-Families that fuse experts in memory store them one by one, and quantised checkpoints store numbers with scales: either is put
-together here from no more of the files than what is asked for. It knows transformers' table of conversions, no student.
+Families that fuse experts in memory store them one by one, and quantised checkpoints store numbers with scales: either
+is put together here from no more of the files than what is asked for. It knows transformers' table of conversions, no
+student.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def quantize_weight(
     weight: torch.Tensor, form: WeightFormat, group: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the type of `weight`, or
-    [size_out, 1] without groups. Each scale is the one of some that has the least squared error, all rounded to nearest;
-    the search may clip the largest weights."""
+    [size_out, 1] without groups. Each scale is the one of some that has the least squared error, all rounded to
+    nearest; the search may clip the largest weights."""
     blocks = weight.float().unflatten(1, (-1, group or weight.shape[1]))  # [size_out, num_groups, group]
     largest = blocks.abs().amax(-1, keepdim=True)
     top = 2 ** (BITS[form] - 1) - 1

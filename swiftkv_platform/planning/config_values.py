@@ -49,8 +49,8 @@ def has_quantized_weights(config: Mapping[str, Any]) -> bool:
     form = f" (format {fields['format']!r})" if "format" in fields else ""
     raise ModelError(
         f"config.json has quantization_config.quant_method {method!r}{form}, which is not supported; use unquantised "
-        "safetensors, FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights, or compressed-tensors with "
-        "symmetric int8 or int4 weights",
+        "safetensors, FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights, or compressed-tensors "
+        "with symmetric int8 or int4 weights",
         field=FIELD,
         value=method,
     )

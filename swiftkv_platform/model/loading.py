@@ -146,7 +146,7 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
         checkpoint = as_floats(checkpoint)
     with made_without_weights(checkpoint.source):
         expected = _stored(model, checkpoint)
-    stored = checkpoint.shards.keys()
+    stored = set(checkpoint.shards)
     missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]
     if missing:
         raise _refused(checkpoint, model, f"lacks {_count(missing)} that its config.json promises", missing)

@@ -55,7 +55,8 @@ def round_to(blocks: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> t
 def pack_int4(integers: torch.Tensor) -> torch.Tensor:
     """int8 [size_out, size_in] in -8..7 -> int32 [size_out, size_in / 8], the first in the lowest bits, 8 added."""
     shifts = torch.arange(0, 32, 4)
-    return ((integers.long() + 8).unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.int32)
+    packed: torch.Tensor = ((integers.long() + 8).unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.int32)
+    return packed
 
 
 def unpack_int32(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -79,10 +80,22 @@ def stored_form(name: str, weight: torch.Tensor, form: WeightFormat, group: int 
 
 def compressed_tensors_config(form: WeightFormat, group: int | None, ignored: Sequence[str]) -> dict[str, Any]:
     """`quantization_config` of a model whose linear modules are in `form`, but for those `ignored`."""
-    common = {"actorder": None, "block_structure": None, "num_bits": BITS[form], "symmetric": True, "type": "int"}
-    weights = {**common, "dynamic": False, "group_size": group, "observer": "mse", "observer_kwargs": {}}
+    common: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "num_bits": BITS[form],
+        "symmetric": True,
+        "type": "int",
+    }
+    weights: dict[str, Any] = {
+        **common,
+        "dynamic": False,
+        "group_size": group,
+        "observer": "mse",
+        "observer_kwargs": {},
+    }
     weights["strategy"] = "channel" if group is None else "group"
-    inputs = {**common, "dynamic": True, "group_size": None, "observer": None, "observer_kwargs": {}}
+    inputs: dict[str, Any] = {**common, "dynamic": True, "group_size": None, "observer": None, "observer_kwargs": {}}
     layout = "int-quantized" if form == "int8" else "pack-quantized"
     scheme = {
         "format": layout,

@@ -137,6 +137,10 @@ def export(
     prefill_only: Annotated[
         bool, typer.Option("--prefill-only", help="Write only what a vLLM server runs that fills caches for others.")
     ] = False,
+    quantize: Annotated[
+        Literal["int8", "int4"] | None,
+        typer.Option(help="Weights of the layers in integers, as compressed-tensors stores them (W8A8 or W4A16)."),
+    ] = None,
     copy: Copy = False,
     json: Json = False,
 ) -> None:
@@ -149,6 +153,8 @@ def export(
             "--adapter and --prefill-only are set; use one of them", field="prefill_only", value=True
         )
     if adapter:
+        if quantize is not None:
+            raise InvalidInputError.of("quantize", quantize, ", which an adapter has not; export the whole model")
         _export_adapter(model, target, base, revision, json=json)
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
@@ -158,6 +164,7 @@ def export(
             target,
             teacher=teacher,
             prefill_only=prefill_only,
+            quantize=quantize,
             files=files,
             base_model=base_model,
             progress=report,
@@ -165,7 +172,9 @@ def export(
     size = _weight_bytes(target)
     with_teacher = "with" if teacher else "without"
     line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
-    tell({"output": str(target), "teacher": teacher, "weight_bytes": size}, line, json=json)
+    if quantize is not None:
+        line += f", projections in {quantize}"
+    tell({"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json)
 
 
 def _export_adapter(model: str, target: Path, base: str | None, revision: str | None, *, json: bool) -> None:

@@ -35,8 +35,8 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_checkpoint
 from swiftkv_platform.model.directories import Files, ShardWriter, copy_companions, place, shard_names, write_index
-from swiftkv_platform.model.fp8 import FP8_DTYPES
 from swiftkv_platform.model.loading import find_checkpoint
+from swiftkv_platform.model.stored_quantization import QUANTIZED_DTYPES
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
@@ -169,11 +169,11 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
 
 
 def check_can_be_base(base: Checkpoint, field: str) -> None:
-    """Raises `ModelError` for a model of which a student keeps no tensor as it is stored: one in FP8."""
-    if any(info.dtype in FP8_DTYPES for info in base.headers.values()):
+    """Raises `ModelError` for a model of which a student keeps no tensor as it is stored: a quantised one."""
+    if any(info.dtype in (*QUANTIZED_DTYPES, torch.int32) for info in base.headers.values()):
         raise ModelError(
-            f"{field} is true, and {base.source!r} is stored in FP8, which its student holds turned back: nothing of "
-            f"the files would be shared; use {field} false",
+            f"{field} is true, and {base.source!r} is stored quantised, which its student holds turned back: nothing "
+            f"of the files would be shared; use {field} false",
             field=field,
             value=True,
         )

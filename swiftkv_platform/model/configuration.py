@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from swiftkv_platform import configs
 from swiftkv_platform.errors import ModelError, SwiftKVError
 from swiftkv_platform.families import FAMILIES, teacher_type
-from swiftkv_platform.planning import check_generation_values, has_fp8_weights, read_architecture
+from swiftkv_platform.planning import check_generation_values, has_quantized_weights, read_architecture
 
 FIELD = "model.name_or_path"
 _LONGEST = 300
@@ -61,7 +61,7 @@ def read_config(
             read_architecture(values)  # as the control plane does
             _check_activation(values)
         if not any_family:
-            has_fp8_weights(values)
+            has_quantized_weights(values)
     except ModelError as error:
         raise ModelError.of(field, str(source), f": its {error.message}") from error
     with refusing(source, "its config.json is refused", field):

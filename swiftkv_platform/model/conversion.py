@@ -20,9 +20,9 @@ from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import load_checked
+from swiftkv_platform.model.stored_quantization import is_quantized
 from swiftkv_platform.planning import DecodeKeyValue, Sharing, shared_key_value_heads, student_layer_map
 
 
@@ -77,12 +77,12 @@ def convert(
         decode_key_value=decode_key_value,
     )
     if isinstance(teacher, str | Path):
-        if is_fp8(config):
-            del student_config.quantization_config  # the student holds what the FP8 weights stand for
+        if is_quantized(config):
+            del student_config.quantization_config  # the student holds what the quantised weights stand for
         teacher = load_teacher(teacher, config, revision=revision, dtype=dtype)
     elif getattr(config, "quantization_config", None):
         raise ModelError(
-            "this teacher is quantised in memory; give its path, and its FP8 weights are turned back as they are read",
+            "this teacher is quantised in memory; give its path, and its weights are turned back as they are read",
             field="model.name_or_path",
             value=str(config.name_or_path),
         )

@@ -5,8 +5,10 @@ the projections of layers >= l that SwiftKV replaces). It knows files and names,
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import check_whole, read_config
 from swiftkv_platform.model.directories import (
     Files,
+    ShardWriter,
     check_new,
     copy_companions,
     new_directory,
@@ -29,8 +32,16 @@ from swiftkv_platform.model.directories import (
     write_shard,
 )
 from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.loading import first_dtype
+from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, quantization_fields
+from swiftkv_platform.model.stored_weights import check_finite, settle_head
 from swiftkv_platform.model.streaming import Progress
+from swiftkv_platform.model.weight_formats import WeightFormat, compressed_tensors_config, group_size, stored_form
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
+
+_PROJECTION = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
+"""Last names of linear modules in the layers that are quantised: not those of routers."""
 
 
 def export(
@@ -39,6 +50,7 @@ def export(
     *,
     teacher: bool = False,
     prefill_only: bool = False,
+    quantize: WeightFormat | None = None,
     files: Files = "link",
     revision: str | None = None,
     base_model: str | Path | None = None,
@@ -48,8 +60,8 @@ def export(
 
     Without its teacher a student loads, generates and serves as before; `swiftkv(False)` is an error from then on. What
     lies beside the weights of a directory, such as its tokenizer, comes along. Raises `ModelError`: not a SwiftKV
-    model, `teacher` of one that was exported without, or an adapter whose base is not there or another model;
-    `ConflictError`: `target` exists and is not empty.
+    model, `teacher` of one that was exported without, `quantize` of one that is quantised to integers already, or an
+    adapter whose base is not there or another model; `ConflictError`: `target` exists and is not empty.
 
     Args:
         student: a SwiftKV model in memory, which stays as it is, or the directory or hub id of one, which is
@@ -59,6 +71,9 @@ def export(
         teacher: keep the teacher's projections of layers >= l.
         prefill_only: write no more than what prompt tokens run through that are skipped: a model that fills KV caches
             in vLLM for other servers.
+        quantize: store the projections of the layers in integers, as compressed-tensors does: `int8` with a scale a row
+            (W8A8) or `int4` with one a group of 128 inputs, or fewer (W4A16). Heads, embeddings, norms and routers stay
+            as they are. The directory is read tensor by tensor.
         base_model: directory or hub id of an adapter's base; None: as the adapter names it.
         progress: told how many files of how many are written; for a directory.
     """
@@ -68,10 +83,16 @@ def export(
         read_config(student, revision=revision)  # says what is wrong before the hub is asked for weights
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             of_hub = revision if adapter is None else None
+            if quantize is not None:
+                return _export_quantized(whole, target, teacher, prefill_only, quantize, of_hub, progress)
             return _export_files(whole, target, teacher, prefill_only, files, of_hub, progress)
     config, keeps = _checked(student.config, str(student.config.name_or_path), teacher, prefill_only)
     if teacher and not student.config.swiftkv_teacher_weights:
         raise _no_teacher(str(student.config.name_or_path))
+    if quantize is not None:
+        with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.whole-") as whole:
+            source = export(student, Path(whole) / "student", teacher=teacher)
+            return _export_quantized(source, target, teacher, prefill_only, quantize, None, progress)
     weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
     with new_directory(target) as partial:
         student.save_pretrained(partial, state_dict=weights)
@@ -155,13 +176,7 @@ def _export_files(
     revision: str | None,
     progress: Progress | None,
 ) -> Path:
-    config, keeps = _checked(read_config(source, revision=revision), str(source), teacher, prefill_only)
-    directory = local_directory(str(source), revision, field="model.name_or_path")
-    checkpoint = Checkpoint.open(directory)
-    modules = {name.rpartition(".")[0] for name in checkpoint.shards}
-    if teacher and modules.isdisjoint(teacher_modules(config)):
-        raise _no_teacher(str(source))
-    kept = {name: shard for name, shard in checkpoint.shards.items() if keeps(name)}
+    config, directory, checkpoint, kept = _kept(source, teacher, prefill_only, revision)
     names = shard_names(kept.values(), "weights")
     with new_directory(target) as partial:
         for done, (shard, name) in enumerate(names.items(), start=1):
@@ -177,6 +192,76 @@ def _export_files(
         copy_companions(directory, partial)
         config.save_pretrained(partial)
     return target
+
+
+def _export_quantized(
+    source: str | Path,
+    target: Path,
+    teacher: bool,
+    prefill_only: bool,
+    form: WeightFormat,
+    revision: str | None,
+    progress: Progress | None,
+) -> Path:
+    config, directory, stored, kept = _kept(source, teacher, prefill_only, revision)
+    settle_head(config, stored)
+    checkpoint = as_floats(stored) if is_quantized(config) else stored
+    if any(info.dtype in (torch.int8, torch.int32) for info in stored.headers.values()):
+        method = (quantization_fields(config) or {}).get("quant_method")
+        raise ModelError(
+            f"quantize is {form!r}, and {str(source)!r} is in integers already ({method}); export it from the model "
+            "that it was made of",
+            field="quantize",
+            value=form,
+        )
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else first_dtype(stored)
+    names = [name for name in checkpoint.shards if name in kept]
+    inputs = {name: info.shape[1] for name in names if len((info := checkpoint.headers[name]).shape) == 2}
+    projections = {name: size for name, size in inputs.items() if _is_projection(name)}
+    group = None if form == "int8" else group_size(list(projections.values()))
+    if form == "int4":
+        projections = {name: size for name, size in projections.items() if group and size % group == 0}
+    if not projections:
+        raise ModelError.of("quantize", form, f", and no projection of {str(source)!r} has inputs in groups of 32")
+    embeddings = ("embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ()))
+    plain = [name.removesuffix(".weight") for name in inputs if name not in projections]
+    ignored = sorted({"lm_head", *(name for name in plain if not name.endswith(embeddings))})
+    with new_directory(target) as partial:
+        writer = ShardWriter(partial, "weights", MAX_SHARD_BYTES)
+        num_bytes = 0
+        for done, name in enumerate(names, start=1):
+            tensor = checkpoint.tensors([name])[name].to(dtype)
+            check_finite(name, tensor, str(source))
+            made = stored_form(name, tensor, form, group) if name in projections else {name: tensor}
+            for part, values in made.items():
+                writer.add(part, values)
+                num_bytes += values.nbytes
+            if progress is not None:
+                progress(done, len(names))
+        writer.flush()
+        write_index(partial, writer.shards, num_bytes)
+        copy_companions(directory, partial)
+        config.quantization_config = compressed_tensors_config(form, group, ignored)
+        config.save_pretrained(partial)
+    return target
+
+
+def _is_projection(name: str) -> bool:
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and ".layers." in module and bool(_PROJECTION.fullmatch(module.rpartition(".")[2]))
+
+
+def _kept(
+    source: str | Path, teacher: bool, prefill_only: bool, revision: str | None
+) -> tuple[Any, Path, Checkpoint, dict[str, str]]:
+    """The configuration to write, the directory, its tensors, and files by name of those to keep."""
+    config, keeps = _checked(read_config(source, revision=revision), str(source), teacher, prefill_only)
+    directory = local_directory(str(source), revision, field="model.name_or_path")
+    checkpoint = Checkpoint.open(directory)
+    modules = {name.rpartition(".")[0] for name in checkpoint.shards}
+    if teacher and modules.isdisjoint(teacher_modules(config)):
+        raise _no_teacher(str(source))
+    return config, directory, checkpoint, {name: shard for name, shard in checkpoint.shards.items() if keeps(name)}
 
 
 def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tuple[Any, Callable[[str], bool]]:

@@ -22,9 +22,9 @@ from swiftkv_platform.model.configuration import made_without_weights, read_conf
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import build_empty, check_tensors
+from swiftkv_platform.model.stored_quantization import is_quantized
 from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 
 _KEPT = "kept_teacher."
@@ -75,15 +75,15 @@ class LazyStudent:
         """
         teacher = read_config(path, revision=revision)
         config = make_student_config(teacher, **shape)
-        fp8 = is_fp8(teacher)
+        quantized = is_quantized(teacher)
         checkpoint = Checkpoint.open(path, revision=revision)
         settle_head(teacher, checkpoint)
         config.tie_word_embeddings = teacher.tie_word_embeddings
         with made_without_weights(checkpoint.source):
             whole = student_classes(teacher.model_type).teacher(copy.deepcopy(teacher))
-        check_tensors(checkpoint, whole, fp8=fp8)
-        if fp8:
-            del config.quantization_config  # the student holds what the FP8 weights stand for
+        check_tensors(checkpoint, whole, quantized=quantized)
+        if quantized:
+            del config.quantization_config  # the student holds what the quantised weights stand for
         if dtype is not None:
             config.dtype = dtype
 

@@ -1,7 +1,7 @@
 """Loading of a checkpoint by way of transformers: what is wrong with the files is said before weights are read.
 
-It compares index and headers with the model that the configuration describes, and turns FP8 weights back. It knows no
-particular family.
+It compares index and headers with the model that the configuration describes, and turns quantised weights back. It
+knows no particular family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import made_without_weights, read_generation_config, refusing
-from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_all
+from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, read_all
 from swiftkv_platform.model.stored_weights import StoredWeights, check_finite, settle_head
 
 _SHOWN = 3
@@ -65,12 +65,12 @@ def load_checked(
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
     settle_head(config, checkpoint)
-    fp8 = is_fp8(config)
+    quantized = is_quantized(config)
     with made_without_weights(checkpoint.source):
         model = build(copy.deepcopy(config))
-    check_tensors(checkpoint, model, fp8=fp8)
+    check_tensors(checkpoint, model, quantized=quantized)
     generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
-    if not fp8:
+    if not quantized:
         with refusing(checkpoint.source, "its weights cannot be read", errors=_UNREADABLE):
             loaded = load(source, *args, config=config, **kwargs)
         for name, parameter in (loaded[0] if isinstance(loaded, tuple) else loaded).named_parameters():
@@ -79,7 +79,7 @@ def load_checked(
     dtype = _compute_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
     config = copy.deepcopy(config)
     del config.quantization_config
-    weights = read_all(checkpoint, dtype)
+    weights = read_all(as_floats(checkpoint), dtype)
     for name, weight in weights.items():
         check_finite(name, weight, checkpoint.source)
     model = load(None, *args, config=config, state_dict=weights, dtype=dtype, **kwargs)
@@ -94,14 +94,14 @@ def open_checked(
     """The model that `load_checked` would load, without its weights, and where they are read. Raises `ModelError`: as
     `load_checked`, and as `build_empty`."""
     settle_head(config, checkpoint)
-    fp8 = is_fp8(config)
-    dtype = _compute_dtype(dtype, config, torch.bfloat16 if fp8 else first_dtype(checkpoint))
+    quantized = is_quantized(config)
+    dtype = _compute_dtype(dtype, config, torch.bfloat16 if quantized else first_dtype(checkpoint))
     weights = StoredWeights(checkpoint, config, dtype)
     config = copy.deepcopy(config)
-    if fp8:
+    if quantized:
         del config.quantization_config
     model = build_empty(lambda: model_class._from_config(config, dtype=dtype), checkpoint)
-    check_tensors(checkpoint, model, fp8=fp8)
+    check_tensors(checkpoint, model, quantized=quantized)
     return model, weights
 
 
@@ -134,7 +134,7 @@ def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.
     return model.eval()
 
 
-def check_tensors(checkpoint: Checkpoint, model: Any, *, fp8: bool = False) -> None:
+def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False) -> None:
     """Compare what `checkpoint` holds with what `model` (on the meta device) stores.
 
     Names are compared first: of a sharded checkpoint the index has them, and no shard need be there yet.
@@ -142,9 +142,11 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, fp8: bool = False) -> N
     Raises:
         ModelError: naming the first tensors that are missing, not expected or of another shape.
     """
+    if quantized:
+        checkpoint = as_floats(checkpoint)
     with made_without_weights(checkpoint.source):
         expected = _stored(model, checkpoint)
-    stored = {name for name in checkpoint.shards if not (fp8 and is_scale(name, checkpoint))}
+    stored = set(checkpoint.shards)
     missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]
     if missing:
         raise _refused(checkpoint, model, f"lacks {_count(missing)} that its config.json promises", missing)

@@ -1,7 +1,8 @@
 """A model's weights under the names and in the shapes that they have in memory, tensor by tensor or a part of one.
 
-Families that fuse experts in memory store them one by one, and FP8 checkpoints store numbers with scales: either is put
-together here from no more of the files than what is asked for. It knows transformers' table of conversions, no student.
+Families that fuse experts in memory store them one by one, and quantised checkpoints store numbers with scales: either
+is put together here from no more of the files than what is asked for. It knows transformers' table of conversions, no
+student.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers.core_model_loading import (
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint, Part, ranges
-from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_tensors
+from swiftkv_platform.model.stored_quantization import as_floats, is_quantized
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ALIAS = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
@@ -55,11 +56,12 @@ def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
 
 
 def _are_equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
+    checkpoint = as_floats(checkpoint)
     shape = checkpoint.headers[name].shape
     if shape != checkpoint.headers[other].shape:
         return False
     for start in range(0, shape[0], _ROWS):
-        a, b = read_tensors(checkpoint, [name, other], slice(start, start + _ROWS)).values()
+        a, b = checkpoint.tensors([name, other], slice(start, start + _ROWS)).values()
         if not torch.equal(a, b.to(a.dtype)):
             return False
     return True
@@ -102,14 +104,12 @@ class StoredWeights:
         self._config = config
         self._dtype = dtype
         self._stored: dict[str, _Stored] = {}
-        fp8 = is_fp8(config)
+        self._weights = as_floats(checkpoint) if is_quantized(config) else checkpoint
         transforms = get_checkpoint_conversion_mapping(config.model_type) or []
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        for name in sorted(checkpoint.shards, key=_natural):  # experts in their order
-            if fp8 and is_scale(name, checkpoint):
-                continue
+        for name in sorted(self._weights.shards, key=_natural):  # experts in their order
             target, pattern = rename_source_key(name, renamings, converters)
             stored = self._stored.setdefault(target, _Stored(by_pattern.get(pattern or "")))
             stored.add(pattern, name)
@@ -146,7 +146,7 @@ class StoredWeights:
     def _stack(self, blocks: list[list[str]], part: Part | None) -> torch.Tensor:
         """Experts [num_experts, rows, columns], the rows of all blocks one above the other."""
         experts, rows, columns = ranges(part, 3)
-        heights = [self.checkpoint.headers[block[0]].shape[0] for block in blocks]
+        heights = [self._weights.headers[block[0]].shape[0] for block in blocks]
         first, last, _ = rows.indices(sum(heights))
         read, start = [], 0
         for block, height in zip(blocks, heights, strict=True):
@@ -166,7 +166,7 @@ class StoredWeights:
     def _tensors(self, names: Sequence[str], part: Part | None = None) -> list[torch.Tensor]:
         read = []
         for name in names:
-            tensor = read_tensors(self.checkpoint, [name], part)[name]
+            tensor = self._weights.tensors([name], part)[name]
             read.append(tensor if self._dtype is None else tensor.to(self._dtype))
         return read
 

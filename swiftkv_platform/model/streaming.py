@@ -30,9 +30,9 @@ from swiftkv_platform.model.directories import (
     write_index,
 )
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.fp8 import is_fp8, without_swiftkv
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import check_tensors, first_dtype
+from swiftkv_platform.model.stored_quantization import is_quantized, without_swiftkv
 from swiftkv_platform.model.stored_weights import StoredWeights, settle_head
 from swiftkv_platform.model.tokenizers import has_tokenizer, load_tokenizer
 from swiftkv_platform.planning import DecodeKeyValue, Sharing
@@ -99,7 +99,7 @@ def convert_checkpoint(
         "decode_key_value": decode_key_value,
     }
     config = make_student_config(teacher, **shape)
-    fp8 = is_fp8(teacher)
+    quantized = is_quantized(teacher)
     directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
     settle_head(teacher, checkpoint)
@@ -107,7 +107,7 @@ def convert_checkpoint(
     with made_without_weights(source):
         whole = student_classes(teacher.model_type).teacher(teacher)
         student = student_classes(teacher.model_type).causal_lm(config)
-    check_tensors(checkpoint, whole, fp8=fp8)
+    check_tensors(checkpoint, whole, quantized=quantized)
     if has_tokenizer(directory):
         load_tokenizer(directory, config.vocab_size)  # better refused now than when it is served
     config.dtype = config.dtype or first_dtype(checkpoint)
@@ -129,7 +129,7 @@ def convert_checkpoint(
         write_index(partial, shards, num_bytes + sum(info.num_bytes for info in checkpoint.headers.values()))
         copy_companions(directory, partial)
         config.architectures = [type(student).__name__]
-        if fp8:
+        if quantized:
             config.quantization_config = without_swiftkv(_fields(config.quantization_config))
         config.save_pretrained(partial)
     return Converted(target, config, total, num_bytes)

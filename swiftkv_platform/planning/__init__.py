@@ -2,7 +2,7 @@
 
 from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import read_config
-from swiftkv_platform.planning.config_values import check_generation_values, has_fp8_weights
+from swiftkv_platform.planning.config_values import check_generation_values, has_quantized_weights
 from swiftkv_platform.planning.layers import (
     DecodeKeyValue,
     LayerMap,
@@ -32,7 +32,7 @@ __all__ = [
     "TrainingSetup",
     "check_generation_values",
     "equal_cache_group_size",
-    "has_fp8_weights",
+    "has_quantized_weights",
     "plan",
     "plan_serving",
     "plan_training",

@@ -36,30 +36,39 @@ _PROBABILITIES = ("top_p", "min_p", "typical_p")
 _POSITIVE = ("temperature", "repetition_penalty")
 
 
-def has_fp8_weights(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration announces FP8 weights. Raises `ModelError`: another quantisation."""
+def has_quantized_weights(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration announces quantised weights. Raises `ModelError`: a quantisation that is not read."""
     fields = config.get("quantization_config")
     if fields is None or fields == {}:
         return False
     if not isinstance(fields, Mapping):
         raise _refused("config.json", "quantization_config", fields, "an object or null is accepted")
     method = fields.get("quant_method")
-    if method in _FP8_METHODS or (method == "compressed-tensors" and _is_float8(fields)):
+    if method in _FP8_METHODS or (method == "compressed-tensors" and _is_read(fields)):
         return True
     form = f" (format {fields['format']!r})" if "format" in fields else ""
     raise ModelError(
         f"config.json has quantization_config.quant_method {method!r}{form}, which is not supported; use unquantised "
-        "safetensors, or FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights",
+        "safetensors, FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights, or compressed-tensors "
+        "with symmetric int8 or int4 weights",
         field=FIELD,
         value=method,
     )
 
 
-def _is_float8(fields: Mapping[str, Any]) -> bool:
+def _is_read(fields: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors' weights are 8-bit floats, or symmetric integers of 8 or 4 bits in their order."""
     groups = fields.get("config_groups")
     found = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)] if groups else []
     weights = [each for each in found if isinstance(each, Mapping)]
-    return bool(weights) and all(each.get("type") == "float" and each.get("num_bits") == 8 for each in weights)
+    return bool(weights) and all(map(_is_read_scheme, weights))
+
+
+def _is_read_scheme(weights: Mapping[str, Any]) -> bool:
+    if weights.get("type") == "float":
+        return weights.get("num_bits") == 8
+    plain = weights.get("symmetric", True) and not weights.get("actorder")
+    return bool(plain) and weights.get("type", "int") == "int" and weights.get("num_bits") in (4, 8)
 
 
 def check_values(config: Mapping[str, Any]) -> None:

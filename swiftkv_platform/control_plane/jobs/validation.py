@@ -15,7 +15,7 @@ from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
 from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, JobEstimate, estimate
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.planning import has_fp8_weights, read_architecture, student_layer_map
+from swiftkv_platform.planning import has_quantized_weights, read_architecture, student_layer_map
 from swiftkv_platform.planning.gates import forecast
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
@@ -94,7 +94,7 @@ def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
     """Layers of a teacher. Raises `ModelError`: what is wrong with its `config.json` whatever the job is."""
     try:
         read_architecture(config)
-        has_fp8_weights(config)
+        has_quantized_weights(config)
     except ModelError as error:
         raise unusable(name, f"its {error.message}") from error
     value = config.get("num_hidden_layers")

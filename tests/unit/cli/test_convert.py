@@ -31,6 +31,7 @@ def test_convert_then_export(tiny_teacher: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout) == {
         "output": str(served),
         "teacher": False,
+        "quantize": None,
         "weight_bytes": sum(path.stat().st_size for path in served.glob("*.safetensors")),
     }
     prompt = torch.arange(20)[None]

@@ -1,0 +1,115 @@
+"""Weights in integers: int8 with a scale a row, and int4 with a scale a group of inputs. It knows tensors, no file.
+
+Both are compressed-tensors' formats, which vLLM and llm-compressor read and write: W8A8 (`int-quantized`; inputs are
+quantised to int8 a token, when they come) and W4A16 (`pack-quantized`; inputs stay as they are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+WeightFormat = Literal["int8", "int4"]
+BITS: dict[WeightFormat, int] = {"int8": 8, "int4": 4}
+GROUP_SIZES = (128, 64, 32)
+"""Inputs that share a scale in int4; the first that divides a model's projections is taken."""
+_RATIOS: dict[WeightFormat, tuple[float, float, int]] = {"int8": (0.9, 1.0, 6), "int4": (0.6, 1.08, 17)}
+"""Range of the scales that are tried, relative to the one at which the largest weight is the largest integer, and their
+number."""
+
+
+def group_size(sizes: Sequence[int]) -> int | None:
+    """The largest group that divides most of `sizes`, which are inputs of projections; None: none divides any."""
+    usable = [size for size in sizes if size % GROUP_SIZES[-1] == 0]
+    return next((group for group in GROUP_SIZES if usable and all(size % group == 0 for size in usable)), None)
+
+
+@torch.no_grad()
+def quantize_weight(
+    weight: torch.Tensor, form: WeightFormat, group: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the type of `weight`, or
+    [size_out, 1] without groups. Each scale is the one of some that has the least squared error, all rounded to
+    nearest; the search may clip the largest weights."""
+    blocks = weight.float().unflatten(1, (-1, group or weight.shape[1]))  # [size_out, num_groups, group]
+    largest = blocks.abs().amax(-1, keepdim=True)
+    top = 2 ** (BITS[form] - 1) - 1
+    best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    for ratio in torch.linspace(*_RATIOS[form]).tolist():
+        scale = (largest * (ratio / (top + (form == "int4") * 0.5))).to(weight.dtype).float()
+        scale = torch.where(scale > 0, scale, 1.0)
+        found = (round_to(blocks, scale, form).mul_(scale) - blocks).square_().sum(-1, keepdim=True)
+        best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
+    integers = round_to(blocks, best, form).to(torch.int8).flatten(1)
+    return integers, best.squeeze(-1).to(weight.dtype)
+
+
+def round_to(blocks: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    """Nearest integers of the format to `blocks / scale`, as floats."""
+    top = 2 ** (BITS[form] - 1) - 1
+    return (blocks / scale).round_().clamp_(-top - (form == "int4"), top)
+
+
+def pack_int4(integers: torch.Tensor) -> torch.Tensor:
+    """int8 [size_out, size_in] in -8..7 -> int32 [size_out, size_in / 8], the first in the lowest bits, 8 added."""
+    shifts = torch.arange(0, 32, 4)
+    packed: torch.Tensor = ((integers.long() + 8).unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.int32)
+    return packed
+
+
+def unpack_int32(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [size_out, count] -> int8 [size_out, count * 32 / bits]: undoes `pack_int4`, and the same of 8 bits."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    mask, offset = (1 << bits) - 1, 1 << (bits - 1)
+    return (((packed.unsqueeze(-1) >> shifts) & mask) - offset).to(torch.int8).flatten(1)
+
+
+def stored_form(name: str, weight: torch.Tensor, form: WeightFormat, group: int | None) -> dict[str, torch.Tensor]:
+    """The tensors that stand for a weight in a checkpoint, by name."""
+    integers, scale = quantize_weight(weight, form, group)
+    if form == "int8":
+        return {name: integers, f"{name}_scale": scale}
+    return {
+        f"{name}_packed": pack_int4(integers),
+        f"{name}_scale": scale,
+        f"{name}_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+
+
+def compressed_tensors_config(form: WeightFormat, group: int | None, ignored: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of a model whose linear modules are in `form`, but for those `ignored`."""
+    common: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "num_bits": BITS[form],
+        "symmetric": True,
+        "type": "int",
+    }
+    weights: dict[str, Any] = {
+        **common,
+        "dynamic": False,
+        "group_size": group,
+        "observer": "mse",
+        "observer_kwargs": {},
+    }
+    weights["strategy"] = "channel" if group is None else "group"
+    inputs: dict[str, Any] = {**common, "dynamic": True, "group_size": None, "observer": None, "observer_kwargs": {}}
+    layout = "int-quantized" if form == "int8" else "pack-quantized"
+    scheme = {
+        "format": layout,
+        "input_activations": {**inputs, "strategy": "token"} if form == "int8" else None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    return {
+        "config_groups": {"group_0": scheme},
+        "format": layout,
+        "global_compression_ratio": None,
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }

@@ -1,0 +1,119 @@
+"""Students in integers: what a file of one stands for, whole, in parts and in every family's layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import convert, convert_checkpoint, export
+from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.stored_weights import StoredWeights
+from swiftkv_platform.model.weight_formats import WeightFormat, pack_int4, quantize_weight, unpack_int32
+from tests.checkpoints import ROWS, rewrite, save, save_fp8
+from tests.tiny_models import family_teacher, random_teacher
+
+STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
+ERROR = {"int8": 0.02, "int4": 0.13}
+"""Root of the squared error of random weights, relative to theirs."""
+
+
+@pytest.mark.parametrize("form", ERROR)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_integers_are_near_and_clip_where_that_is_nearer(form: WeightFormat, dtype: torch.dtype) -> None:
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[0] = 0
+    weight[1, 3] = 6.0 if form == "int4" else weight[1, 3]
+    group = 128 if form == "int4" else None
+    integers, scale = quantize_weight(weight, form, group)
+    assert (scale.dtype, scale.shape) == (dtype, (24, 2 if group else 1))
+    back = integers * scale.float().repeat_interleave(group or 256, 1)
+    assert (back - weight.float()).norm() < ERROR[form] * weight.float().norm()
+    assert not back[0].any()
+    top = {"int8": 127.0, "int4": 7.5}[form]
+    plain = (weight.float().unflatten(1, (-1, group or 256)).abs().amax(-1) / top).clamp(min=1e-9)
+    plain = plain.repeat_interleave(group or 256, 1)
+    rounded = (weight.float() / plain).round().clamp(-top - 0.5, top) * plain
+    error, without = (back - weight.float()).norm(), (rounded - weight.float()).norm()
+    assert error < without if group else error <= 1.01 * without, "the search finds nothing"
+    if group:
+        assert torch.equal(unpack_int32(pack_int4(integers), 4), integers)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "in_memory"),
+    [("llama", "int8", False), ("qwen2", "int4", True), ("mixtral", "int4", False), ("deepseek_v2", "int8", True)],
+)
+def test_a_quantised_student_is_what_its_files_say(
+    family: str, form: WeightFormat, in_memory: bool, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    student = convert(family_teacher(family), **STUDENT).to(torch.bfloat16)
+    source = student if in_memory else save(student, tmp_path / "student", max_shard_size="100KB")
+    export(source, tmp_path / "served", quantize=form)
+    (file,) = (tmp_path / "served").glob("*.safetensors")
+    stored = load_file(file)
+    config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", "exit_head"} <= set(config["ignore"])
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    quantised = {name.removesuffix(".weight_scale") for name in stored if name.endswith("_scale")}
+    assert any("q_proj_swiftkv" in name or "q_b_proj_swiftkv" in name for name in quantised)
+    assert quantised.isdisjoint(config["ignore"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+    assert not hasattr(model.config, "quantization_config")
+    weights = StoredWeights.open(tmp_path / "served", read_config(tmp_path / "served"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name).to(parameter.dtype), parameter), name
+    assert (
+        torch.nn.functional.cosine_similarity(
+            model(prompt[None]).logits.float().flatten(), student(prompt[None]).logits.float().flatten(), 0
+        )
+        > {"int8": 0.999, "int4": 0.9}[form]
+    )
+    name = next(name for name in sorted(quantised) if "experts" not in name) + ".weight"
+    part = (slice(3, 20), slice(5, 27))  # not at a border of integers in one word
+    whole = weights.read(name)
+    assert torch.equal(weights.read(name, part), whole[part])
+    with pytest.raises(ModelError, match="in integers already"):
+        export(tmp_path / "served", tmp_path / "again", quantize=form)
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_projection_whose_inputs_make_no_group_stays_as_it_is_and_is_named(tmp_path: Path) -> None:
+    teacher = random_teacher(intermediate_size=100)
+    export(convert(teacher, **STUDENT), tmp_path / "served", quantize="int4")
+    config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.4.mlp.down_proj" in config["ignore"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    AutoModelForCausalLM.from_pretrained(tmp_path / "served")
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("int8", lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale"), "has no .*up_proj.weight_scale"),
+        ("int4", lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale"), "has no .*up_proj.weight_scale"),
+        ("int4", lambda t: t.pop("model.layers.0.mlp.up_proj.weight_shape"), "has no .*up_proj.weight_shape"),
+        ("int4", lambda t: t["model.layers.0.mlp.up_proj.weight_shape"].fill_(7), "does not hold .7, 7. integers"),
+        ("int4", lambda t: t.pop("model.layers.0.mlp.up_proj.weight_packed"), "up_proj"),
+    ],
+)
+def test_damaged_files_are_refused(form: WeightFormat, change: Any, message: str, tmp_path: Path) -> None:
+    export(convert(random_teacher(), **STUDENT), tmp_path, quantize=form)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.rename(tmp_path / "model.safetensors")
+    rewrite(tmp_path, change)
+    with pytest.raises(ModelError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_students_of_fp8_teachers_are_exported_too(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "teacher", ROWS)
+    convert_checkpoint(tmp_path / "teacher", tmp_path / "student", num_key_value_layers=2)
+    export(tmp_path / "student", tmp_path / "served", quantize="int8")
+    config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "served")

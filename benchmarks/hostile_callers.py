@@ -1,4 +1,4 @@
-"""What others notice while one caller does its worst: their answers, the 99th percentile of their times, memory.
+"""Requests of others while one caller does its worst: their answers, the 99th percentile of their times, memory.
 
     python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--seconds 15]
     python -m benchmarks.hostile_callers --python OLD/.venv/bin/python --source OLD

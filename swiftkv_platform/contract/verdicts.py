@@ -37,7 +37,7 @@ def undecided(report: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_sentence(report: Mapping[str, Any] | None) -> str | None:
-    """What a model has come to, in a sentence of what was measured; None where nothing was."""
+    """A model's quality and speed in a sentence of what was measured; None where nothing was."""
     said = "; ".join(_measured(report or {}))
     return f"{said[0].upper()}{said[1:]}." if said else None
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from swiftkv_platform.errors import ModelError
 
-TESTED_VERSIONS = ("0.29", "0.30", "0.31", "0.32")
+TESTED_VERSIONS = ("0.29", "0.30", "0.32")
 """Minor versions that the plugin's tests ran with, the oldest first."""
 
 _MODULES = ("swiftkv_platform.vllm.causal_lm", "swiftkv_platform.vllm.scheduler")
-"""What imports, directly or not, every name of vLLM that the plugin uses."""
+"""Modules that import, directly or not, every name of vLLM that the plugin uses."""
 
 _LAYERS, _SCHEDULER = "vllm.model_executor.layers", "vllm.v1.core.sched.scheduler:Scheduler"
 _CHECKS = "vllm.model_executor.models.config:VerifyAndUpdateConfig"
@@ -88,11 +88,10 @@ def check_version(version: str) -> None:
     if changed:
         raise untested(version, changed)
     logging.getLogger("vllm.swiftkv").warning(
-        "The SwiftKV plugin has not been tested with vLLM %s, only with %s to %s. What it uses of vLLM is unchanged by "
+        "The SwiftKV plugin has not been tested with vLLM %s, only with %s. What it uses of vLLM is unchanged by "
         "name and arguments; compare some answers with those of a tested version.",
         version,
-        TESTED_VERSIONS[0],
-        TESTED_VERSIONS[-1],
+        ", ".join(TESTED_VERSIONS),
     )
 
 
@@ -107,7 +106,7 @@ def untested(version: str, changed: list[str]) -> ModelError:
 
 
 def _changes() -> Iterator[str]:
-    """What the plugin uses and the installed vLLM has not, or has in another form."""
+    """Names that the plugin uses and the installed vLLM has not, or has in another form."""
     for module in _MODULES:
         try:
             importlib.import_module(module)

@@ -271,7 +271,7 @@ def test_quantisations_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
             attempt(tmp_path / "teacher", **SHAPE)
     save_fp8(tmp_path / "fp8", ROWS)
     rewrite(tmp_path / "fp8", lambda tensors: tensors.pop("model.layers.4.self_attn.k_proj.weight_scale"))
-    with pytest.raises(ModelError, match=r"layers\.4\.self_attn\.k_proj\.weight is float8 and has no"):
+    with pytest.raises(ModelError, match=r"layers\.4\.self_attn\.k_proj\.weight is quantised and has no"):
         convert(tmp_path / "fp8", **SHAPE)
 
 

@@ -21,7 +21,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import c
 from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.fp8 import without_swiftkv
+from swiftkv_platform.model import export
+from swiftkv_platform.model.stored_quantization import without_swiftkv
+from swiftkv_platform.model.weight_formats import WeightFormat
 from tests.outside.vllm.engines import (
     OWN,
     SHAPE,
@@ -94,6 +96,15 @@ def test_logits_are_as_near_as_a_dense_models(
     with serving(quantized, **OPTIONS | COMPILED) as llm:
         assert halves_are_compiled(llm)
         assert complete(llm, BATCH[:3]) == text
+
+
+@pytest.mark.parametrize("layout", ["int8", "int4"])
+def test_what_export_writes(layout: WeightFormat, wide: Path, dense: Callable[[str], float], tmp_path: Path) -> None:
+    """vLLM reads the integers that PyTorch reads as floats."""
+    exported = export(wide, tmp_path / "exported", quantize=layout)
+    with serving(exported, **OPTIONS) as llm:
+        logprobs = next_logprobs(llm, BATCH)
+    assert error(logprobs, exported) < (rounding(exported) if layout == "int4" else 1.2 * dense(layout))
 
 
 def test_four_bits_in_the_layouts_of_others(tmp_path: Path) -> None:

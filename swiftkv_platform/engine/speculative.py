@@ -37,9 +37,6 @@ from swiftkv_platform.model.exits import exit_confidence
 MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
 """About where the arithmetic of a step takes as long as reading the weights does."""
 
-LowerPass = Callable[[Layout], torch.Tensor]
-"""Layers < l over a layout's tokens, K and V of all layers written: x [1, num_tokens, hidden_size]."""
-
 
 class Drafting:
     """Planner of drafts by what they cost and how they fared. A `DraftPlanner`."""

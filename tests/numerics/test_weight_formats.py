@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export
 from swiftkv_platform.model.configuration import read_config
@@ -80,6 +81,21 @@ def test_a_quantised_student_is_what_its_files_say(
     with pytest.raises(ModelError, match="in integers already"):
         export(tmp_path / "served", tmp_path / "again", quantize=form)
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("form", ERROR)
+def test_the_engine_reads_the_floats_that_pytorch_reads(
+    form: WeightFormat, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    export(convert(random_teacher(), **STUDENT), tmp_path / "served", quantize=form)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    expected = model.generate(
+        prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=8, do_sample=False
+    )
+    engine = LLMEngine.from_pretrained(tmp_path / "served", EngineConfig(dtype="float32"))
+    (output,) = engine.generate([prompt.tolist()], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    assert list(output.token_ids) == expected[0, len(prompt) :].tolist()
 
 
 def test_a_projection_whose_inputs_make_no_group_stays_as_it_is_and_is_named(tmp_path: Path) -> None:

@@ -17,9 +17,7 @@ from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
 from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
-from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import Swept
-from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import size
@@ -135,8 +133,10 @@ def prune(
     json: Json = False,
 ) -> None:
     """Remove what is kept no longer (SWIFTKV_RETENTION_*), as the control plane does every hour."""
+    from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
     from swiftkv_platform.control_plane.upkeep.retention import retention
     from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
+    from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
 
     chosen = settings()
     removed: dict[str, Swept] = {}

@@ -57,6 +57,7 @@ from swiftkv_platform.jobs.worker.setup import (
     load_student,
     load_tokenizer,
     open_lazy,
+    task_device,
     teacher_path,
 )
 from swiftkv_platform.model.checkpoint import StoredTensors
@@ -74,7 +75,8 @@ Row = dict[str, Any]
 @contextmanager
 def one_worker(directory: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{directory}/group", rank=0, world_size=1)
     try:
         yield
     finally:
@@ -153,12 +155,13 @@ class TrainingRuns:
         """A student with these tensors, which can run as its teacher too."""
         student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
         load_trained(student, tensors)
-        return student.eval()
+        return student.to(task_device(spec)).eval()
 
     def totals(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
         """A student with these tensors against its teacher, over the rows that are held out."""
-        lazy = open_lazy(spec, self.path)
-        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=torch.device("cpu"))
+        device = task_device(spec)
+        lazy = open_lazy(spec, self.path, device=device)
+        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=device)
         measured.start_from(tensors)
         totals: Totals = measured(lambda student: Evaluation(student, self.data.held_out, spec.evaluation).compare(""))
         return totals
@@ -168,7 +171,7 @@ class TrainingRuns:
         if key not in self._starts:
             directory = self._directory / f"start-{len(self._starts)}"
             directory.mkdir()
-            calibrate(spec, self.path, self.data.train, directory, device="cpu")
+            calibrate(spec, self.path, self.data.train, directory, device=task_device(spec))
             self._starts[key] = StoredTensors(directory)
         return self._starts[key]
 
@@ -182,8 +185,9 @@ class TrainingRuns:
     ) -> Mapping[str, Tensor]:
         student, dtype = load_student(spec, self.path), compute_dtype(spec)
         load_trained(student, start)
-        fork = Fork(student, spec.distillation, dtype=dtype)
-        parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"))
+        device = task_device(spec)
+        fork = Fork.of_job(student, spec, device=device)
+        parallel = parallelize(fork, spec, dtype=dtype, device=device)
         request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
         checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
         Trainer(
@@ -271,6 +275,8 @@ def spread(rows: Sequence[Row]) -> Row:
 def main() -> int:
     args = parse_arguments()
     spec = load_spec(args.spec)
+    if args.device == "cuda":
+        spec = spec.model_copy(update={"resources": spec.resources.model_copy(update={"gpus_per_worker": 1})})
     args.directory.mkdir(parents=True, exist_ok=True)
     store_uri = str(args.directory.resolve())
     request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
@@ -306,6 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     parser.add_argument("directory", type=Path, help="where answers and finished points are kept")
     parser.add_argument("--spec", type=Path, default=SPEC, help="job spec of the teacher, the data and the loss")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="l:g[:START][:teacher-output][:own]")
     parser.add_argument("--steps", type=int, default=150, help="of training; 0: measure starts alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

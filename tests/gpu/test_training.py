@@ -6,8 +6,9 @@ Where there is no GPU, `SWIFTKV_GPU_TESTS=cpu` runs all of it on the CPU, which 
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,6 +47,8 @@ pytestmark = [
 ]
 WIDER = {"deepseek_v2": {"qk_nope_head_dim": 16}}
 """Heads of a multiple of 8 numbers, which FlashAttention takes."""
+FORMS = ("shared", "own")
+Case = dict[str, Any]
 NUM_STEPS, KILLED_AFTER = 6, 4
 
 
@@ -109,46 +112,41 @@ def on_cpu(*arguments: Any, **options: Any) -> Tensor:
     return output
 
 
-@dataclass(frozen=True)
-class Step:
-    """A training step of a worker alone."""
-
-    family: str = "llama"
-    decode_key_value: str = "shared"
-    trainable: str = "qkv"
-    group_size: int = 2
-    objective: str = "logits"
-    attention: str = "sdpa"
-    checkpointing: bool = False
-    compiled: bool = False
-
-    def __str__(self) -> str:
-        differs = [str(getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default]
-        return "-".join(differs) or "plain"
-
-    @cache  # noqa: B019  # for as long as the tests run
-    def __call__(self, device: torch.device, dtype: str) -> dict[str, Tensor]:
-        """Loss sums and gradients, by name, on the CPU."""
-        fakes = self.attention == "varlen_attn" and device.type == "cpu"
-        training = {"attn_implementation": "sdpa" if fakes else self.attention, "compile": self.compiled}
-        spec = job_spec(
-            dtype,
-            distillation={"trainable": self.trainable, "objective": self.objective, "hidden_loss_weight": 1.0},
-            training=training | {"gradient_checkpointing": self.checkpointing},
-            swiftkv={"key_value_group_size": self.group_size, "decode_key_value": self.decode_key_value},
-        )
-        fork = Fork.of_job(disturbed(spec, teacher(self.family)[1]), spec, device=device)
-        if self.compiled:
-            compile_layers(fork)
-        parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=device)
-        [(batch, lengths)] = micro_batches(parallel, rows(), range(len(rows())), spec.training)
-        operator = patch("swiftkv_platform.model.packed_pass.choose_operator", return_value=on_cpu)
-        with operator if fakes else nullcontext(), parallel.micro_batch(last=True):
-            sums = parallel(batch, lengths)
-            parallel.backward(torch.stack([weight * sums[name] for name, weight in fork.loss_weights.items()]).sum())
-        gradients = {name: p.grad for name, p in fork.named_parameters() if p.grad is not None}
-        assert len(gradients) == sum(p.requires_grad for p in fork.parameters())
-        return {name: tensor.detach().double().cpu() for name, tensor in (sums | gradients).items()}
+@cache
+def step(
+    device: torch.device,
+    dtype: str,
+    family: str = "llama",
+    form: str = "shared",
+    trainable: str = "qkv",
+    size: int = 2,
+    *,
+    attention: str = "sdpa",
+    objective: str = "logits",
+    checkpointing: bool = False,
+    compiled: bool = False,
+) -> dict[str, Tensor]:
+    """Loss sums and gradients of a training step of a worker alone, by name, on the CPU."""
+    fakes = attention == "varlen_attn" and device.type == "cpu"
+    training = {"attn_implementation": "sdpa" if fakes else attention, "compile": compiled}
+    spec = job_spec(
+        dtype,
+        distillation={"trainable": trainable, "objective": objective, "hidden_loss_weight": 1.0},
+        training=training | {"gradient_checkpointing": checkpointing},
+        swiftkv={"key_value_group_size": size, "decode_key_value": form},
+    )
+    fork = Fork.of_job(disturbed(spec, teacher(family)[1]), spec, device=device)
+    if compiled:
+        compile_layers(fork)
+    parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=device)
+    [(batch, lengths)] = micro_batches(parallel, rows(), range(len(rows())), spec.training)
+    operator = patch("swiftkv_platform.model.packed_pass.choose_operator", return_value=on_cpu)
+    with operator if fakes else nullcontext(), parallel.micro_batch(last=True):
+        sums = parallel(batch, lengths)
+        parallel.backward(torch.stack([weight * sums[name] for name, weight in fork.loss_weights.items()]).sum())
+    gradients = {name: p.grad for name, p in fork.named_parameters() if p.grad is not None}
+    assert len(gradients) == sum(p.requires_grad for p in fork.parameters())
+    return {name: tensor.detach().double().cpu() for name, tensor in (sums | gradients).items()}
 
 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -164,39 +162,38 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], bounds: 
     assert not wrong, f"error and bound of {len(wrong)} of {len(found)}: {wrong}"
 
 
-def bounds_of(step: Step) -> dict[str, float]:
+def bounds_of(case: Case) -> dict[str, float]:
     """Twice the error that bfloat16 has on the CPU, and no less than a few of its last places."""
-    return {name: max(2 * e, 3e-2) for name, e in errors(step(CPU, "bfloat16"), step(CPU, "float32")).items()}
+    narrow = errors(step(CPU, "bfloat16", **case), step(CPU, "float32", **case))
+    return {name: max(2 * error, 3e-2) for name, error in narrow.items()}
 
 
-STEPS = [
-    Step("llama", form, trainable, size)
-    for form in ("shared", "own")
-    for trainable in ("qkv", "tail", "all")
-    for size in (1, 2)
+STEPS: list[Case] = [
+    {"form": form, "trainable": trainable, "size": size}
+    for form, trainable, size in product(FORMS, ("qkv", "tail", "all"), (1, 2))
 ]
-STEPS += [Step(family, form) for family in ("qwen2-mixed", "qwen3_moe", "deepseek_v2") for form in ("shared", "own")]
-STEPS += [Step(objective="lm"), Step(checkpointing=True), Step(decode_key_value="own", checkpointing=True)]
-every_step = pytest.mark.parametrize("step", STEPS, ids=str)
+STEPS += [{"family": name, "form": form} for name in ("qwen2-mixed", "qwen3_moe", "deepseek_v2") for form in FORMS]
+STEPS += [{"form": form, "checkpointing": True} for form in FORMS] + [{"objective": "lm"}]
+every_step = pytest.mark.parametrize("case", STEPS, ids=lambda case: "-".join(map(str, case.values())))
 
 
 @every_step
-def test_a_step_in_float32(step: Step) -> None:
-    assert_near(step(DEVICE, "float32"), step(CPU, "float32"), 1e-4)
+def test_a_step_in_float32(case: Case) -> None:
+    assert_near(step(DEVICE, "float32", **case), step(CPU, "float32", **case), 1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen_attn"])
 @every_step
-def test_a_step_in_bfloat16(step: Step, attention: str) -> None:
-    actual = replace(step, attention=attention)(DEVICE, "bfloat16")
-    assert_near(actual, step(CPU, "float32"), bounds_of(step))
-    assert_near(actual, step(DEVICE, "bfloat16"), bounds_of(step))
+def test_a_step_in_bfloat16(case: Case, attention: str) -> None:
+    actual = step(DEVICE, "bfloat16", **case, attention=attention)
+    assert_near(actual, step(CPU, "float32", **case), bounds_of(case))
+    assert_near(actual, step(DEVICE, "bfloat16", **case), bounds_of(case))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", *([] if ON_CPU else ["varlen_attn"])])
 def test_a_compiled_step(attention: str) -> None:
-    actual = Step(attention=attention, compiled=True)(DEVICE, "bfloat16")
-    assert_near(actual, Step()(CPU, "float32"), bounds_of(Step()))
+    actual = step(DEVICE, "bfloat16", attention=attention, compiled=True)
+    assert_near(actual, step(CPU, "float32"), bounds_of({}))
 
 
 class Killed(Exception):  # noqa: N818
@@ -250,55 +247,44 @@ RUNS |= {"ddp-float32": {"model": {"dtype": "float32"}}, "fsdp2-tail-own": TAIL_
 every_run = pytest.mark.parametrize("name", RUNS)
 
 
-class Runs:
-    """Runs of one name: `whole` and `again` to the end, `killed` in the middle and `resumed`."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._made: dict[tuple[str, str], Recorder] = {}
-
-    def __call__(self, name: str, which: str) -> Recorder:
-        if which == "resumed":
-            self(name, "killed")
-        if (name, which) not in self._made:
-            self._made[name, which] = self._run(name, which)
-        return self._made[name, which]
-
-    def _run(self, name: str, which: str) -> Recorder:
-        sections = {"checkpoint": {"every_steps": 3}, "training": {"micro_batch_size": 2}, "optimizer": {}} | RUNS[name]
-        sections["optimizer"] = {"learning_rate": 5e-3, "warmup_ratio": 0.0} | sections["optimizer"]
-        spec, path = job_spec("bfloat16", **sections), teacher("llama")[1]
-        lazy = open_lazy(spec, path) if spec.sharding.shards_parameters else None
-        fork = Fork.of_job(lazy.model if lazy else load_student(spec, path), spec, device=DEVICE)
-        if lazy is not None:
-            lazy.attach(fork)
-        parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=DEVICE, weights=lazy)
-        store = self._directory / name / which.replace("resumed", "killed")
-        request = AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r")
-        checkpoints = AttemptCheckpoints(open_store(str(store)), request, keep=3)
-        recorder = Recorder(parallel, KILLED_AFTER if which == "killed" else 0)
-        options: Any = {"total_steps": NUM_STEPS, "listener": recorder}
-        options["held_out"] = rows(5, seed=1) if name.endswith("steered") else None
-        with suppress(Killed):
-            Trainer(parallel, rows(), Checkpointer(parallel, checkpoints, local_rank=0), spec, **options).run()
-        return recorder
+@cache
+def run(name: str, which: str) -> Recorder:
+    """A run `whole` or `again` to the end, `killed` in the middle, or `resumed` then."""
+    if which == "resumed":
+        run(name, "killed")
+    sections = {"checkpoint": {"every_steps": 3}, "training": {"micro_batch_size": 2}, "optimizer": {}} | RUNS[name]
+    sections["optimizer"] = {"learning_rate": 5e-3, "warmup_ratio": 0.0} | sections["optimizer"]
+    spec, path = job_spec("bfloat16", **sections), teacher("llama")[1]
+    lazy = open_lazy(spec, path) if spec.sharding.shards_parameters else None
+    fork = Fork.of_job(lazy.model if lazy else load_student(spec, path), spec, device=DEVICE)
+    if lazy is not None:
+        lazy.attach(fork)
+    parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=DEVICE, weights=lazy)
+    request = AttemptRequest(job_id=f"{name}-{which.replace('resumed', 'killed')}", attempt=1, spec=spec, run_id="r")
+    checkpoints = AttemptCheckpoints(open_store(stores().name), request, keep=3)
+    recorder = Recorder(parallel, KILLED_AFTER if which == "killed" else 0)
+    options: Any = {"total_steps": NUM_STEPS, "listener": recorder}
+    options["held_out"] = rows(5, seed=1) if name.endswith("steered") else None
+    with suppress(Killed):
+        Trainer(parallel, rows(), Checkpointer(parallel, checkpoints, local_rank=0), spec, **options).run()
+    return recorder
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+@cache
+def stores() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
 
 
 @every_run
-def test_a_run_learns(runs: Runs, name: str) -> None:
-    losses = runs(name, "whole").losses
+def test_a_run_learns(name: str) -> None:
+    losses = run(name, "whole").losses
     assert len(losses) == NUM_STEPS
     assert losses[-1] < 0.9 * losses[0], losses
 
 
 @every_run
-def test_a_checkpoint_restores_every_number(runs: Runs, name: str) -> None:
-    killed, resumed = runs(name, "killed"), runs(name, "resumed")
+def test_a_checkpoint_restores_every_number(name: str) -> None:
+    killed, resumed = run(name, "killed"), run(name, "resumed")
     assert 0 < resumed.restored <= KILLED_AFTER
     saved, restored = killed.states[resumed.restored], resumed.states[resumed.restored]
     assert saved.keys() == restored.keys()
@@ -307,9 +293,9 @@ def test_a_checkpoint_restores_every_number(runs: Runs, name: str) -> None:
 
 @pytest.mark.parametrize("bitwise", [False, True], ids=["close", "bitwise"])
 @every_run
-def test_a_resumed_run_ends_as_one_that_was_not_cut(runs: Runs, name: str, bitwise: bool) -> None:
+def test_a_resumed_run_ends_as_one_that_was_not_cut(name: str, bitwise: bool) -> None:
     """Bit for bit where the device's kernels do the same twice; else as close as two runs that were not cut."""
-    whole, again, resumed = (runs(name, which).states[NUM_STEPS] for which in ("whole", "again", "resumed"))
+    whole, again, resumed = (run(name, which).states[NUM_STEPS] for which in ("whole", "again", "resumed"))
     difference, usual = (max(errors(other, whole).values()) for other in (resumed, again))
     told = f"largest relative difference {difference:.3e}; of two runs that were not cut {usual:.3e}"
     assert difference <= (0.0 if bitwise else max(10 * usual, 1e-6)), told

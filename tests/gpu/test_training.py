@@ -260,6 +260,7 @@ def run(name: str, which: str) -> Recorder:
     if lazy is not None:
         lazy.attach(fork)
     parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=DEVICE, weights=lazy)
+    assert {buffer.device for buffer in fork.buffers()} == {DEVICE}
     request = AttemptRequest(job_id=f"{name}-{which.replace('resumed', 'killed')}", attempt=1, spec=spec, run_id="r")
     checkpoints = AttemptCheckpoints(open_store(stores().name), request, keep=3)
     recorder = Recorder(parallel, KILLED_AFTER if which == "killed" else 0)

@@ -86,7 +86,7 @@ class _Reads:
     num_read: list[int]
     """Keys of each turn."""
     borders: tuple[Tensor, Tensor]
-    """Those of queries and of keys, see `_borders`."""
+    """Beginnings of the turns, among queries and among keys, see `_borders`."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PackedSamples:
     num_tokens: int = 0
     """All tokens, with what lies behind the samples; where there are turns."""
     device: torch.device | None = None
-    """Where the tokens are; where there are turns."""
+    """Device of the tokens; where there are turns."""
 
     @classmethod
     def create(

@@ -78,7 +78,7 @@ def rows(num_samples: int = 12, seed: int = 0) -> PackedRows:
 
 @cache
 def teacher(family: str) -> tuple[TemporaryDirectory[str], str]:
-    """Its directory, which lives as long as this is kept. Its weights are the same in bfloat16 and float32."""
+    """A directory of a teacher, which lives as long as this is kept. The weights are the same in bfloat16 and float32."""
     model, directory = family_teacher(family, **WIDER.get(family, {})), TemporaryDirectory()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -314,7 +314,7 @@ CALIBRATED: dict[str, tuple[str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CALIBRATED)
 @torch.no_grad()
 def test_a_calibrated_start(name: str, tmp_path: Path) -> None:
-    """What the started students say: the basis of a latent is arbitrary."""
+    """Students that start so say the same: the basis of a latent is arbitrary."""
     family, dtype, section = CALIBRATED[name]
     spec, path = job_spec(dtype, swiftkv=section), teacher(family)[1]
 

@@ -70,7 +70,7 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen_attn"])
 def test_turns_go_to_the_device_once(attention: Any, log: DeviceLog) -> None:
-    """What the tokens of turns read is the same in every layer, and each copy of it is one that the host waits for."""
+    """Rows that turns read are the same in every layer, and the host would wait for each copy of them."""
     copies, shape = [], {"swiftkv_decode_key_value": "own", "key_value_group_size": 1}
     for num_layers in (1, 2):
         student = make_student(torch.bfloat16, **shape | {"num_key_value_layers": 4 - num_layers})

@@ -78,7 +78,7 @@ def rows(num_samples: int = 12, seed: int = 0) -> PackedRows:
 
 @cache
 def teacher(family: str) -> tuple[TemporaryDirectory[str], str]:
-    """A directory of a teacher, which lives as long as this is kept. The weights are the same in bfloat16 and float32."""
+    """A directory of a teacher, which lives while this is kept. The weights are the same in bfloat16 and float32."""
     model, directory = family_teacher(family, **WIDER.get(family, {})), TemporaryDirectory()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()

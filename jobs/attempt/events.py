@@ -16,7 +16,6 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-import ray
 from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
@@ -228,6 +227,8 @@ def say_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
 
 
 def _needs(spec: JobSpec, num_workers: int) -> str:
+    import ray  # here alone: what reads attempts, measures or calibrates runs without it
+
     resources, there = spec.resources, ray.cluster_resources()
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     total = " and ".join(f"{there.get(name, 0.0):g} {name}" for name, amount in each.items() if amount)

@@ -304,11 +304,12 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def materialize(sharded: nn.Module, device: torch.device) -> None:
-    """Give a sharded model on the meta device storage for this worker's rows; its buffers keep their values."""
-    buffers = {name: buffer.to(device) for name, buffer in sharded.named_buffers()}
+    """Give a sharded model on the meta device storage for this worker's rows; its buffers stay as they are, on the
+    device that computes, to which FSDP2 has moved them."""
+    buffers = [(module, dict(module._buffers)) for module in sharded.modules()]
     sharded.to_empty(device=device)
-    for name, buffer in sharded.named_buffers():
-        buffer.copy_(buffers[name])
+    for module, kept in buffers:
+        module._buffers.update(kept)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> AdamW:

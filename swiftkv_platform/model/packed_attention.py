@@ -77,7 +77,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Reads:
-    """Rows of queries that ask, and rows of keys and values that they read, turn by turn, on the host."""
+    """Rows of queries that ask, and rows of keys and values that they read, turn by turn."""
 
     asking: Tensor
     read: Tensor
@@ -85,6 +85,8 @@ class _Reads:
     """Queries of each turn."""
     num_read: list[int]
     """Keys of each turn."""
+    borders: tuple[Tensor, Tensor]
+    """Beginnings of the turns, among queries and among keys, see `_borders`."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ class PackedSamples:
     there are any, kept tokens begin with those of all turns."""
     num_tokens: int = 0
     """All tokens, with what lies behind the samples; where there are turns."""
+    device: torch.device | None = None
+    """Device of the tokens; where there are turns."""
 
     @classmethod
     def create(
@@ -135,7 +139,7 @@ class PackedSamples:
             edges = [at for at in range(begin, end + 1) if (at < end and deep[at]) != (at > begin and deep[at - 1])]
             turns += [Turn(begin, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
             begin = end
-        return replace(self, turns=tuple(turns), num_tokens=len(deep))
+        return replace(self, turns=tuple(turns), num_tokens=len(deep), device=counts.device)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
         assert isinstance(selection.tokens, Tensor), "training keeps the tokens that count"
@@ -155,8 +159,10 @@ class PackedSamples:
 
     @cached_property
     def _reads(self) -> _Reads:
-        """The turns' tokens as rows of queries, and of keys and values; the same in every layer."""
+        """The turns' tokens as rows of queries, and of keys and values; the same in every layer, so they go to the
+        device once."""
         assert self.turns is not None
+        assert self.device is not None, "there are turns"
         sizes = [turn.end - turn.begin for turn in self.turns]
         first_rows = [turn.begin for turn in self.turns] if self.kept is None else list(accumulate(sizes, initial=0))
         asking: list[int] = []
@@ -167,7 +173,9 @@ class PackedSamples:
             asking += own
             read += [*range(turn.sample, turn.begin), *(self.num_tokens + row for row in own)]
             num_read.append(turn.begin - turn.sample + size)
-        return _Reads(torch.tensor(asking), torch.tensor(read), sizes, num_read)
+        rows = [torch.tensor(some).to(self.device, non_blocking=True) for some in (asking, read)]
+        borders = _borders(sizes, self.device), _borders(num_read, self.device)
+        return _Reads(rows[0], rows[1], sizes, num_read, borders)
 
     def _attend_turns(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
@@ -177,9 +185,11 @@ class PackedSamples:
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
         if not self.turns:
             return output + 0.0 * (query.sum() + key.sum() + value.sum())  # other workers wait for its gradients
-        reads, device = self._reads, query.device
-        asking, read = reads.asking.to(device), reads.read.to(device)
-        query, key, value = query.index_select(2, asking), key.index_select(2, read), value.index_select(2, read)
+        reads = self._reads
+        query, key, value = (
+            tensor.index_select(2, rows)
+            for tensor, rows in ((query, reads.asking), (key, reads.read), (value, reads.read))
+        )
         if self.operator is None:
             parts = zip(
                 query.split(reads.sizes, 2), key.split(reads.num_read, 2), value.split(reads.num_read, 2), strict=True
@@ -188,10 +198,9 @@ class PackedSamples:
                 [_attend_causally(*part, scaling, window or self.num_tokens).transpose(1, 2) for part in parts], dim=1
             )
         else:
-            borders = [_borders(some, device) for some in (reads.sizes, reads.num_read)]
             longest = max(reads.sizes), max(reads.num_read)
-            attended = self._run_operator(query, key, value, (borders[0], borders[1]), longest, scaling, window)
-        return output.index_copy(1, asking, attended.to(output.dtype))
+            attended = self._run_operator(query, key, value, reads.borders, longest, scaling, window)
+        return output.index_copy(1, reads.asking, attended.to(output.dtype))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         num_tokens, used = query.shape[2], sum(self.lengths)

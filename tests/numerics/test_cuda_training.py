@@ -27,9 +27,9 @@ def log() -> Iterator[DeviceLog]:
         yield device_log
 
 
-def make_student(dtype: torch.dtype) -> Any:
+def make_student(dtype: torch.dtype, **changes: Any) -> Any:
     classes = student_classes("llama")
-    shape = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
+    shape = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} | changes
     config = classes.config_from(LlamaConfig(**TEACHER), **shape)
     with torch.device(DEVICE):
         return classes.causal_lm._from_config(config, dtype=dtype)
@@ -66,6 +66,22 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
     assert "aten.index by a mask" not in log.waits
     # Two layers below l, the teacher's two above it, and the student's.
     assert log.kernels["torch_attn._varlen_attn"] == (6 if dtype == torch.bfloat16 else 0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen_attn"])
+def test_turns_go_to_the_device_once(attention: Any, log: DeviceLog) -> None:
+    """Rows that turns read are the same in every layer, and the host would wait for each copy of them."""
+    copies, shape = [], {"swiftkv_decode_key_value": "own", "key_value_group_size": 1}
+    for num_layers in (1, 2):
+        student = make_student(torch.bfloat16, **shape | {"num_key_value_layers": 4 - num_layers})
+        fork = Fork(student, DistillationSpec(), dtype=torch.bfloat16, attention=attention)
+        batch = packed_batch()
+        log.clear()
+        with torch.autocast("cuda", torch.bfloat16):
+            fork(**batch)
+        copies.append((log.copies, len([wait for wait in log.waits if "to cuda" in wait])))
+    assert copies[0] == copies[1]
+    assert copies[0][1] == 0, log.waits
 
 
 @pytest.mark.parametrize("family", ["qwen2-mixed", "deepseek_v2"])

@@ -152,6 +152,15 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
     torch.testing.assert_close(student.lm_head(hidden), teacher)
 
 
+def test_buffers_stay_on_the_device_that_computes() -> None:
+    """With CPU offload parameters are elsewhere; the meta device stands for host memory."""
+    module = torch.nn.BatchNorm1d(3)
+    parallel.materialize(module, torch.device("meta"))
+    assert module.weight.is_meta
+    assert module.running_var is not None
+    assert module.running_var.equal(torch.ones(3))
+
+
 def train(tmp_path: Path, name: str = "s", strategy: str = "ddp", **changes: Any) -> Outcome:
     spec = {"sharding": {"strategy": strategy}} | changes.pop("spec", {})
     return run(Run(store=str(tmp_path / name), spec=spec, **changes))

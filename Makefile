@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench soak coverage vllm-env judges-env judges plugin outside clean
+.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench gpu soak coverage vllm-env judges-env judges plugin outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -67,6 +67,11 @@ bench: install
 	$(BIN)/python -m benchmarks.serving --short
 	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.training_step
+
+gpu: install  # on a machine with one NVIDIA GPU: its tests, then speed and memory of serving and training an 8B shape
+	$(BIN)/python -m pytest --override-ini addopts="-ra --import-mode=importlib" tests/gpu
+	$(BIN)/python -m benchmarks.gpu --short
+	$(BIN)/python -m benchmarks.gpu.training
 
 SCHEDULES ?= 300
 SOAK_ROUNDS ?= 2

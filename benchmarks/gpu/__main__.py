@@ -1,13 +1,16 @@
 """One run for whoever has a GPU: correctness first, then the paper's figures 3 and 4 and table 5, dense and SwiftKV.
 
-    python -m benchmarks.gpu [MODEL] [--vllm-python PATH] [--output-dir DIR]
+    python -m benchmarks.gpu [MODEL] [--vllm-python PATH] [--short] [--output-dir DIR]
+    python -m benchmarks.gpu --agreement
     python -m benchmarks.gpu --device cpu --tiny
 
 MODEL is the directory of a dense model; without it, one with the shape of Llama 3.1 8B and random weights. Its students
-(half of the layers; g = 1 and 4) are converted from it, not distilled, since a step costs the same whatever the weights
-are. With `--vllm-python`, an interpreter that has vLLM and this project's plugin, vLLM is measured too.
+(half of the layers; g = 1 and 4, and g = 1 whose deep tokens keep K and V of their own) are converted from it, not
+distilled, since a step costs the same whatever the weights are. With `--vllm-python`, an interpreter that has vLLM and
+this project's plugin, vLLM is measured too.
 
 First every engine and model must agree with PyTorch (`agreement.json`); where one does not, the run ends with status 1.
+With `--agreement` that is all.
 Then each engine writes `lengths`, `rates` and `memory` as JSON and SVG, and their tables, with TTFT and TPOT, into
 `ENGINE.md`. Models take turns, one in memory at a time, so the rounds are not interleaved as they are on a CPU.
 """
@@ -86,6 +89,17 @@ FULL = Loads(
     rounds=2,
 )
 """For a GPU with 80 GiB and a model of 8 billion parameters."""
+SHORT = replace(
+    FULL,
+    agreement_lengths=(300, 1999),
+    total_tokens=64000,
+    output_tokens=64,
+    rates=(),
+    memory_mib=(),
+    group_sizes=(1,),
+    rounds=1,
+)
+"""The same model in minutes: figure 3 alone, each point once."""
 TINY = Loads(
     max_model_len=512,
     kv_cache_mib=8,
@@ -110,7 +124,7 @@ FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    loads = TINY if args.tiny else FULL
+    loads = TINY if args.tiny else SHORT if args.short else FULL
     starts: dict[str, Start] = {"own": own_engine}
     if args.vllm_python is not None:
         starts["vllm"] = vllm_engine(args.vllm_python)
@@ -131,6 +145,8 @@ def main(argv: list[str] | None = None) -> None:
         print(agreement.table(found), flush=True)
         if not all(row["agrees"] for rows in found.values() for row in rows.values()):
             sys.exit("an engine disagrees with PyTorch: its speed is not measured")
+        if args.agreement:
+            return
         for name, start in starts.items():
             text = run.measure(start, args.output_dir / name, fp8=name == "vllm")
             (args.output_dir / f"{name}.md").write_text(text + "\n", encoding="utf-8")
@@ -146,6 +162,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model and loads of seconds")
+    parser.add_argument("--short", action="store_true", help="figure 3 alone, each point once: minutes")
+    parser.add_argument("--agreement", action="store_true", help="compare with PyTorch, and measure no speed")
     parser.add_argument("--models", type=Path, help="an empty directory for models that are made, which stay there")
     parser.add_argument("--output-dir", type=Path, default=Path("gpu-report"))
     add_vllm_python(parser)
@@ -220,6 +238,7 @@ class Run:
         }
         for row, kv_cache in zip(reports["memory"]["rows"], blocks, strict=True):
             row["kv_cache"] = kv_cache
+        reports = {name: report for name, report in reports.items() if report["rows"]}
         for name, report in reports.items():
             write(name, self.head() | report, directory)
         return "\n\n".join(
@@ -229,6 +248,7 @@ class Run:
                 ("rates", "request_rate", "requests/s"),
                 ("memory", "kv_cache_mib", "MiB of KV cache"),
             )
+            if name in reports
         )
 
     def _memory(

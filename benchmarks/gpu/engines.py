@@ -50,7 +50,7 @@ class Model:
     """A model under test."""
 
     name: str
-    """`dense`, or `swiftkv_gG` of a student with groups of G layers."""
+    """`dense`, or `swiftkv_gG` of a student with groups of G layers, with `_own` where deep tokens keep own K and V."""
     directory: Path
 
 
@@ -74,10 +74,15 @@ def prepare(
         _save_random(SHAPES[model], dense, dtype, device)
     num_layers = AutoConfig.from_pretrained(dense).num_hidden_layers
     models = [Model("dense", dense)]
-    for group_size in group_sizes:
-        student = Model(f"swiftkv_g{group_size}", directory / f"swiftkv_g{group_size}")
+    for group_size, form in [(group_sizes[0], "own"), *((g, "shared") for g in group_sizes)]:
+        name = f"swiftkv_g{group_size}{'_own' * (form == 'own')}"
+        student = Model(name, directory / name)
         convert_checkpoint(
-            dense, student.directory, num_key_value_layers=num_layers // 2, key_value_group_size=group_size
+            dense,
+            student.directory,
+            num_key_value_layers=num_layers // 2,
+            key_value_group_size=group_size,
+            decode_key_value=form,
         )
         models.append(student)
     return models

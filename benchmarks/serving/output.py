@@ -24,8 +24,8 @@ mpl.rcParams["svg.hashsalt"] = "serving"  # the same figure gives the same file
 def label(system: str) -> str:
     if system in LABELS:
         return LABELS[system]
-    group_size = system.removeprefix("swiftkv_g").removesuffix("_fp8")
-    return f"SwiftKV, g = {group_size}" + (", FP8" if system.endswith("_fp8") else "")
+    group_size, *options = system.removeprefix("swiftkv_g").split("_")
+    return ", ".join([f"SwiftKV, g = {group_size}", *({"fp8": "FP8", "own": "own K and V"}[one] for one in options)])
 
 
 def plot_lengths(report: Report, path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import os
 import shutil
 import socket
 import tempfile
@@ -60,7 +61,16 @@ def set_up_process(spec: JobSpec) -> None:
     keep no memory that it does not use, and draw no progress bars into its log."""
     give_back_freed_tensors()
     torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
+    compute_deterministically(spec.training.deterministic)
     transformers.utils.logging.disable_progress_bar()
+
+
+def compute_deterministically(wanted: bool) -> None:
+    """Have PyTorch take operators that give the same bits every time, where it has the choice."""
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the process's first product on a GPU
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which finds reads of it, and takes time
 
 
 def give_back_freed_tensors() -> None:

@@ -4,6 +4,7 @@ knows neither training nor where text comes from.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,6 +18,9 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.harness.needle import ANSWER_TOKENS, needle_prompt
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate
 from swiftkv_platform.model import convert
+
+_PROMPTS_AT_ONCE = 20
+"""Needles' prompts of a batch; they are about equally long."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,19 @@ class Needles:
 
     @torch.no_grad()
     def share_found(self, model: Any) -> float:
-        found = 0
-        for prompt, answer in zip(self.prompts, self.answers, strict=True):
-            ids = torch.tensor([prompt], device=model.device)
-            settings = {
-                "max_new_tokens": ANSWER_TOKENS,
-                "do_sample": False,
-                "pad_token_id": self.tokenizer.pad_token_id,
-            }
-            written = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
-            found += answer in self.tokenizer.decode(written)
+        found, padding = 0, self.tokenizer.pad_token_id or 0
+        for begin in range(0, len(self.prompts), _PROMPTS_AT_ONCE):
+            prompts = self.prompts[begin : begin + _PROMPTS_AT_ONCE]
+            longest = max(map(len, prompts))
+            ids, mask = (
+                torch.tensor(
+                    [[fill] * (longest - len(prompt)) + list(of(prompt)) for prompt in prompts], device=model.device
+                )
+                for fill, of in ((padding, lambda prompt: prompt), (0, lambda prompt: [1] * len(prompt)))
+            )
+            written = model.generate(
+                ids, attention_mask=mask, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=padding
+            )
+            texts = self.tokenizer.batch_decode(written[:, longest:])
+            found += sum(map(operator.contains, texts, self.answers[begin : begin + _PROMPTS_AT_ONCE]))
         return found / len(self.prompts)

@@ -132,6 +132,9 @@ class TrainingSpec(Spec):
     """Recompute activations of the student's upper layers in the backward pass."""
     compile: bool = False
     """Compile the layers with `torch.compile`: the first steps take minutes, the rest less time."""
+    deterministic: bool = False
+    """Leave out operators of a GPU that add in no fixed order and are faster: a run that was interrupted then ends with
+    the bits of one that was not. On a CPU it does without this."""
     attn_implementation: Literal["auto", "varlen_attn", "sdpa"] = "auto"
     """Attention of a row's samples, each to itself. `varlen_attn`: PyTorch's FlashAttention over all of them at once,
     on GPUs that it runs on, in bfloat16. `sdpa`: one sample after the other. `auto`: `varlen_attn` where it can, else

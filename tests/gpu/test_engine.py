@@ -91,7 +91,9 @@ LOADS: dict[str, tuple[dict[str, int], int, int]] = {
 def test_answers_agree_with_pytorch_in_the_same_type(name: str, form: str, load: str, tmp_path: Path) -> None:
     path, (settings, num_blocks, num_tokens) = saved(name, form, tmp_path), LOADS[load]
     with patch("swiftkv_platform.engine.memory._num_blocks", return_value=num_blocks):
-        engine = LLMEngine.from_pretrained(path, EngineConfig(block_size=FLASH_PAGE, **settings))
+        engine = LLMEngine.from_pretrained(
+            path, EngineConfig(kv_cache_bytes=1 << 28, block_size=FLASH_PAGE, **settings)
+        )
     answers = engine_answers(engine, PROMPTS, num_tokens)
     engine.check()
     assert (load == "with preemption") == bool(engine.state.num_preemptions)

@@ -48,7 +48,7 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
 def test_the_run_writes_what_it_measured(vllm: bool, tmp_path: Path) -> None:
     options = ["--vllm-python", str(VLLM_PYTHON)] if vllm else []
     main(["--device", "cpu", "--tiny", "--output-dir", str(tmp_path), *options])
-    models = {"dense", "swiftkv_g1", "swiftkv_g2"}
+    models = {"dense", "swiftkv_g1", "swiftkv_g2", "swiftkv_g1_own"}
     agreement = json.loads((tmp_path / "agreement.json").read_text())
     for engine in ("own", "vllm")[: 1 + vllm]:
         assert {name for name, row in agreement[engine].items() if row["agrees"]} == models

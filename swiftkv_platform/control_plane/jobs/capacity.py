@@ -6,21 +6,18 @@ taken yet is kept for it, so that none starts beside it for which it would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, Node
+from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, plain, resource, take
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs import JobSpec
 
-Bundle = Mapping[str, float]
-"""Resources that have to be on one node, by Ray's names."""
 GIB = 1 << 30
-_ROUNDING = 1e-4
-"""Ray counts resources in ten-thousandths."""
 _LAG_S = 10.0
 """Seconds after which Ray's report has what was taken; it is renewed every 5 s."""
 _WHOLE = ("train", "evaluate")
@@ -52,11 +49,6 @@ def _workers(spec: JobSpec) -> list[Bundle]:
     return [each] * (1 if spec.only_publishes else resources.min_workers)
 
 
-def resource(name: str) -> str:
-    """Ray's name of a resource, without what its dashboard changes: capitals and underscores."""
-    return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
-
-
 def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     """Places that a job has still to take on the cluster, as far as Ray's report tells."""
     attempt = job.attempt
@@ -80,14 +72,14 @@ class ClusterPlaces:
 
     def __init__(self, nodes: Sequence[Node], kept: Iterable[Sequence[Bundle]], admission: Admission) -> None:
         self._total = [node.total for node in nodes]
-        self._free = [_plain(node.free) for node in nodes]
+        self._free = [plain(node.free) for node in nodes]
         self._admission = admission
         self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
         """Reasons of the jobs that have found none."""
         for bundles in kept:
             for bundle in bundles:
-                _take(self._free, [bundle])
+                take(self._free, [bundle])
 
     def could_fit(self, job_id: str) -> bool:
         """Whether the nodes would hold the job if nothing else were on them."""
@@ -113,7 +105,7 @@ class ClusterPlaces:
         """Give the job the places that `fits` has found."""
         needs = self._admission.needs(job_id)
         if needs is not None:
-            _take(self._free, needs.bundles)
+            take(self._free, needs.bundles)
 
     def _refuse(self, job_id: str, message: str) -> None:
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
@@ -173,28 +165,3 @@ class Admission:
             for job in waiting
             if job.status is JobStatus.QUEUED and job.status_reason != places.refused[job.id]
         ]
-
-
-def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
-    """Whether nodes that have this much hold all bundles at once."""
-    return _take([_plain(node) for node in nodes], bundles)
-
-
-def _plain(resources: Bundle) -> dict[str, float]:
-    return {resource(name): amount for name, amount in resources.items()}
-
-
-def _take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
-    """Take places for all bundles, each from the node with the fewest GPUs, then CPUs, that holds it. False where one
-    finds none; what was taken before stays taken."""
-    for bundle in bundles:
-        asked = {name: amount for name, amount in bundle.items() if amount}
-        holding = [
-            node for node in nodes if all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())
-        ]
-        if not holding:
-            return False
-        chosen = min(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
-        for name, amount in asked.items():
-            chosen[name] = chosen.get(name, 0.0) - amount
-    return True

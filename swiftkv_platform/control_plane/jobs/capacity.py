@@ -6,7 +6,7 @@ taken yet is kept for it, so that none starts beside it for which it would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
@@ -20,6 +20,9 @@ from swiftkv_platform.specs import JobSpec
 GIB = 1 << 30
 _LAG_S = 10.0
 """Seconds after which Ray's report has what was taken; it is renewed every 5 s."""
+_PATIENCE_S = 30.0
+"""Seconds for which a phase looks for its places before it is said to find none."""
+_GOES_ON = (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING)
 _WHOLE = ("train", "evaluate")
 """Phases in which all workers have a place; in others one has."""
 _MOST_NEEDS = 10_000
@@ -129,12 +132,36 @@ class Admission:
         """Note how far these jobs are."""
         self._running |= {job.id: job for job in jobs}
 
-    def places(self, now: float) -> ClusterPlaces | None:
-        """Return the places that are free now; None where the cluster does not tell."""
+    def stuck(self, now: float, longest_s: float) -> Sequence[Job]:
+        """Return the jobs of which a phase waits for places that others hold, and no part of which goes on.
+
+        Args:
+            longest_s: seconds after which a job counts where the cluster does not tell, or parts of a sweep may go on.
+        """
+        found: list[Job] = []
+        nodes: Sequence[Node] | None = None
+        for job in self._running.values():
+            attempt, waited = job.attempt, now - (job.attempt.waiting_since or now)
+            if waited < _PATIENCE_S or not attempt.waiting or attempt.stopping or job.status not in _GOES_ON:
+                continue
+            nodes = nodes or self._told()
+            phase = phase_of([*attempt.waiting][-1])
+            needed = _workers(job.spec)[: None if phase in _WHOLE else 1]
+            is_sure = nodes is not None and not (job.spec.sweep and attempt.has_trained)
+            if waited > longest_s if not is_sure else not fit([node.free for node in nodes or ()], needed):
+                found.append(job)
+        return found
+
+    def _told(self) -> Sequence[Node] | None:
         try:
-            nodes = self._cluster.capacity()
+            return self._cluster.capacity()
         except ClusterUnavailableError:  # the start of a job meets it as well
-            nodes = None
+            return None
+
+    def places(self, now: float, *, without: Collection[str] = ()) -> ClusterPlaces | None:
+        """Return the places that are free now; None where the cluster does not tell. `without`: jobs for which none
+        are kept."""
+        nodes = self._told()
         there = [] if nodes is None else [node.total for node in nodes]
         if there != self._nodes:
             self._nodes, self.never = there, set()
@@ -144,7 +171,7 @@ class Admission:
         unknown = [job_id for job_id in present if job_id not in self._running]
         self.saw(self._jobs.load(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
-        kept = [outstanding(job, self._driver, now) for job in self._running.values()]
+        kept = [outstanding(job, self._driver, now) for job in self._running.values() if job.id not in without]
         return ClusterPlaces(nodes, kept, self)
 
     def needs(self, job_id: str) -> Needs | None:

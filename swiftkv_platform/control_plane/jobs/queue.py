@@ -77,6 +77,32 @@ class FairQueue:
                 places.take(job.id)
         return chosen
 
+    def overtaken(
+        self,
+        stuck: Sequence[Job],
+        standing: Standing,
+        *,
+        deployments: Sequence[Deployment] = (),
+        places: FreePlaces | None = None,
+    ) -> list[Job]:
+        """Choose those of the jobs on the cluster, which get no further, in whose place another tenant's would start.
+        Their own tenants go behind it."""
+        held = held_by((), deployments)
+        self._catch_up(standing.waiting)
+        chosen, taken = list[Job](), set[str]()
+        for job in stuck:
+            for tenant, (first, *_) in standing.waiting.items():
+                holds = standing.held.get(tenant, Demand()) + held.get(tenant, Demand())
+                may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
+                if may_start and (places is None or (places.could_fit(first.id) and places.fits(first.id))):
+                    chosen.append(job)
+                    self._given[job.tenant] = max(self._given.values()) + 1.0
+                    taken.add(tenant)
+                    if places is not None:
+                        places.take(first.id)
+                    break
+        return chosen
+
     def fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
         """Whether a tenant that holds this much may have this much more."""
         return (held + demand).exceeded_limit(self._policies.policy(tenant), adding=demand) is None
@@ -84,7 +110,7 @@ class FairQueue:
     def _rank(self, tenant: str, held: Demand, total: Demand, first: Waiting) -> tuple[float, float, str]:
         return held.share(total) / self._policies.policy(tenant).weight, self._given[tenant], first.id
 
-    def _catch_up(self, queues: dict[str, deque[Waiting]]) -> None:
+    def _catch_up(self, queues: Iterable[str]) -> None:
         """A tenant that did not wait until now has saved nothing up."""
         least = min((self._given[tenant] for tenant in queues if tenant in self._given), default=0.0)
         self._given = {tenant: max(self._given.get(tenant, least), least) for tenant in queues}

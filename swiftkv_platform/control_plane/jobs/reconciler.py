@@ -147,6 +147,7 @@ class Reconciler:
             after = self._each(self._loaded(due), lambda job: self._attend(job, self._follow))
             self._admission.saw(after)
             ended = sum(not job.status.holds_cluster for job in after)
+            self._take_back()
             self._start_waiting(self.max_running_jobs - len(placed) + ended)
         self._forget_ended()
 
@@ -182,6 +183,25 @@ class Reconciler:
                 self._attend(job, partial(self._store_change, events=[event]))
             if len(jobs) == len(queue):
                 return
+
+    def _take_back(self) -> None:
+        """End attempts that find no place, where other tenants' jobs would find theirs if they had the slot."""
+        now = self.clock()
+        stuck = self._admission.stuck(now, self.limits.placement_s)
+        if not stuck:
+            return
+        standing = self.jobs.standing(most=1, now=now, without={*self._backoff.resting(now), *self._admission.never})
+        places = self._admission.places(now, without={job.id for job in stuck})
+        for job in self._queue.overtaken(stuck, standing, deployments=self.deployments(), places=places):
+            self._admission.saw([self._attend(job, self._end)])
+
+    def _end(self, job: Job) -> Job:
+        needs = "; ".join(job.attempt.waiting.values())
+        message = f"attempt {job.attempt.number} finds no place on the cluster, and another job gets its slot: {needs}"
+        stopping = Reason(ReasonCode.NOT_PLACED, message, field="resources")
+        ended = self._store_change(replace(job, attempt=replace(job.attempt, stopping=stopping)))
+        self._stop(_submission_id(ended))
+        return ended
 
     def _start(self, jobs: Sequence[Job]) -> int:
         """Claim a place for each job that is prepared for it, and submit it; returns how many have got one."""

@@ -14,6 +14,7 @@ from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.scripted_server import Answer, Script, json_answer, serve
@@ -288,6 +289,60 @@ def test_a_job_that_has_trained_waits_as_long_as_it_lasts(plane: Plane, reconcil
     failed = plane.get(job).error
     assert failed is not None
     assert failed.code == "max_runtime_exceeded"
+
+
+@pytest.mark.parametrize("phase", ["prepare of test", "train of test", "evaluate of test", "publish of test"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_job_that_finds_no_place_lets_another_tenants_job_pass(plane: Plane, phase: str, slots: int) -> None:
+    """Whether it lacks the slot or the places that are kept for the first one."""
+    plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
+    reconciler = plane.reconciler(max_running_jobs=slots)
+    job = plane.submit(resources={"num_workers": 2, "cpus_per_worker": 2})
+    reconciler.tick()
+    plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 1.0})]
+    worker = plane.worker(job)
+    worker.say("status", status="running")
+    if phase.startswith(("evaluate", "publish")):
+        worker.say("placement", phase="train of test", state="placed")
+        worker.say("status", status="evaluating")
+    worker.say("placement", phase=phase, state="waiting", needs=NEEDS)
+    if slots == 1:
+        plane.submit(resources={"num_workers": 1})
+    larger = plane.submit(tenant="others", resources={"num_workers": 2})
+    for _ in range(4):
+        later(plane, reconciler, 20)
+    assert plane.cluster.started == [f"{job.id}-1"], "its tenant's waits behind it, the larger finds no place"
+    assert plane.get(job).status.holds_cluster
+    other = plane.submit(tenant="third", resources={"num_workers": 1})
+    for _ in range(4):
+        later(plane, reconciler, 20)
+    waits = plane.get(job)
+    assert (waits.status, waits.attempt.number, waits.retries) == (JobStatus.QUEUED, 2, 0)
+    told = [event.message for event in plane.events(job) if "not_placed" in str(event.data)]
+    assert NEEDS in told[0]
+    assert plane.reason(job).code == ("not_placed" if slots == 1 else "waiting_for_resources")
+    assert plane.cluster.started[1:] == [f"{other.id}-1"]
+    assert plane.get(larger).status is JobStatus.QUEUED
+
+
+@pytest.mark.parametrize("free", [[4.0], None])
+def test_a_job_whose_places_come_keeps_its_slot(plane: Plane, free: list[float] | None) -> None:
+    """Nodes that an autoscaler may add count as free; where it does not tell of them, they are waited for."""
+    plane.cluster.nodes = free and [Node({"CPU": cpus}, {"CPU": cpus}) for cpus in free]
+    reconciler = plane.reconciler()
+    job = plane.submit(resources={"num_workers": 2, "cpus_per_worker": 2})
+    reconciler.tick()
+    worker = plane.worker(job)
+    worker.say("placement", phase="train of test", state="placed")
+    worker.say("placement", phase="evaluate of test", state="waiting", needs=NEEDS)
+    other = plane.submit(tenant="others", resources={"num_workers": 1})
+    for seconds in (5, DEADLINE_S - 10):
+        later(plane, reconciler, seconds)
+    assert plane.get(job).status is not JobStatus.QUEUED
+    for seconds in (100, 10, 10):
+        later(plane, reconciler, seconds)
+    assert (plane.get(job).status is JobStatus.QUEUED) is (free is None)
+    assert plane.get(other).status.holds_cluster is (free is None)
 
 
 def test_a_finished_run_of_an_earlier_attempt_waits_for_its_evaluation(plane: Plane, reconciler: Reconciler) -> None:

@@ -129,6 +129,10 @@ class Settings(BaseSettings):
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """Seconds that an attempt that has not trained may hold its slot while its workers find no place; then the job is
     queued again, and uses no retry."""
+    turn_s: Annotated[float, Field(gt=0.0)] | None = 14_400.0
+    """Seconds that an attempt may hold its slot while another tenant's job waits for it; then it checkpoints, and the
+    job is queued again, and uses no retry. One that does not train has twice as long with each attempt. None: no
+    limit."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
     """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024

@@ -150,7 +150,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         rules=source_rules(settings),
         publishing=PublishRules(settings.publish_targets),
         prices=prices(settings),
-        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
+        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s, settings.turn_s),
         interval_s=settings.reconcile_interval_s,
         deployments=lambda: parts.deployments.all_deployments().items,
         files=files_of(parts.files, parts.objects.uri),

@@ -6,11 +6,12 @@ taken yet is kept for it, so that none starts beside it for which it would have 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
+from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
 from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, plain, resource, take
@@ -70,12 +71,27 @@ def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     return [] if phase in _WHOLE else workers[1:needed]
 
 
+def _sum(bundles: Sequence[Bundle]) -> Bundle:
+    return {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
+
+
+def _since(job: Job, now: float) -> float:
+    since = job.attempt.waiting_since
+    return now if since is None else since
+
+
 class ClusterPlaces:
     """Places that are free in one round of the queue, taken one job after the other."""
 
-    def __init__(self, nodes: Sequence[Node], kept: Iterable[Sequence[Bundle]], admission: Admission) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        kept: Iterable[Sequence[Bundle]],
+        admission: Admission,
+        freed: Sequence[Bundle] = (),
+    ) -> None:
         self._total = [node.total for node in nodes]
-        self._free = [plain(node.free) for node in nodes]
+        self._free = [plain(node) for node in (*(node.free for node in nodes), *freed)]
         self._admission = admission
         self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
@@ -132,25 +148,27 @@ class Admission:
         """Note how far these jobs are."""
         self._running |= {job.id: job for job in jobs}
 
-    def stuck(self, now: float, longest_s: float) -> Sequence[Job]:
-        """Return the jobs of which a phase waits for places that others hold, and no part of which goes on.
-
-        Args:
-            longest_s: seconds after which a job counts where the cluster does not tell, or parts of a sweep may go on.
-        """
-        found: list[Job] = []
-        nodes: Sequence[Node] | None = None
-        for job in self._running.values():
-            attempt, waited = job.attempt, now - (job.attempt.waiting_since or now)
-            if waited < _PATIENCE_S or not attempt.waiting or attempt.stopping or job.status not in _GOES_ON:
-                continue
-            nodes = nodes or self._told()
-            phase = phase_of([*attempt.waiting][-1])
-            needed = _workers(job.spec)[: None if phase in _WHOLE else 1]
-            is_sure = nodes is not None and not (job.spec.sweep and attempt.has_trained)
-            if waited > longest_s if not is_sure else not fit([node.free for node in nodes or ()], needed):
-                found.append(job)
-        return found
+    def in_the_way(self, now: float, limits: AttemptLimits) -> tuple[Sequence[Job], Sequence[Job]]:
+        """Return the jobs of which a phase waits for places that others hold, and no part of which goes on; and those
+        that have had their turn."""
+        going = [
+            job
+            for job in self._running.values()
+            if job.status in _GOES_ON and not (job.attempt.stopping or job.attempt.yields)
+        ]
+        over = [job for job in going if not job.attempt.waiting and limits.has_had_its_turn(job, now)]
+        waiting = [job for job in going if job.attempt.waiting and now - _since(job, now) >= _PATIENCE_S]
+        nodes = self._told() if waiting else None
+        stuck: list[Job] = []
+        for job in waiting:
+            phase = phase_of([*job.attempt.waiting][-1])
+            if nodes is None or (job.spec.sweep and job.attempt.has_trained):  # nodes, or other trials, may come
+                finds_none = now - _since(job, now) > limits.placement_s
+            else:
+                needed = _workers(job.spec)[: None if phase in _WHOLE else 1]
+                finds_none = not fit([node.free for node in nodes], needed)
+            stuck += [job] if finds_none else []
+        return stuck, over
 
     def _told(self) -> Sequence[Node] | None:
         try:
@@ -158,9 +176,13 @@ class Admission:
         except ClusterUnavailableError:  # the start of a job meets it as well
             return None
 
-    def places(self, now: float, *, without: Collection[str] = ()) -> ClusterPlaces | None:
-        """Return the places that are free now; None where the cluster does not tell. `without`: jobs for which none
-        are kept."""
+    def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces | None:
+        """Return the places that are free now; None where the cluster does not tell.
+
+        Args:
+            stuck: jobs for which none are kept.
+            over: jobs that count as gone; what they hold, as if it were on one node.
+        """
         nodes = self._told()
         there = [] if nodes is None else [node.total for node in nodes]
         if there != self._nodes:
@@ -171,8 +193,9 @@ class Admission:
         unknown = [job_id for job_id in present if job_id not in self._running]
         self.saw(self._jobs.load(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
-        kept = [outstanding(job, self._driver, now) for job in self._running.values() if job.id not in without]
-        return ClusterPlaces(nodes, kept, self)
+        gone = {job.id for job in (*stuck, *over)}
+        kept = [outstanding(job, self._driver, now) for job in self._running.values() if job.id not in gone]
+        return ClusterPlaces(nodes, kept, self, [_sum(_workers(job.spec)) for job in over])
 
     def needs(self, job_id: str) -> Needs | None:
         """Return the needs of a job; None for one that is gone, or cannot be read."""

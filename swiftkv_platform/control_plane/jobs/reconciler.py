@@ -147,8 +147,8 @@ class Reconciler:
             after = self._each(self._loaded(due), lambda job: self._attend(job, self._follow))
             self._admission.saw(after)
             ended = sum(not job.status.holds_cluster for job in after)
-            self._take_back()
             self._start_waiting(self.max_running_jobs - len(placed) + ended)
+            self._take_back()
         self._forget_ended()
 
     def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
@@ -185,15 +185,17 @@ class Reconciler:
                 return
 
     def _take_back(self) -> None:
-        """End attempts that find no place, where other tenants' jobs would find theirs if they had the slot."""
+        """Have attempts that find no place, or have had their turn, end for other tenants' jobs that would start."""
         now = self.clock()
-        stuck = self._admission.stuck(now, self.limits.placement_s)
-        if not stuck:
+        stuck, over = self._admission.in_the_way(now, self.limits)
+        if not stuck and not over:
             return
         standing = self.jobs.standing(most=1, now=now, without={*self._backoff.resting(now), *self._admission.never})
-        places = self._admission.places(now, without={job.id for job in stuck})
-        for job in self._queue.overtaken(stuck, standing, deployments=self.deployments(), places=places):
-            self._admission.saw([self._attend(job, self._end)])
+        if not any(standing.waiting.values()):
+            return
+        places = self._admission.places(now, stuck=stuck, over=over)
+        for job in self._queue.overtaken([*stuck, *over], standing, deployments=self.deployments(), places=places):
+            self._admission.saw([self._attend(job, self._end if job in stuck else self._ask_to_end)])
 
     def _end(self, job: Job) -> Job:
         needs = "; ".join(job.attempt.waiting.values())
@@ -202,6 +204,15 @@ class Reconciler:
         ended = self._store_change(replace(job, attempt=replace(job.attempt, stopping=stopping)))
         self._stop(_submission_id(ended))
         return ended
+
+    def _ask_to_end(self, job: Job) -> Job:
+        now = self.clock()
+        held = now - (job.attempt.submitted_at or now)
+        message = f"attempt {job.attempt.number} has had its slot for {held:.0f} s, and another tenant's job waits"
+        self.lease.check()
+        self.store.announce_preemption(job.attempt_id)
+        yields = Reason(ReasonCode.PREEMPTED, message)
+        return self._store_change(replace(job, attempt=replace(job.attempt, yields=yields, yields_at=now)))
 
     def _start(self, jobs: Sequence[Job]) -> int:
         """Claim a place for each job that is prepared for it, and submit it; returns how many have got one."""

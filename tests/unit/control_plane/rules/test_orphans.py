@@ -10,6 +10,7 @@ from sqlalchemy import delete, text
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
+from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
@@ -291,21 +292,25 @@ def test_a_job_that_has_trained_waits_as_long_as_it_lasts(plane: Plane, reconcil
     assert failed.code == "max_runtime_exceeded"
 
 
-@pytest.mark.parametrize("phase", ["prepare of test", "train of test", "evaluate of test", "publish of test"])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_job_that_finds_no_place_lets_another_tenants_job_pass(plane: Plane, phase: str, slots: int) -> None:
-    """Whether it lacks the slot or the places that are kept for the first one."""
+@pytest.mark.parametrize(
+    ("phase", "slots", "cpus"),
+    [("prepare", 1, 2), ("train", 1, 2), ("evaluate", 1, 2), ("publish", 1, 2), ("train", 2, 1), ("evaluate", 2, 1)],
+)
+def test_a_job_that_finds_no_place_lets_another_tenants_job_pass(
+    plane: Plane, phase: str, slots: int, cpus: int
+) -> None:
+    """Whether that one lacks the slot, or the places that are kept for the first one."""
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
     reconciler = plane.reconciler(max_running_jobs=slots)
-    job = plane.submit(resources={"num_workers": 2, "cpus_per_worker": 2})
+    job = plane.submit(resources={"num_workers": 4 // cpus, "cpus_per_worker": cpus})
     reconciler.tick()
     plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 1.0})]
     worker = plane.worker(job)
     worker.say("status", status="running")
-    if phase.startswith(("evaluate", "publish")):
+    if phase in ("evaluate", "publish"):
         worker.say("placement", phase="train of test", state="placed")
         worker.say("status", status="evaluating")
-    worker.say("placement", phase=phase, state="waiting", needs=NEEDS)
+    worker.say("placement", phase=f"{phase} of test", state="waiting", needs=NEEDS)
     if slots == 1:
         plane.submit(resources={"num_workers": 1})
     larger = plane.submit(tenant="others", resources={"num_workers": 2})
@@ -343,6 +348,70 @@ def test_a_job_whose_places_come_keeps_its_slot(plane: Plane, free: list[float] 
         later(plane, reconciler, seconds)
     assert (plane.get(job).status is JobStatus.QUEUED) is (free is None)
     assert plane.get(other).status.holds_cluster is (free is None)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("nodes", [[Node({"CPU": 4.0}, {"CPU": 1.0})], None])
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
+    plane: Plane, nodes: list[Node] | None, slots: int, obeys: bool
+) -> None:
+    """A job of any length holds a slot; its own tenant's jobs may wait for it."""
+    plane.cluster.nodes = nodes and [Node({"CPU": 4.0}, {"CPU": 4.0})]
+    reconciler = plane.reconciler(max_running_jobs=slots, limits=AttemptLimits(turn_s=3600))
+    job = plane.submit(resources={"num_workers": 3})
+    reconciler.tick()
+    plane.cluster.nodes = nodes
+    worker = plane.worker(job)
+    worker.say("placement", phase="train of test", state="placed")
+    worker.say("status", status="running")
+    if slots == 1:
+        plane.submit(resources={"num_workers": 3})
+    later(plane, reconciler, 4000)
+    assert not plane.store.preemption_announced(job.attempt_id), "nobody else waits"
+    other = plane.submit(tenant="others", resources={"num_workers": 2})
+    later(plane, reconciler, 1)
+    if slots == 2 and nodes is None:
+        assert plane.get(other).status.holds_cluster
+        assert not plane.store.preemption_announced(job.attempt_id), "there was a slot"
+        return
+    assert plane.store.preemption_announced(job.attempt_id)
+    assert plane.get(job).status is JobStatus.RUNNING, "until its checkpoint is complete"
+    if obeys:
+        worker.checkpoint(1)
+        worker.say("error", "told to stop", level="error", code="preempted", retryable=True)
+        plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED)
+    else:
+        later(plane, reconciler, DEADLINE_S + 1)
+    plane.cluster.nodes = nodes and [Node({"CPU": 4.0}, {"CPU": 4.0})]
+    later(plane, reconciler, 1)
+    waits = plane.get(job)
+    assert (waits.status, waits.attempt.number, waits.retries) == (JobStatus.QUEUED, 2, 0)
+    assert "has had its slot for 4001 s, and another tenant's job waits" in plane.reason(job).message
+    assert plane.cluster.started[1:] == [f"{other.id}-1"]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "seconds", "is_over"), [(1, 3599, False), (1, 3601, True), (2, 3601, False), (2, 7201, True)]
+)
+def test_a_turn_that_ends_before_training_is_longer_the_next_time(
+    plane: Plane, attempt: int, seconds: int, is_over: bool
+) -> None:
+    """What prepares, or measures, begins anew: it would never come to an end."""
+    reconciler = plane.reconciler(limits=AttemptLimits(turn_s=3600))
+    job = plane.submit(resources={"num_workers": 2})
+    if attempt == 2:
+        reconciler.tick()
+        plane.cluster.finish(f"{job.id}-1", SubmissionStatus.STOPPED)
+        later(plane, reconciler, 0)
+        plane.clock.now += 60
+    reconciler.tick()
+    worker = FakeWorker(plane.objects, job.id, attempt)
+    worker.say("status", status="running")
+    worker.say("placement", phase="prepare of test", state="placed")
+    plane.submit(tenant="others")
+    later(plane, reconciler, seconds)
+    assert plane.store.preemption_announced(AttemptId(job.id, attempt)) is is_over
 
 
 def test_a_finished_run_of_an_earlier_attempt_waits_for_its_evaluation(plane: Plane, reconciler: Reconciler) -> None:

@@ -79,7 +79,7 @@ class DeploymentRepository(Store):
             return Slice(deployments, has_more=False, left_out=left_out)
 
     def demand(self, tenant: str) -> Demand:
-        """What a tenant's deployments hold."""
+        """Return what a tenant's deployments hold."""
         with self._database.reading() as session:
             return deployments_demand(session, tenant)
 

@@ -397,7 +397,7 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
 def test_a_turn_that_ends_before_training_is_longer_the_next_time(
     plane: Plane, attempt: int, seconds: int, is_over: bool
 ) -> None:
-    """What prepares, or measures, begins anew: it would never come to an end."""
+    """Preparation and evaluation begin anew with each attempt, and would never come to an end."""
     reconciler = plane.reconciler(limits=AttemptLimits(turn_s=3600))
     job = plane.submit(resources={"num_workers": 2})
     if attempt == 2:

@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.deployments.deployment import (
 )
 from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
-from swiftkv_platform.control_plane.deployments.shares import Granted, Shares
+from swiftkv_platform.control_plane.deployments.shares import Granted, Shares, released
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.model import Model
@@ -203,6 +203,9 @@ _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has 
 _PATIENCE_S = 600.0
 """Seconds for which nodes that are gone still count: most come back, and what serves on the others goes on."""
 
+_DRAIN_S = 150.0
+"""Seconds after which replicas that are to go are gone; they answer what they have begun for up to 120 s."""
+
 
 @dataclass
 class DeploymentReconciler:
@@ -223,6 +226,10 @@ class DeploymentReconciler:
     """Ids of the deployments whose rows cannot be read; they are served on as they are."""
     _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
     """Deployments that this process last applied; None before it has applied any."""
+    _served: Sequence[ResolvedDeployment] = field(default=(), init=False)
+    """Deployments that were last applied, whatever has failed since."""
+    _draining: list[tuple[float, str, Demand]] = field(default_factory=list, init=False)
+    """Until when, by which tenant's replicas, and how much is held of those that were applied before."""
     _believed: Sequence[Bundle] | None = field(default=None, init=False)
     """Nodes that count; None before any were told."""
     _believed_at: float = field(default=0.0, init=False)
@@ -252,6 +259,7 @@ class DeploymentReconciler:
             self._applied = None
             self.lease.check()  # another control plane may have applied something newer
             self.cluster.apply(wanted, keep=kept)
+            self._drain(wanted)
             self._applied = wanted
         for deployment in deployments:
             place, state = granted.get(deployment.spec.id), states.get(deployment.spec.id)
@@ -267,7 +275,18 @@ class DeploymentReconciler:
         nodes = self._nodes()
         if nodes is None:
             return {item.spec.id: Granted(item.spec.max_replicas) for item in wanted}
-        return Shares(nodes, self.share, self.policies).granted(wanted)
+        now, draining = self.clock(), dict[str, Demand]()
+        self._draining = [item for item in self._draining if item[0] > now]
+        for _, tenant, demand in self._draining:
+            draining[tenant] = draining.get(tenant, Demand()) + demand
+        shares = Shares(nodes, self.share, self.policies)
+        return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
+
+    def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
+        """Note what has been applied, and what is held for a while of what was before."""
+        until = self.clock() + _DRAIN_S
+        self._draining += [(until, tenant, gone) for tenant, gone in released(self._served, applied).items()]
+        self._served = applied
 
     def _nodes(self) -> Sequence[Bundle] | None:
         told, now = self.nodes(), self.clock()

@@ -17,6 +17,8 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _OPTIONS = {"CPU": "engine.num_threads", "GPU": "engine.tensor_parallel_size"}
 
+_NOTHING = Demand()
+
 
 @dataclass(frozen=True)
 class Granted:
@@ -41,7 +43,13 @@ class Shares:
         self._total = {name: sum(node.get(name, 0.0) for node in nodes) for name in _OPTIONS}
         self._open = {name: min(math.ceil(most * share), most) for name, most in self._total.items()}
 
-    def granted(self, deployments: Sequence[Deployment]) -> Mapping[str, Granted]:
+    def granted(
+        self,
+        deployments: Sequence[Deployment],
+        *,
+        present: Mapping[str, ResolvedDeployment] = {},
+        draining: Mapping[str, Demand] = {},
+    ) -> Mapping[str, Granted]:
         """Give places to one replica after the other, by id of the deployment.
 
         The next is of the tenant with the smallest dominant share relative to its weight, where these are equal of the
@@ -50,6 +58,8 @@ class Shares:
 
         Args:
             deployments: those that are wanted, oldest first.
+            present: those that have been applied, by id, which keep their replicas whatever drains.
+            draining: what replicas that are to go still hold, by tenant; its others do not get that as well.
         """
         free, left = [plain(node) for node in self._nodes], dict(self._open)
         whole = Demand(0, self._open["GPU"], self._open["CPU"])
@@ -64,10 +74,15 @@ class Shares:
             spec = next(turns[tenant], None)
             if spec is None:
                 del turns[tenant]
-            elif fit([left], [_needs(spec)]) and take(free, [_needs(spec)]):
-                take([left], [_needs(spec)])
+                continue
+            was, needs = present.get(spec.id), _needs(spec)
+            is_new = was is None or _needs(was) != needs or replicas[spec.id] >= was.max_replicas
+            kept = draining.get(tenant, _NOTHING) if is_new else _NOTHING
+            open_now = {"CPU": left["CPU"] - kept.cpus, "GPU": left["GPU"] - kept.gpus}
+            if fit([open_now], [needs]) and take(free, [needs]):
+                take([left], [needs])
                 replicas[spec.id] += 1
-                held[tenant] += Demand(0, _needs(spec)["GPU"], _needs(spec)["CPU"])
+                held[tenant] += Demand(0, needs["GPU"], needs["CPU"])
             else:
                 full.add(spec.id)
         return {item.spec.id: self._said(item.spec, replicas[item.spec.id]) for item in deployments}
@@ -87,7 +102,20 @@ class Shares:
         if not fit([self._open], [needs]):
             return Granted(0, f"{alone}, and {opened} are open to deployments; use less")
         placed = f"{replicas} of max_replicas {spec.max_replicas} have places, with {each} each"
-        return Granted(replicas, f"{placed}: {opened} are open to deployments, and tenants share them")
+        return Granted(
+            replicas, f"{placed}: {opened} are open to deployments, and tenants share them; what drains counts"
+        )
+
+
+def released(before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]) -> Mapping[str, Demand]:
+    """Return what replicas hold that are to go when deployments are applied in the place of others, by tenant."""
+    now, gone = {spec.id: spec for spec in after}, dict[str, Demand]()
+    for spec in before:
+        then, held = now.get(spec.id), Demand.of_deployment(spec)
+        left = held if then is None or _needs(then) != _needs(spec) else held.beyond(Demand.of_deployment(then))
+        if spec.tenant is not None and left != _NOTHING:
+            gone[spec.tenant] = gone.get(spec.tenant, _NOTHING) + left
+    return gone
 
 
 def _words(parts: Iterable[str]) -> str:

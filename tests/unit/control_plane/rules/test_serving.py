@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Caller, new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler, DeploymentService
 from swiftkv_platform.control_plane.merge_patches import Expected
 from swiftkv_platform.control_plane.models.model import Model
@@ -236,6 +236,7 @@ def want(plane: Plane, model: Model, name: str, *, cpus: int = 1, fewest: int = 
         min_replicas=fewest,
         max_replicas=most or max(fewest, 1),
         engine={"num_threads": cpus, **engine},
+        tenant=name.partition("-")[0],
     )
     return plane.catalog.create_deployment(Deployment(spec, name.partition("-")[0], 1)).spec.id
 
@@ -309,7 +310,7 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
     reconciler.tick()
     assert asked(plane) == {"eve-1": (1, 1), "ann": (1, 1)}, "the youngest of the tenant that has most makes room"
     assert told(second)[0] is DeploymentStatus.PENDING
-    assert "0 of max_replicas 9 have places, with 1 CPU each: 2 of 4 CPU are open to deployments" in told(second)[1]
+    assert "0 of max_replicas 9 have places, with 1 CPU each: tenants share the 2 of 4 CPU open" in told(second)[1]
     assert told(first)[0] is DeploymentStatus.RUNNING
     assert "1 of max_replicas 9 have places" in told(first)[1]
     assert told(ann, "ann") == (DeploymentStatus.DEPLOYING, "")
@@ -317,8 +318,37 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
         large, lambda item, held: (item.spec.model_copy(update={"engine": {}}), item.state), tenant="eve"
     )
     reconciler.nodes = lambda: [Node({"CPU": 8.0}, {})]
+    plane.clock.now += 200
     reconciler.tick()
     assert asked(plane) == {"eve-0": (1, 1), "eve-1": (1, 1), "eve-2": (1, 1), "ann": (1, 1)}
+
+
+@pytest.mark.parametrize("how", ["delete", "shrink", "resize"])
+def test_replicas_that_drain_count_for_their_tenant_alone(plane: Plane, model: Model, how: str) -> None:
+    """Else who changes deployments all the time holds more and more places."""
+    reconciler, first = sharing(plane, 4, **HALF), want(plane, model, "eve-0", fewest=2)
+    reconciler.tick()
+    if how == "delete":
+        plane.catalog.set_deployment_state(first, DeploymentState(DeploymentStatus.DELETING))
+    else:
+        changes = {"min_replicas": 1, "max_replicas": 1, **({"engine": {"num_threads": 2}} if how == "resize" else {})}
+        plane.catalog.change_deployment(
+            first, lambda item, held: (item.spec.model_copy(update=changes), item.state), tenant="eve"
+        )
+    reconciler.tick()
+    kept = {} if how == "delete" else {"eve-0": (1, 1)}
+    want(plane, model, "eve-1", fewest=2)
+    for _ in range(2):
+        reconciler.tick()
+        assert asked(plane) == kept
+    if how != "resize":
+        want(plane, model, "ann")
+        reconciler.tick()
+        assert asked(plane) == {**kept, "ann": (1, 1)}, "what drains is not held against others"
+    plane.clock.now += 200
+    reconciler.tick()
+    left = {"delete": {"eve-1": (1, 1), "ann": (1, 1)}, "shrink": {**kept, "ann": (1, 1)}, "resize": kept}
+    assert asked(plane) == left[how]
 
 
 def test_nodes_that_are_gone_for_a_moment_end_no_replica(plane: Plane, model: Model) -> None:

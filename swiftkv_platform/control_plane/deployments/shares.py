@@ -102,9 +102,7 @@ class Shares:
         if not fit([self._open], [needs]):
             return Granted(0, f"{alone}, and {opened} are open to deployments; use less")
         placed = f"{replicas} of max_replicas {spec.max_replicas} have places, with {each} each"
-        return Granted(
-            replicas, f"{placed}: {opened} are open to deployments, and tenants share them; what drains counts"
-        )
+        return Granted(replicas, f"{placed}: tenants share the {opened} open to deployments, with what still drains")
 
 
 def released(before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]) -> Mapping[str, Demand]:

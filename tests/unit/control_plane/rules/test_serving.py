@@ -24,6 +24,7 @@ from swiftkv_platform.errors import (
     PreconditionFailedError,
     StaleVersionError,
 )
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
@@ -360,3 +361,18 @@ def test_nodes_that_are_gone_for_a_moment_end_no_replica(plane: Plane, model: Mo
         plane.clock.now += seconds
         reconciler.tick()
         assert asked(plane) == {"ann": (replicas, replicas)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 1.0),
+        ({"api_keys_file": "keys.yaml"}, 0.5),
+        ({"oidc_file": "issuers.yaml"}, 0.5),
+        ({"api_keys_file": "keys.yaml", "serve_dashboard_url": "http://127.0.0.1:9"}, 1.0),
+        ({"api_keys_file": "keys.yaml", "deployments_share": 0.9}, 0.9),
+        ({"deployments_share": 0.25}, 0.25),
+    ],
+)
+def test_places_are_kept_for_jobs_where_there_are_tenants(settings: dict[str, Any], share: float) -> None:
+    assert Settings(_env_file=None, **settings).resolved_deployments_share == share  # type: ignore[call-arg]

@@ -101,7 +101,8 @@ class Shares:
             return Granted(0, f"{alone}, and no node has as much: the largest have {most}; use less")
         if not fit([self._open], [needs]):
             return Granted(0, f"{alone}, and {opened} are open to deployments; use less")
-        placed = f"{replicas} of max_replicas {spec.max_replicas} have places, with {each} each"
+        bound = "min_replicas" if replicas < spec.min_replicas else "max_replicas"
+        placed = f"{replicas} of {bound} {getattr(spec, bound)} have places, with {each} each"
         return Granted(replicas, f"{placed}: tenants share the {opened} open to deployments, with what still drains")
 
 

@@ -153,6 +153,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s, settings.turn_s),
         interval_s=settings.reconcile_interval_s,
         deployments=lambda: parts.deployments.all_deployments().items,
+        deployments_share=1.0 if settings.serve_dashboard_url else settings.resolved_deployments_share,
         files=files_of(parts.files, parts.objects.uri),
         parents=Parents(parts.jobs, parts.registry, parts.attempts),
         polls=PollSchedule(SPARING),

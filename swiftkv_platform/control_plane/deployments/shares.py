@@ -4,7 +4,6 @@ another's deployment, nor all of them the jobs, from a place. A function of what
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.ray.places import Bundle, fit, plain, take
+from swiftkv_platform.control_plane.ray.places import Bundle, fit, open_to_deployments, plain, take
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _OPTIONS = {"CPU": "engine.num_threads", "GPU": "engine.tensor_parallel_size"}
@@ -34,14 +33,13 @@ class Granted:
 
 
 class Shares:
-    """Shares of nodes that have this much, `share` of it open to deployments: of each resource rounded up, so that
-    there is a place for one."""
+    """Shares of nodes that have this much, `share` of it open to deployments."""
 
     def __init__(self, nodes: Sequence[Bundle], share: float, policies: Tenants) -> None:
         self._nodes = nodes
         self._policies = policies
         self._total = {name: sum(node.get(name, 0.0) for node in nodes) for name in _OPTIONS}
-        self._open = {name: min(math.ceil(most * share), most) for name, most in self._total.items()}
+        self._open = {name: open_to_deployments(most, share) for name, most in self._total.items()}
 
     def granted(
         self,

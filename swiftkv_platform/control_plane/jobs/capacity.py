@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
-from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
 from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, plain, resource, take
@@ -21,10 +20,7 @@ from swiftkv_platform.specs import JobSpec
 GIB = 1 << 30
 _LAG_S = 10.0
 """Seconds after which Ray's report has what was taken; it is renewed every 5 s."""
-_PATIENCE_S = 30.0
-"""Seconds for which a phase looks for its places before it is said to find none."""
-_GOES_ON = (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING)
-_WHOLE = ("train", "evaluate")
+WHOLE = ("train", "evaluate")
 """Phases in which all workers have a place; in others one has."""
 _MOST_NEEDS = 10_000
 
@@ -39,12 +35,13 @@ class Needs:
     @classmethod
     def of(cls, spec: JobSpec, driver: Bundle) -> Needs:
         """Needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's driver."""
-        workers = _workers(spec)
+        workers = workers_of(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.described(len(workers)))
 
 
-def _workers(spec: JobSpec) -> list[Bundle]:
+def workers_of(spec: JobSpec) -> list[Bundle]:
+    """Return the places of the fewest workers that the spec allows, of one trial at a time."""
     resources = spec.resources
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     each["memory"] = resources.memory_per_worker or 0
@@ -63,21 +60,18 @@ def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     phases = [*map(phase_of, (*attempt.placed, *attempt.waiting))]
     if job.spec.sweep is not None and attempt.has_trained:
         return ()  # trials that run leave their places to those that wait
-    workers = _workers(job.spec)
+    workers = workers_of(job.spec)
     phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers tell of no places
     needed = 1 if phase == "publish" else len(workers)
     if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _LAG_S:
         return workers[:needed]
-    return [] if phase in _WHOLE else workers[1:needed]
+    return [] if phase in WHOLE else workers[1:needed]
 
 
-def _sum(bundles: Sequence[Bundle]) -> Bundle:
-    return {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
-
-
-def _since(job: Job, now: float) -> float:
-    since = job.attempt.waiting_since
-    return now if since is None else since
+def most_of(spec: JobSpec) -> Bundle:
+    """Return what a job holds when it has grown to the most that its spec allows, over all trials."""
+    trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
+    return {name: amount * spec.resources.max_workers * trials for name, amount in workers_of(spec)[0].items()}
 
 
 class ClusterPlaces:
@@ -148,29 +142,13 @@ class Admission:
         """Note how far these jobs are."""
         self._running |= {job.id: job for job in jobs}
 
-    def in_the_way(self, now: float, limits: AttemptLimits) -> tuple[Sequence[Job], Sequence[Job]]:
-        """Return the jobs of which a phase waits for places that others hold, and no part of which goes on; and those
-        that have had their turn."""
-        going = [
-            job
-            for job in self._running.values()
-            if job.status in _GOES_ON and not (job.attempt.stopping or job.attempt.yields)
-        ]
-        over = [job for job in going if not job.attempt.waiting and limits.has_had_its_turn(job, now)]
-        waiting = [job for job in going if job.attempt.waiting and now - _since(job, now) >= _PATIENCE_S]
-        nodes = self._told() if waiting else None
-        stuck: list[Job] = []
-        for job in waiting:
-            phase = phase_of([*job.attempt.waiting][-1])
-            if nodes is None or (job.spec.sweep and job.attempt.has_trained):  # nodes, or other trials, may come
-                finds_none = now - _since(job, now) > limits.placement_s
-            else:
-                needed = _workers(job.spec)[: None if phase in _WHOLE else 1]
-                finds_none = not fit([node.free for node in nodes], needed)
-            stuck += [job] if finds_none else []
-        return stuck, over
+    @property
+    def running(self) -> Sequence[Job]:
+        """Jobs on the cluster, as they were last seen."""
+        return [*self._running.values()]
 
-    def _told(self) -> Sequence[Node] | None:
+    def told(self) -> Sequence[Node] | None:
+        """Return the nodes that the cluster tells of, if it does."""
         try:
             return self._cluster.capacity()
         except ClusterUnavailableError:  # the start of a job meets it as well
@@ -183,7 +161,7 @@ class Admission:
             stuck: jobs for which none are kept.
             over: jobs that count as gone; what they hold, as if it were on one node.
         """
-        nodes = self._told()
+        nodes = self.told()
         there = [] if nodes is None else [node.total for node in nodes]
         if there != self._nodes:
             self._nodes, self.never = there, set()
@@ -195,7 +173,7 @@ class Admission:
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
         gone = {job.id for job in (*stuck, *over)}
         kept = [outstanding(job, self._driver, now) for job in self._running.values() if job.id not in gone]
-        return ClusterPlaces(nodes, kept, self, [_sum(_workers(job.spec)) for job in over])
+        return ClusterPlaces(nodes, kept, self, [most_of(job.spec) for job in over])
 
     def needs(self, job_id: str) -> Needs | None:
         """Return the needs of a job; None for one that is gone, or cannot be read."""

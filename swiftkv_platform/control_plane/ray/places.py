@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,11 @@ def resource(name: str) -> str:
 def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
     """Whether nodes that have this much hold all bundles at once."""
     return take([plain(node) for node in nodes], bundles)
+
+
+def open_to_deployments(total: float, share: float) -> float:
+    """Return how much of a resource of the cluster replicas may have: rounded up, so that there is a place for one."""
+    return min(math.ceil(total * share), total)
 
 
 def plain(resources: Bundle) -> dict[str, float]:

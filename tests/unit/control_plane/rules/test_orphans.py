@@ -9,6 +9,7 @@ from sqlalchemy import delete, text
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.database.tables import EventRow, JobRow
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, transition
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
@@ -17,6 +18,7 @@ from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.scripted_server import Answer, Script, json_answer, serve
 from tests.unit.control_plane.rules.conftest import Plane
@@ -389,6 +391,56 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
     assert (waits.status, waits.attempt.number, waits.retries) == (JobStatus.QUEUED, 2, 0)
     assert "has had its slot for 4001 s, and another tenant's job waits" in plane.reason(job).message
     assert plane.cluster.started[1:] == [f"{other.id}-1"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "share", "free", "tenant", "fewest", "status", "gives_way"),
+    [
+        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
+        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.UNHEALTHY, True),
+        ({"min": 1, "max": 64}, 0.5, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
+        (3, 0.2, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
+        (3, 0.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # the jobs hold what is theirs
+        (3, 1.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # without tenants
+        (3, 0.5, 1.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # it is loaded
+        (3, 0.5, 0.0, "acme", 1, DeploymentStatus.DEPLOYING, False),  # the tenant's own
+        (3, 0.5, 0.0, "ann", 0, DeploymentStatus.DEPLOYING, False),
+        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.PENDING, False),  # beyond its share
+        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.RUNNING, False),
+    ],
+)
+def test_a_job_gives_another_tenants_deployment_its_place(
+    plane: Plane,
+    workers: Any,
+    share: float,
+    free: float,
+    tenant: str,
+    fewest: int,
+    status: DeploymentStatus,
+    gives_way: bool,
+) -> None:
+    """A job of any size and length may take all that is free before there are deployments."""
+    spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://b/a", min_replicas=fewest)
+    deployment = Deployment(spec, tenant, 1, DeploymentState(status))
+    plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": 4.0})]
+    reconciler = plane.reconciler(max_running_jobs=2, deployments=lambda: [deployment], deployments_share=share)
+    small, large = (plane.submit(tenant="acme", resources={"num_workers": number}) for number in (1, workers))
+    reconciler.tick()
+    plane.cluster.nodes = [Node({"CPU": 4.0}, {"CPU": free})]
+    for job in (small, large):
+        plane.worker(job).say("placement", phase="train of test", state="placed")
+        plane.worker(job, writer="worker").say("status", status="running")
+    later(plane, reconciler, 50)
+    assert not plane.store.preemption_announced(large.attempt_id)
+    for _ in range(3):
+        later(plane, reconciler, 40)
+    assert plane.store.preemption_announced(large.attempt_id) is gives_way
+    assert not plane.store.preemption_announced(small.attempt_id), "one is enough"
+    if gives_way:
+        plane.cluster.finish(f"{large.id}-1", SubmissionStatus.FAILED)
+        later(plane, reconciler, 1)
+        assert (plane.get(large).status, plane.get(large).retries) == (JobStatus.QUEUED, 0)
+        assert "open to deployments, and another tenant's finds none" in plane.reason(large).message
 
 
 @pytest.mark.parametrize(

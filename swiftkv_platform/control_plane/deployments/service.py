@@ -228,8 +228,8 @@ class DeploymentReconciler:
     """Deployments that this process last applied; None before it has applied any."""
     _served: Sequence[ResolvedDeployment] = field(default=(), init=False)
     """Deployments that were last applied, whatever has failed since."""
-    _draining: list[tuple[float, str, Demand]] = field(default_factory=list, init=False)
-    """Until when, by which tenant's replicas, and how much is held of those that were applied before."""
+    _draining: list[tuple[float, ResolvedDeployment, Demand]] = field(default_factory=list, init=False)
+    """Until when, by which deployment's replicas, and how much is held of those that were applied before."""
     _believed: Sequence[Bundle] | None = field(default=None, init=False)
     """Nodes that count; None before any were told."""
     _believed_at: float = field(default=0.0, init=False)
@@ -245,13 +245,14 @@ class DeploymentReconciler:
         self.unreadable = kept
         if not deployments and not self._applied:
             return
+        states = self.cluster.status()
+        self._drained(states)
         granted = self._granted([item for item in deployments if item.state.status is not DeploymentStatus.DELETING])
         wanted = [
             granted[item.spec.id].of(item.spec)
             for item in deployments
             if item.spec.id in granted and granted[item.spec.id].replicas
         ]
-        states = self.cluster.status()
         stale: Collection[str] = ()
         if wanted != self._applied or _differ(wanted, states, kept):
             # What the cluster has said is no word on what it is only now told to serve.
@@ -275,18 +276,23 @@ class DeploymentReconciler:
         nodes = self._nodes()
         if nodes is None:
             return {item.spec.id: Granted(item.spec.max_replicas) for item in wanted}
-        now, draining = self.clock(), dict[str, Demand]()
-        self._draining = [item for item in self._draining if item[0] > now]
-        for _, tenant, demand in self._draining:
-            draining[tenant] = draining.get(tenant, Demand()) + demand
+        draining: dict[str, Demand] = {}
+        for _, spec, demand in self._draining:
+            if spec.tenant is not None:
+                draining[spec.tenant] = draining.get(spec.tenant, Demand()) + demand
         shares = Shares(nodes, self.share, self.policies)
         return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
 
     def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
         """Note what has been applied, and what is held for a while of what was before."""
         until = self.clock() + _DRAIN_S
-        self._draining += [(until, tenant, gone) for tenant, gone in released(self._served, applied).items()]
+        self._draining += [(until, spec, demand) for spec, demand in released(self._served, applied)]
         self._served = applied
+
+    def _drained(self, states: Collection[str]) -> None:
+        """Forget what has had its time, or is gone with its application. `states`: ids of applications there are."""
+        now = self.clock()
+        self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
 
     def _nodes(self) -> Sequence[Bundle] | None:
         told, now = self.nodes(), self.clock()

@@ -104,15 +104,16 @@ class Shares:
         return Granted(replicas, f"{placed}: tenants share the {opened} open to deployments, with what still drains")
 
 
-def released(before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]) -> Mapping[str, Demand]:
-    """Return what replicas hold that are to go when deployments are applied in the place of others, by tenant."""
-    now, gone = {spec.id: spec for spec in after}, dict[str, Demand]()
+def released(
+    before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]
+) -> Iterator[tuple[ResolvedDeployment, Demand]]:
+    """Yield deployments of which replicas are to go when others are applied in their place, and what these hold."""
+    now = {spec.id: spec for spec in after}
     for spec in before:
         then, held = now.get(spec.id), Demand.of_deployment(spec)
         left = held if then is None or _needs(then) != _needs(spec) else held.beyond(Demand.of_deployment(then))
-        if spec.tenant is not None and left != _NOTHING:
-            gone[spec.tenant] = gone.get(spec.tenant, _NOTHING) + left
-    return gone
+        if left != _NOTHING:
+            yield spec, left
 
 
 def _words(parts: Iterable[str]) -> str:

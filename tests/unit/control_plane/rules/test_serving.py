@@ -324,12 +324,12 @@ def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is
     assert asked(plane) == {"eve-0": (1, 1), "eve-1": (1, 1), "eve-2": (1, 1), "ann": (1, 1)}
 
 
-@pytest.mark.parametrize("how", ["delete", "shrink", "resize"])
+@pytest.mark.parametrize("how", ["delete", "shrink", "resize", "gone"])
 def test_replicas_that_drain_count_for_their_tenant_alone(plane: Plane, model: Model, how: str) -> None:
     """Else who changes deployments all the time holds more and more places."""
     reconciler, first = sharing(plane, 4, **HALF), want(plane, model, "eve-0", fewest=2)
     reconciler.tick()
-    if how == "delete":
+    if how in ("delete", "gone"):
         plane.catalog.set_deployment_state(first, DeploymentState(DeploymentStatus.DELETING))
     else:
         changes = {"min_replicas": 1, "max_replicas": 1, **({"engine": {"num_threads": 2}} if how == "resize" else {})}
@@ -339,6 +339,11 @@ def test_replicas_that_drain_count_for_their_tenant_alone(plane: Plane, model: M
     reconciler.tick()
     kept = {} if how == "delete" else {"eve-0": (1, 1)}
     want(plane, model, "eve-1", fewest=2)
+    if how == "gone":
+        plane.serving.forget(first)
+        reconciler.tick()
+        assert asked(plane) == {"eve-1": (2, 2)}
+        return
     for _ in range(2):
         reconciler.tick()
         assert asked(plane) == kept

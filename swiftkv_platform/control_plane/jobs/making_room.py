@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.contract.events import ReasonCode, phase_of
@@ -17,6 +18,7 @@ from swiftkv_platform.control_plane.jobs.queue import FairQueue
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.ray.places import Node, fit, open_to_deployments
 
+Nodes = Callable[[], Sequence[Node] | None]
 _GOES_ON = (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING)
 _COMES_UP = (DeploymentStatus.DEPLOYING, DeploymentStatus.UNHEALTHY)
 _PATIENCE_S = 30.0
@@ -44,11 +46,11 @@ class MakingRoom:
         """Return the jobs whose attempts are to end, and why: `not_placed` at once, `preempted` at a checkpoint.
         `resting`: jobs of the queue that do not start now."""
         going = [job for job in self.admission.running if job.status in _GOES_ON and job.attempt.stopping is None]
-        nodes = self.admission.told() if going else None
+        nodes = cache(self.admission.told)  # which asks Ray
         return [*self._overtaken(going, nodes, now, resting), *self._displaced(going, nodes, now)]
 
     def _overtaken(
-        self, going: Sequence[Job], nodes: Sequence[Node] | None, now: float, resting: Collection[str]
+        self, going: Sequence[Job], nodes: Nodes, now: float, resting: Collection[str]
     ) -> list[tuple[Job, Reason]]:
         """Jobs in whose place another tenant's would start."""
         staying = [job for job in going if job.attempt.yields is None]
@@ -63,16 +65,19 @@ class MakingRoom:
         chosen = self.queue.overtaken([*stuck, *over], standing, deployments=self.deployments(), places=places)
         return [(job, _not_placed(job) if job in stuck else _had_its_turn(job, now)) for job in chosen]
 
-    def _is_stuck(self, job: Job, nodes: Sequence[Node] | None, now: float) -> bool:
+    def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:
         """Whether a phase waits for places that others hold, and no part of the job goes on."""
         waited = now - (now if job.attempt.waiting_since is None else job.attempt.waiting_since)
-        if nodes is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may come, other trials may go on
+        if waited < _PATIENCE_S:
+            return False
+        told = nodes()
+        if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may come, other trials may go on
             return waited > self.limits.placement_s
         phase = phase_of([*job.attempt.waiting][-1])
         needed = workers_of(job.spec)[: None if phase in WHOLE else 1]
-        return waited >= _PATIENCE_S and not fit([node.free for node in nodes], needed)
+        return not fit([node.free for node in told], needed)
 
-    def _displaced(self, going: Sequence[Job], nodes: Sequence[Node] | None, now: float) -> list[tuple[Job, Reason]]:
+    def _displaced(self, going: Sequence[Job], nodes: Nodes, now: float) -> list[tuple[Job, Reason]]:
         """A job that holds what another tenant's deployment needs for its first replica. What has been applied is
         within the share of its tenant. One at a time, and none where jobs hold no more than is theirs."""
         waiting = [
@@ -84,10 +89,10 @@ class MakingRoom:
         for item in waiting:
             resources = replica_resources(item.spec.engine)
             needs = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
-            is_late = now - self._lacking[item.spec.id] >= _REPLICA_PATIENCE_S
-            if nodes is None or not is_late or fit([node.free for node in nodes], [needs]):
+            told = nodes() if now - self._lacking[item.spec.id] >= _REPLICA_PATIENCE_S else None
+            if told is None or fit([node.free for node in told], [needs]):
                 continue
-            if not any(self._hold_too_much(name, going, nodes) for name, amount in needs.items() if amount):
+            if not any(self._hold_too_much(name, going, told) for name, amount in needs.items() if amount):
                 continue
             holds = {job.id: most_of(job.spec) for job in going}
             others = [job for job in going if job.tenant != item.tenant and fit([holds[job.id]], [needs])]

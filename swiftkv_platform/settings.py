@@ -123,9 +123,16 @@ class Settings(BaseSettings):
     """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
     max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
     """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
+    deployments_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of the cluster's CPUs and GPUs that the replicas of all deployments may have, each rounded up; the rest is
+    for jobs. None: half where callers show keys or tokens, else all, as of a cluster for deployments alone."""
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
     """Seconds that an attempt that has not trained may hold its slot while its workers find no place; then the job is
     queued again, and uses no retry."""
+    turn_s: Annotated[float, Field(gt=0.0)] | None = 14_400.0
+    """Seconds that an attempt may hold its slot while another tenant's job waits for it; then it checkpoints, and the
+    job is queued again, and uses no retry. One that does not train has twice as long with each attempt. None: no
+    limit."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
     """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024
@@ -217,6 +224,11 @@ class Settings(BaseSettings):
     @property
     def resolved_source_roots(self) -> tuple[str, ...] | None:
         return () if self.source_roots is None and self.knows_callers else self.source_roots
+
+    @property
+    def resolved_deployments_share(self) -> float:
+        is_shared = self.knows_callers and self.serve_dashboard_url is None
+        return self.deployments_share or (0.5 if is_shared else 1.0)
 
     @property
     def resolved_storage_uri(self) -> str:

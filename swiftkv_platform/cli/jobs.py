@@ -283,7 +283,7 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
                 print_json(event)
         else:
             if queue := _queue(job):
-                say(f"queued: {queue}")
+                say(f"queued: {queue}" + (f": {job.status_reason.message}" if job.status_reason else ""))
             follow(stream, out())
     except KeyboardInterrupt:
         hint = f"{job.id} goes on. `swiftkv jobs watch {job.id}` follows, `swiftkv jobs cancel {job.id}` ends it."

@@ -25,6 +25,8 @@ class ReasonCode(StrEnum):
     """The attempt's workers found no place on the cluster; the job is queued again."""
     WAITING_FOR_RESOURCES = "waiting_for_resources"
     """The job is in the queue until the cluster has places for its workers."""
+    WAITING_FOR_TURN = "waiting_for_turn"
+    """The job is in the queue behind others: for a slot, its tenant's quota, or its next attempt."""
     MAX_RUNTIME_EXCEEDED = "max_runtime_exceeded"
     """Control plane and workers are of versions that do not fit."""
     INTERNAL = "internal"

@@ -30,6 +30,7 @@ from swiftkv_platform.control_plane.jobs.logs import LogFollowers
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.parents import Parents, PublishRules
 from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
+from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
@@ -79,7 +80,7 @@ async def running(
     reconciler = build_reconciler(settings, parts, leaderships["jobs"], instruments)
     orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
     sweeper = _sweeper(settings, parts, orphans)
-    deploying = DeploymentReconciler(parts.deployments, parts.serving, leaderships["deployments"])
+    deploying = build_deployment_reconciler(settings, parts, leaderships["deployments"])
     steps = {
         "jobs": reconciler.tick,
         "deployments": deploying.tick,
@@ -149,15 +150,30 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         rules=source_rules(settings),
         publishing=PublishRules(settings.publish_targets),
         prices=prices(settings),
-        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
+        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s, settings.turn_s),
         interval_s=settings.reconcile_interval_s,
         deployments=lambda: parts.deployments.all_deployments().items,
+        deployments_share=1.0 if settings.serve_dashboard_url else settings.resolved_deployments_share,
         files=files_of(parts.files, parts.objects.uri),
         parents=Parents(parts.jobs, parts.registry, parts.attempts),
         polls=PollSchedule(SPARING),
         concurrency=_JOBS_AT_ONCE,
         lease=lease,
         instruments=instruments,
+    )
+
+
+def build_deployment_reconciler(settings: Settings, parts: Components, lease: Lease) -> DeploymentReconciler:
+    """The reconciler of deployments that `settings` describe."""
+    own = settings.serve_dashboard_url
+    return DeploymentReconciler(
+        parts.deployments,
+        parts.serving,
+        lease,
+        nodes=parts.cluster.capacity if own is None else RayJobs(own).capacity,
+        share=settings.resolved_deployments_share,
+        policies=parts.policies,
+        clock=parts.clock,
     )
 
 

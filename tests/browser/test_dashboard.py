@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.control_plane.jobs.ports import Node, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import (

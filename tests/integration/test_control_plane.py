@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, Node, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import JobCluster, SubmissionStatus
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import ClusterUnavailableError
 from tests.fakes.cluster import FakeCluster
 from tests.integration.planes import Plane, RayCluster, eventually

@@ -103,7 +103,7 @@ class Hostile:
 
     def constrain(self) -> None:
         body = {"prompt": "a", "max_tokens": 100, "n": 2, "structured_outputs": AMBIGUOUS}
-        answer = self.serve.post("/t/eve/edge-3/generate", json=body)
+        answer = self.serve.post("/t/eve/edge-0/generate", json=body)
         self.statuses.setdefault("grammar", set()).add(answer.status_code)
 
     def close(self) -> None:

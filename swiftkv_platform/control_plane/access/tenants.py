@@ -25,7 +25,7 @@ class TenantPolicy(FiniteModel):
     """Grants of one tenant; None is no limit."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Share of the cluster relative to other tenants that wait."""
+    """Share of the cluster relative to other tenants that wait, or have deployments."""
     max_queued_jobs: Annotated[int, Field(ge=0)] | None = None
     """Jobs that wait or are paused; a further one is refused until one has started or ended."""
     max_unfinished_jobs: Annotated[int, Field(ge=0)] | None = 1000

@@ -78,6 +78,11 @@ class DeploymentRepository(Store):
             deployments, left_out = readable(rows, read_deployment)
             return Slice(deployments, has_more=False, left_out=left_out)
 
+    def demand(self, tenant: str) -> Demand:
+        """Return what a tenant's deployments hold."""
+        with self._database.reading() as session:
+            return deployments_demand(session, tenant)
+
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
         """Store what `change` makes of the deployment as it is now, while no other change is made of the tenant's.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.control_plane.access.demand import Demand
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import (
     Deployment,
@@ -21,10 +23,12 @@ from swiftkv_platform.control_plane.deployments.deployment import (
 )
 from swiftkv_platform.control_plane.deployments.limits import DeploymentLimits
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.shares import Granted, Shares, released
 from swiftkv_platform.control_plane.loops.leadership import UNDISPUTED, Lease
 from swiftkv_platform.control_plane.merge_patches import Expected, contradicted, merged
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService, changed
+from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError, did_you_mean
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.sources import OPEN, Access
@@ -196,20 +200,40 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
 
 
 _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")
+_PATIENCE_S = 600.0
+"""Seconds for which nodes that are gone still count: most come back, and what serves on the others goes on."""
+
+_DRAIN_S = 150.0
+"""Seconds after which replicas that are to go are gone; they answer what they have begun for up to 120 s."""
 
 
 @dataclass
 class DeploymentReconciler:
-    """Applies the set of wanted deployments whenever it, or what is served, has changed."""
+    """Applies the set of wanted deployments, as far as there are places, whenever it or what is served has changed."""
 
     deployments: DeploymentRepository
     cluster: ServeCluster
     lease: Lease = UNDISPUTED
     """The right to change anything; without one there is no other control plane."""
+    _: KW_ONLY
+    nodes: Callable[[], Sequence[Node] | None] = lambda: None
+    """Nodes that replicas run on; None where nothing tells, and then all replicas are applied that are wanted."""
+    share: float = 1.0
+    """Share of these nodes that is open to deployments."""
+    policies: Tenants = NO_LIMITS
+    clock: Clock = time.time
     unreadable: Sequence[str] = field(default=(), init=False)
     """Ids of the deployments whose rows cannot be read; they are served on as they are."""
     _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
     """Deployments that this process last applied; None before it has applied any."""
+    _served: Sequence[ResolvedDeployment] = field(default=(), init=False)
+    """Deployments that were last applied, whatever has failed since."""
+    _draining: list[tuple[float, ResolvedDeployment, Demand]] = field(default_factory=list, init=False)
+    """Until when, by which deployment's replicas, and how much is held of those that were applied before."""
+    _believed: Sequence[Bundle] | None = field(default=None, init=False)
+    """Nodes that count; None before any were told."""
+    _believed_at: float = field(default=0.0, init=False)
+    """Unix seconds at which they were last told."""
 
     def tick(self) -> None:
         """Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next tick makes up for
@@ -221,19 +245,61 @@ class DeploymentReconciler:
         self.unreadable = kept
         if not deployments and not self._applied:
             return
-        wanted = [item.spec for item in deployments if item.state.status is not DeploymentStatus.DELETING]
         states = self.cluster.status()
-        stale: Sequence[ResolvedDeployment] = ()
+        self._drained(states)
+        granted = self._granted([item for item in deployments if item.state.status is not DeploymentStatus.DELETING])
+        wanted = [
+            granted[item.spec.id].of(item.spec)
+            for item in deployments
+            if item.spec.id in granted and granted[item.spec.id].replicas
+        ]
+        stale: Collection[str] = ()
         if wanted != self._applied or _differ(wanted, states, kept):
             # What the cluster has said is no word on what it is only now told to serve.
-            stale = [spec for spec in wanted if spec not in (self._applied or ())]
+            stale = {spec.id for spec in wanted if spec not in (self._applied or ())}
             self._applied = None
             self.lease.check()  # another control plane may have applied something newer
             self.cluster.apply(wanted, keep=kept)
+            self._drain(wanted)
             self._applied = wanted
         for deployment in deployments:
-            if deployment.spec not in stale or deployment.state.status is DeploymentStatus.DELETING:
-                self._store_state(deployment, states.get(deployment.spec.id))
+            place, state = granted.get(deployment.spec.id), states.get(deployment.spec.id)
+            if place is not None and not place.replicas:
+                state = DeploymentState(DeploymentStatus.PENDING, place.why)
+            elif place is not None and place.why and state is not None:
+                state = replace(state, message="; ".join(filter(None, (state.message, place.why))))
+            if deployment.spec.id not in stale:
+                self._store_state(deployment, state)
+
+    def _granted(self, wanted: Sequence[Deployment]) -> Mapping[str, Granted]:
+        """Replicas of each deployment that may be started, by id."""
+        nodes = self._nodes()
+        if nodes is None:
+            return {item.spec.id: Granted(item.spec.max_replicas) for item in wanted}
+        draining: dict[str, Demand] = {}
+        for _, spec, demand in self._draining:
+            if spec.tenant is not None:
+                draining[spec.tenant] = draining.get(spec.tenant, Demand()) + demand
+        shares = Shares(nodes, self.share, self.policies)
+        return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
+
+    def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
+        """Note what has been applied, and what is held for a while of what was before."""
+        until = self.clock() + _DRAIN_S
+        self._draining += [(until, spec, demand) for spec, demand in released(self._served, applied)]
+        self._served = applied
+
+    def _drained(self, states: Collection[str]) -> None:
+        """Forget what has had its time, or is gone with its application. `states`: ids of applications there are."""
+        now = self.clock()
+        self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
+
+    def _nodes(self) -> Sequence[Bundle] | None:
+        told, now = self.nodes(), self.clock()
+        nodes = None if told is None else [node.total for node in told]
+        if nodes is not None and (fit(nodes, self._believed or ()) or now > self._believed_at + _PATIENCE_S):
+            self._believed, self._believed_at = nodes, now
+        return self._believed
 
     def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
         self.lease.check()

@@ -13,7 +13,7 @@ from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.http.answers import Answer, T
 from swiftkv_platform.control_plane.jobs.costs import Prices
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
-from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint
+from swiftkv_platform.control_plane.jobs.job import EventType, Job, JobStatus, MetricPoint, Reason
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.limits import Positive
@@ -80,13 +80,17 @@ class JobAnswer(Answer):
     created_by: str
 
     @classmethod
-    def of(cls, job: Job, prices: Prices, now: float, queue_place: int | None = None) -> Self:
+    def of(
+        cls, job: Job, prices: Prices, now: float, queue_place: int | None = None, waits: Reason | None = None
+    ) -> Self:
+        """The answer. `waits`: why a queued job has not started."""
         error = None if job.error is None else {**vars(job.error), "param": job.error.field}
         return cls.model_validate(
             {
                 **vars(job),
                 "name": job.spec.name,
                 "queue_place": queue_place,
+                "status_reason": waits or job.status_reason,
                 "attempt": job.attempt.number,
                 "submission_id": job.attempt.submission_id,
                 "cost": prices.cost_of(job, now),

@@ -19,7 +19,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 _LONGEST_DELAY_S = 60.0
 _OF_THE_CLUSTER = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
 """Ends of an attempt that are the cluster's doing and use up no retry."""
-_TO_TRY_AGAIN = (ReasonCode.NOT_PLACED, ReasonCode.WORKER_LOST)
+_TO_TRY_AGAIN = (ReasonCode.NOT_PLACED, ReasonCode.PREEMPTED, ReasonCode.WORKER_LOST)
 """Reasons of the control plane to end an attempt after which another one is made."""
 
 
@@ -139,6 +139,8 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
     """Reason of the failure: the control plane's decision, else the attempt's own last word, else what Ray says."""
     if job.attempt.stopping is not None:
         return Failure(job.attempt.stopping, retryable=job.attempt.stopping.code in _TO_TRY_AGAIN)
+    if job.attempt.yields is not None and (job.attempt.failure is None or job.attempt.failure.retryable):
+        return Failure(job.attempt.yields, retryable=True)
     if job.attempt.failure is not None:
         return job.attempt.failure
     assert submission is not None, "a forgotten submission without a known failure is not a failure"

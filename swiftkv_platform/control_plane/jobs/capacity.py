@@ -6,24 +6,21 @@ taken yet is kept for it, so that none starts beside it for which it would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, Node
+from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, plain, resource, take
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.specs import JobSpec
 
-Bundle = Mapping[str, float]
-"""Resources that have to be on one node, by Ray's names."""
 GIB = 1 << 30
-_ROUNDING = 1e-4
-"""Ray counts resources in ten-thousandths."""
 _LAG_S = 10.0
 """Seconds after which Ray's report has what was taken; it is renewed every 5 s."""
-_WHOLE = ("train", "evaluate")
+WHOLE = ("train", "evaluate")
 """Phases in which all workers have a place; in others one has."""
 _MOST_NEEDS = 10_000
 
@@ -38,23 +35,19 @@ class Needs:
     @classmethod
     def of(cls, spec: JobSpec, driver: Bundle) -> Needs:
         """Needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's driver."""
-        workers = _workers(spec)
+        workers = workers_of(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.described(len(workers)))
 
 
-def _workers(spec: JobSpec) -> list[Bundle]:
+def workers_of(spec: JobSpec) -> list[Bundle]:
+    """Return the places of the fewest workers that the spec allows, of one trial at a time."""
     resources = spec.resources
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     each["memory"] = resources.memory_per_worker or 0
     if resources.accelerator_type:
         each[resource(f"accelerator_type:{resources.accelerator_type}")] = 0.001  # as Ray asks for it
     return [each] * (1 if spec.only_publishes else resources.min_workers)
-
-
-def resource(name: str) -> str:
-    """Ray's name of a resource, without what its dashboard changes: capitals and underscores."""
-    return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
 
 
 def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
@@ -67,27 +60,39 @@ def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
     phases = [*map(phase_of, (*attempt.placed, *attempt.waiting))]
     if job.spec.sweep is not None and attempt.has_trained:
         return ()  # trials that run leave their places to those that wait
-    workers = _workers(job.spec)
+    workers = workers_of(job.spec)
     phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers tell of no places
     needed = 1 if phase == "publish" else len(workers)
     if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _LAG_S:
         return workers[:needed]
-    return [] if phase in _WHOLE else workers[1:needed]
+    return [] if phase in WHOLE else workers[1:needed]
+
+
+def most_of(spec: JobSpec) -> Bundle:
+    """Return what a job holds when it has grown to the most that its spec allows, over all trials."""
+    trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
+    return {name: amount * spec.resources.max_workers * trials for name, amount in workers_of(spec)[0].items()}
 
 
 class ClusterPlaces:
     """Places that are free in one round of the queue, taken one job after the other."""
 
-    def __init__(self, nodes: Sequence[Node], kept: Iterable[Sequence[Bundle]], admission: Admission) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        kept: Iterable[Sequence[Bundle]],
+        admission: Admission,
+        freed: Sequence[Bundle] = (),
+    ) -> None:
         self._total = [node.total for node in nodes]
-        self._free = [_plain(node.free) for node in nodes]
+        self._free = [plain(node) for node in (*(node.free for node in nodes), *freed)]
         self._admission = admission
         self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
         """Reasons of the jobs that have found none."""
         for bundles in kept:
             for bundle in bundles:
-                _take(self._free, [bundle])
+                take(self._free, [bundle])
 
     def could_fit(self, job_id: str) -> bool:
         """Whether the nodes would hold the job if nothing else were on them."""
@@ -113,7 +118,7 @@ class ClusterPlaces:
         """Give the job the places that `fits` has found."""
         needs = self._admission.needs(job_id)
         if needs is not None:
-            _take(self._free, needs.bundles)
+            take(self._free, needs.bundles)
 
     def _refuse(self, job_id: str, message: str) -> None:
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
@@ -137,12 +142,26 @@ class Admission:
         """Note how far these jobs are."""
         self._running |= {job.id: job for job in jobs}
 
-    def places(self, now: float) -> ClusterPlaces | None:
-        """Return the places that are free now; None where the cluster does not tell."""
+    @property
+    def running(self) -> Sequence[Job]:
+        """Jobs on the cluster, as they were last seen."""
+        return [*self._running.values()]
+
+    def told(self) -> Sequence[Node] | None:
+        """Return the nodes that the cluster tells of, if it does."""
         try:
-            nodes = self._cluster.capacity()
+            return self._cluster.capacity()
         except ClusterUnavailableError:  # the start of a job meets it as well
-            nodes = None
+            return None
+
+    def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces | None:
+        """Return the places that are free now; None where the cluster does not tell.
+
+        Args:
+            stuck: jobs for which none are kept.
+            over: jobs that count as gone; what they hold, as if it were on one node.
+        """
+        nodes = self.told()
         there = [] if nodes is None else [node.total for node in nodes]
         if there != self._nodes:
             self._nodes, self.never = there, set()
@@ -152,8 +171,9 @@ class Admission:
         unknown = [job_id for job_id in present if job_id not in self._running]
         self.saw(self._jobs.load(unknown) if unknown else ())
         self._running = {job_id: self._running[job_id] for job_id in present if job_id in self._running}
-        kept = [outstanding(job, self._driver, now) for job in self._running.values()]
-        return ClusterPlaces(nodes, kept, self)
+        gone = {job.id for job in (*stuck, *over)}
+        kept = [outstanding(job, self._driver, now) for job in self._running.values() if job.id not in gone]
+        return ClusterPlaces(nodes, kept, self, [most_of(job.spec) for job in over])
 
     def needs(self, job_id: str) -> Needs | None:
         """Return the needs of a job; None for one that is gone, or cannot be read."""
@@ -173,28 +193,3 @@ class Admission:
             for job in waiting
             if job.status is JobStatus.QUEUED and job.status_reason != places.refused[job.id]
         ]
-
-
-def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
-    """Whether nodes that have this much hold all bundles at once."""
-    return _take([_plain(node) for node in nodes], bundles)
-
-
-def _plain(resources: Bundle) -> dict[str, float]:
-    return {resource(name): amount for name, amount in resources.items()}
-
-
-def _take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
-    """Take places for all bundles, each from the node with the fewest GPUs, then CPUs, that holds it. False where one
-    finds none; what was taken before stays taken."""
-    for bundle in bundles:
-        asked = {name: amount for name, amount in bundle.items() if amount}
-        holding = [
-            node for node in nodes if all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())
-        ]
-        if not holding:
-            return False
-        chosen = min(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
-        for name, amount in asked.items():
-            chosen[name] = chosen.get(name, 0.0) - amount
-    return True

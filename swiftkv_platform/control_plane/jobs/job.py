@@ -146,6 +146,11 @@ class Attempt:
     stopping: Reason | None = None
     """Reason for which the control plane ends it; the job then fails, or is queued again where none found a place."""
 
+    yields: Reason | None = None
+    """Reason for which it has been asked to checkpoint and to end; the job is then queued again."""
+    yields_at: float = 0.0
+    """Unix seconds at which it was asked."""
+
     @property
     def has_trained(self) -> bool:
         """Whether workers of this attempt have begun to train."""

@@ -69,8 +69,24 @@ class AttemptLimits:
     max_runtime_s: int | None = None
     """Seconds that it may run, waits for places not counted, whatever its spec says; None leaves it to the spec."""
 
+    turn_s: float | None = None
+    """Seconds that it may hold a slot for which another tenant's job waits; None is no limit."""
+
+    def has_had_its_turn(self, job: Job, now: float) -> bool:
+        """Whether the job's attempt is to make room for others. What is not training begins anew after that, so a next
+        attempt has twice the time for it, up to 16 times."""
+        attempt = job.attempt
+        if self.turn_s is None or attempt.submitted_at is None:
+            return False
+        trains = job.status is JobStatus.RUNNING and attempt.has_trained
+        longer = 1.0 if trains else 2.0 ** min(attempt.number - 1, 4)
+        return now - attempt.submitted_at > self.turn_s * longer
+
     def exceeded(self, job: Job, now: float, submission: Submission | None = None) -> Reason | None:
         """Why the job's attempt must end; None if it may go on."""
+        attempt = job.attempt
+        if attempt.yields is not None and now - attempt.yields_at > self.placement_s:
+            return attempt.yields  # it has not ended as it was asked to
         return self._not_placed(job, now, submission) or self._overdue(job, now)
 
     def _overdue(self, job: Job, now: float) -> Reason | None:

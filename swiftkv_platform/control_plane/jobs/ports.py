@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.ray.places import Node
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,6 @@ class ListedSubmission:
     """Its command, as it was submitted."""
     ended_at: float | None = None
     """Unix seconds; None until it has ended."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
-
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-    """Resources that no task, actor or placement group holds."""
 
 
 class JobCluster(Protocol):

@@ -9,14 +9,15 @@ time, the tenant that has been given the least since this process began goes fir
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 """Ranks of `limits.priority`; the lowest goes first."""
@@ -77,6 +78,32 @@ class FairQueue:
                 places.take(job.id)
         return chosen
 
+    def overtaken(
+        self,
+        stuck: Sequence[Job],
+        standing: Standing,
+        *,
+        deployments: Sequence[Deployment] = (),
+        places: FreePlaces | None = None,
+    ) -> list[Job]:
+        """Choose those of the jobs on the cluster, which get no further, in whose place another tenant's would start.
+        Their own tenants go behind it."""
+        held = held_by((), deployments)
+        self._catch_up(standing.waiting)
+        chosen, taken = list[Job](), set[str]()
+        for job in stuck:
+            for tenant, (first, *_) in standing.waiting.items():
+                holds = standing.held.get(tenant, Demand()) + held.get(tenant, Demand())
+                may_start = tenant not in {job.tenant, *taken} and self.fits(tenant, holds, first.demand)
+                if may_start and (places is None or (places.could_fit(first.id) and places.fits(first.id))):
+                    chosen.append(job)
+                    self._given[job.tenant] = max(self._given.values()) + 1.0
+                    taken.add(tenant)
+                    if places is not None:
+                        places.take(first.id)
+                    break
+        return chosen
+
     def fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
         """Whether a tenant that holds this much may have this much more."""
         return (held + demand).exceeded_limit(self._policies.policy(tenant), adding=demand) is None
@@ -84,7 +111,7 @@ class FairQueue:
     def _rank(self, tenant: str, held: Demand, total: Demand, first: Waiting) -> tuple[float, float, str]:
         return held.share(total) / self._policies.policy(tenant).weight, self._given[tenant], first.id
 
-    def _catch_up(self, queues: dict[str, deque[Waiting]]) -> None:
+    def _catch_up(self, queues: Collection[str]) -> None:
         """A tenant that did not wait until now has saved nothing up."""
         least = min((self._given[tenant] for tenant in queues if tenant in self._given), default=0.0)
         self._given = {tenant: max(self._given.get(tenant, least), least) for tenant in queues}
@@ -146,3 +173,32 @@ class FreePlaces(Protocol):
 
 Claim = Callable[[str, Demand, Demand], bool]
 """(tenant, held, demand) -> whether a tenant that holds this much of the cluster may have this much more."""
+
+
+def why_waiting(
+    job: Job, *, place: int, running: int, slots: int, exceeded: tuple[str, float, float] | None, now: float
+) -> Reason:
+    """Return why a queued job has not started, beside what was stored of it.
+
+    Args:
+        place: its place among its tenant's.
+        running: all tenants' jobs on the cluster.
+        slots: most of them.
+        exceeded: its tenant's limit that it would exceed: name, what would be held, and the limit.
+    """
+    said = job.status_reason
+    parts = [] if said is None else [said.message]
+    if job.not_before > now:
+        parts.append(f"its next attempt starts in {job.not_before - now:.0f} s or later")
+    if place > 1:
+        parts.append(f"{place - 1} of its tenant's jobs {'goes' if place == 2 else 'go'} first")
+    if exceeded is not None:
+        name, asked, most = exceeded
+        parts.append(f"with it its tenant would hold {asked:g} of what {name} counts, and the quota is {most:g}")
+    if running >= slots:
+        runs = "1 job runs" if running == 1 else f"{running} jobs run"
+        parts.append(f"{runs}, and there {'is 1 slot' if slots == 1 else f'are {slots} slots'} for all tenants")
+    if not parts:
+        parts.append("it is looked at in the next round")
+    code = ReasonCode.WAITING_FOR_TURN if said is None else said.code
+    return Reason(code, "; ".join(parts), None if said is None else said.field)

@@ -7,9 +7,7 @@ from typing import Literal
 from fastapi import APIRouter
 
 from swiftkv_platform.control_plane.access.callers import Reader
-from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.http.answers import Answer
-from swiftkv_platform.control_plane.jobs.queue import held_by
 from swiftkv_platform.control_plane.parts import Parts
 
 router = APIRouter(tags=["operations"])
@@ -56,8 +54,7 @@ class QuotaAnswer(Answer):
 def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
     """Quota of the caller's tenant, and its use."""
     usage = parts.jobs.usage(caller.tenant)
-    deployed = [item for item in parts.deployments.all_deployments().items if item.tenant == caller.tenant]
-    jobs, deployments = usage.held, held_by((), deployed).get(caller.tenant, Demand())
+    jobs, deployments = usage.held, parts.deployments.demand(caller.tenant)
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
     return QuotaAnswer.model_validate(
         {

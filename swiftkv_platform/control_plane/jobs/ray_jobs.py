@@ -15,8 +15,9 @@ from urllib.parse import quote
 import httpx
 
 from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
-from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Node, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import ListedSubmission, Submission, SubmissionStatus
 from swiftkv_platform.control_plane.ray.dashboard import RayDashboard, last_error
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.redaction import StreamRedactor
 from swiftkv_platform.settings import NodeGroup
 

@@ -35,6 +35,7 @@ from swiftkv_platform.control_plane.jobs.capacity import Admission
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
+from swiftkv_platform.control_plane.jobs.making_room import MakingRoom
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
 from swiftkv_platform.control_plane.jobs.polling import PollSchedule
 from swiftkv_platform.control_plane.jobs.ports import JobCluster, Submission
@@ -113,6 +114,8 @@ class Reconciler:
     """Pause before a job's second attempt; it doubles with every further one."""
     deployments: Callable[[], Sequence[Deployment]] = tuple
     """All tenants' deployments, whose replicas count against quotas as jobs do."""
+    deployments_share: float = 1.0
+    """Share of the jobs' nodes that is open to deployments; jobs that hold more than the rest make room for them."""
     files: FilesOf = no_files
     """Uploaded files that a job's spec names."""
     parents: ParentOf = no_parents
@@ -133,6 +136,9 @@ class Reconciler:
         self._outcomes = AttemptOutcomes(self.store, digest, retry_delay_s)
         self._queue = FairQueue(self.policies)
         self._admission = Admission(self.jobs, self.cluster, self.driver)
+        self._room = MakingRoom(
+            self.jobs, self._admission, self._queue, self.limits, self.deployments, self.deployments_share
+        )
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
         self._lock = Lock()
@@ -148,6 +154,7 @@ class Reconciler:
             self._admission.saw(after)
             ended = sum(not job.status.holds_cluster for job in after)
             self._start_waiting(self.max_running_jobs - len(placed) + ended)
+            self._make_room()
         self._forget_ended()
 
     def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
@@ -182,6 +189,23 @@ class Reconciler:
                 self._attend(job, partial(self._store_change, events=[event]))
             if len(jobs) == len(queue):
                 return
+
+    def _make_room(self) -> None:
+        """Have attempts end that have to for others: at once those that find no place, at a checkpoint the others."""
+        now = self.clock()
+        for job, reason in self._room.endings(now, self._backoff.resting(now)):
+            step = self._end if reason.code == ReasonCode.NOT_PLACED else self._ask_to_end
+            self._admission.saw([self._attend(job, partial(step, reason))])
+
+    def _end(self, reason: Reason, job: Job) -> Job:
+        ended = self._store_change(replace(job, attempt=replace(job.attempt, stopping=reason)))
+        self._stop(_submission_id(ended))
+        return ended
+
+    def _ask_to_end(self, reason: Reason, job: Job) -> Job:
+        self.lease.check()
+        self.store.announce_preemption(job.attempt_id)
+        return self._store_change(replace(job, attempt=replace(job.attempt, yields=reason, yields_at=self.clock())))
 
     def _start(self, jobs: Sequence[Job]) -> int:
         """Claim a place for each job that is prepared for it, and submit it; returns how many have got one."""

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.control_plane.access.callers import Reader, Writer
+from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
@@ -22,6 +23,7 @@ from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
 from swiftkv_platform.control_plane.jobs.limits import JobLimits
 from swiftkv_platform.control_plane.jobs.parents import PublishRules
 from swiftkv_platform.control_plane.jobs.ports import JobFilter
+from swiftkv_platform.control_plane.jobs.queue import why_waiting
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.parts import (
     Deletions,
@@ -45,11 +47,24 @@ _LABEL = TypeAdapter[str](Label)
 
 
 def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
-    places = cache(parts.jobs.queue_places)  # read once for all jobs of an answer
+    # Each is read once for all jobs of an answer.
+    places, running = cache(parts.jobs.queue_places), cache(lambda: len(parts.jobs.on_cluster()))
+    held = cache(lambda tenant: parts.jobs.usage(tenant).held + parts.deployments.demand(tenant))
 
     def present(job: Job) -> JobAnswer:
         place = places(job.tenant).get(job.id) if job.status is JobStatus.QUEUED else None
-        return JobAnswer.of(job, prices(settings), parts.clock(), place)
+        if place is None:
+            return JobAnswer.of(job, prices(settings), parts.clock())
+        demand, policy = Demand.of(job.spec), parts.policies.policy(job.tenant)
+        waits = why_waiting(
+            job,
+            place=place,
+            running=running(),
+            slots=settings.max_running_jobs,
+            exceeded=(held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
+            now=parts.clock(),
+        )
+        return JobAnswer.of(job, prices(settings), parts.clock(), place, waits)
 
     return present
 

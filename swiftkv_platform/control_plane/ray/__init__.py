@@ -1,3 +1,3 @@
-"""Ray's dashboard over HTTP, for jobs and deployments alike."""
+"""Ray's dashboard over HTTP and places on its nodes, for jobs and deployments alike."""
 
-__all__ = ["dashboard"]
+__all__ = ["dashboard", "places"]

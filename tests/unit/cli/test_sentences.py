@@ -151,7 +151,9 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     ended = {**JOB, "status": "cancelled"}
     script.on("GET", "/jobs/job_1", json_answer(row), json_answer(ended))
     script.on("GET", "/jobs/job_1/events", event_stream(), list_answer([]))
-    assert "place 3, waits for resources since" in run("jobs", "watch", "job_1").stdout
+    watched = run("jobs", "watch", "job_1").stdout
+    assert "place 3, waits for resources since" in watched
+    assert reason["message"] in watched
 
 
 def test_a_job_that_has_succeeded(run: Run, script: Script) -> None:

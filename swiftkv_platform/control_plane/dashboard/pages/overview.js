@@ -15,7 +15,7 @@ const ofStatuses = async (statuses) => (await Promise.all(statuses.map((status) 
 
 /** What a queued job waits for, since when, and its place, in words. */
 function waits({ status_reason: reason, queue_place: place, waiting_since: since }) {
-  const what = since ? reason.message : reason ? `waits: ${reason.message}` : "waits for its turn";
+  const what = since ? reason.message : `waits: ${reason?.message ?? "its turn"}`;
   return [what, since && `since ${clockTime(since)}`, place && `place ${place} in the queue`].filter(Boolean).join(" · ");
 }
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from swiftkv_platform.control_plane.access.tenants import Tenants
-from swiftkv_platform.control_plane.jobs.ports import Node, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.security.keys import Scope, create_key
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal
 
@@ -228,7 +229,8 @@ def test_a_retry_is_answered_whatever_has_changed(start: Start, teacher: dict[st
     shutil.rmtree(teacher["name_or_path"])  # its source vanishes
     assert post({**spec, "training": {"seed": 0}}, opened).json() == first.json(), "the same spec, written out"
     for again in (post(spec, ()), post(spec, (), "max_queued_jobs: 0, max_cpus: 0")):  # so do rules and quota
-        assert (again.status_code, again.json()) == (201, first.json())
+        waits_now = {"status_reason": again.json()["status_reason"]}
+        assert (again.status_code, again.json()) == (201, {**first.json(), **waits_now})
         assert again.headers["Location"] == f"/jobs/{first.json()['id']}"
     other = post({**spec, "model": {"name_or_path": str(tmp_path / "missing")}}, opened)
     assert (refusal(other)["field"], other.json()["code"]) == ("Idempotency-Key", "idempotency_key_reused")
@@ -265,3 +267,28 @@ def test_a_job_that_waits_for_the_cluster_says_for_what_since_when_and_its_place
     started = server.get(f"/jobs/{first['id']}")
     assert (started["status"], started["queue_place"], started["waiting_since"]) == ("starting", None, None)
     assert server.get(f"/jobs/{second['id']}")["queue_place"] == 1
+
+
+def waits(server: Server, job: Any) -> str:
+    reason = server.get(f"/jobs/{job['id']}")["status_reason"]
+    assert reason["code"] == "waiting_for_turn"
+    return str(reason["message"])
+
+
+def test_a_queued_job_always_says_why_it_waits(server: Server) -> None:
+    first, second, third = (server.submit() for _ in range(3))
+    assert first["status_reason"]["message"] == "it is looked at in the next round"
+    assert waits(server, third) == "2 of its tenant's jobs go first"
+    server.tick()
+    assert server.get(f"/jobs/{first['id']}")["status_reason"] is None
+    assert waits(server, second) == "1 job runs, and there is 1 slot for all tenants"
+    assert waits(server, third) == f"1 of its tenant's jobs goes first; {waits(server, second)}"
+
+
+def test_a_job_beyond_its_tenants_quota_says_so(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text("default: {max_cpus: 3}")
+    server = start(changed={"policies": Tenants(tmp_path / "tenants.yaml")}, max_running_jobs=9)
+    server.submit()
+    server.tick()
+    told = waits(server, server.submit())
+    assert told == "with it its tenant would hold 4 of what max_cpus counts, and the quota is 3"

@@ -11,9 +11,9 @@ from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.control_plane.jobs.capacity import GIB, outstanding
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.polling import PollSchedule
-from swiftkv_platform.control_plane.jobs.ports import Node
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.settings import NodeGroup
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.records import make_job

@@ -24,7 +24,7 @@ from swiftkv_platform.control_plane.jobs.job import (
     transition,
 )
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.control_plane.jobs.queue import FairQueue, held_by
+from swiftkv_platform.control_plane.jobs.queue import FairQueue, held_by, why_waiting
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.records import standing_of
@@ -192,6 +192,15 @@ REASON = Reason("worker_lost", "the node died", "resources.num_workers")
 
 def make_job(status: JobStatus = JobStatus.QUEUED) -> Job:
     return Job("job_1", "acme", "ann", JobSpec(name="test"), 100, status=status)
+
+
+def test_a_retry_says_why_it_is_one_and_what_it_waits_for() -> None:
+    job = replace(make_job(), status_reason=REASON, not_before=160.0)
+    told = why_waiting(job, place=1, running=2, slots=2, exceeded=None, now=100.0)
+    assert (told.code, told.field) == (REASON.code, REASON.field)
+    rest = "its next attempt starts in 60 s or later; 2 jobs run, and there are 2 slots for all tenants"
+    assert told.message == f"{REASON.message}; {rest}"
+    assert why_waiting(job, place=1, running=1, slots=2, exceeded=None, now=200.0) == REASON
 
 
 def test_a_status_changes_only_as_the_table_says() -> None:

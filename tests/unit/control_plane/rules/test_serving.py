@@ -8,13 +8,15 @@ from sqlalchemy import text
 from structlog.testing import capture_logs
 
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
+from swiftkv_platform.control_plane.access.tenants import TenantPolicy, Tenants
 from swiftkv_platform.control_plane.base import Caller, new_id
-from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler, DeploymentService
 from swiftkv_platform.control_plane.merge_patches import Expected
 from swiftkv_platform.control_plane.models.model import Model
 from swiftkv_platform.control_plane.models.registry import RegistryService
 from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     InvalidInputError,
@@ -22,8 +24,9 @@ from swiftkv_platform.errors import (
     PreconditionFailedError,
     StaleVersionError,
 )
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import SourceRules
-from swiftkv_platform.specs.deployment import DeploymentSpec
+from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
@@ -211,3 +214,170 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     plane.serving.forget()
     restarted.tick()
     assert plane.catalog.all_deployments().items == []
+
+
+GPU = {"device": "cuda"}
+HALF: dict[str, Any] = {"share": 0.5}
+
+
+def sharing(plane: Plane, *cpus: float, gpus: float = 0.0, **options: Any) -> DeploymentReconciler:
+    """A reconciler on nodes with this many CPUs each, the last with GPUs."""
+    gpus_of = [0.0] * (len(cpus) - 1) + [gpus]
+    nodes = [Node({"CPU": cpu, "GPU": gpu}, {}) for cpu, gpu in zip(cpus, gpus_of, strict=True)]
+    return DeploymentReconciler(plane.catalog, plane.serving, nodes=lambda: nodes, clock=plane.clock, **options)
+
+
+def want(plane: Plane, model: Model, name: str, *, cpus: int = 1, fewest: int = 1, most: int = 0, **engine: Any) -> str:
+    """Store a deployment of the tenant that its name begins with; returns its id."""
+    spec = ResolvedDeployment(
+        id=new_id("dep"),
+        model=model.id,
+        artifact_uri=model.artifact_uri,
+        route_prefix=f"/{name}",
+        min_replicas=fewest,
+        max_replicas=most or max(fewest, 1),
+        engine={"num_threads": cpus, **engine},
+        tenant=name.partition("-")[0],
+    )
+    return plane.catalog.create_deployment(Deployment(spec, name.partition("-")[0], 1)).spec.id
+
+
+def asked(plane: Plane) -> dict[str, tuple[int, int]]:
+    """Bounds of replicas that Serve was last asked for, by route prefix."""
+    applied = plane.serving.applied[-1] if plane.serving.applied else []
+    return {spec.route_prefix[1:]: (spec.min_replicas, spec.max_replicas) for spec in applied}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "options", "wanted", "replicas"),
+    [
+        ([4], HALF, {"eve": {"fewest": 64}}, {"eve": (2, 2)}),
+        ([4], HALF, {"eve": {"most": 64}}, {"eve": (1, 2)}),
+        ([4], HALF, {"eve": {"fewest": 0, "most": 64}}, {"eve": (0, 2)}),
+        ([4], HALF, {"eve-0": {"most": 64}, "eve-1": {"fewest": 64}, "ann": {}}, {"eve-0": (1, 1), "ann": (1, 1)}),
+        ([4], HALF, {**{f"eve-{n}": {} for n in range(9)}, "ann": {}}, {"eve-0": (1, 1), "ann": (1, 1)}),
+        ([8], HALF, {"eve": {"cpus": 8}, "ann": {"most": 9}}, {"ann": (1, 4)}),
+        ([8], HALF, {"eve": {"cpus": 256}, "ann": {"cpus": 3}}, {"ann": (1, 1)}),
+        ([8], HALF, {"eve-0": {"cpus": 2, "most": 9}, "ann": {"most": 9}}, {"eve-0": (1, 1), "ann": (1, 2)}),
+        ([8], HALF, {"eve-0": {"most": 9}, "eve-1": {"fewest": 2, "most": 2}}, {"eve-0": (1, 2), "eve-1": (2, 2)}),
+        ([4, 4], {}, {"eve": {"cpus": 3, "fewest": 9}, "ann": {"cpus": 4}}, {"eve": (1, 1), "ann": (1, 1)}),
+        ([4], {}, {"ann": {"cpus": 4}}, {"ann": (1, 1)}),
+        ([1], HALF, {"ann": {}}, {"ann": (1, 1)}),
+        ([2], HALF, {"ann": {"most": 4}}, {"ann": (1, 1)}),
+        ([0.3], HALF, {"ann": {}}, {}),
+        ([6], HALF, {f"{name}-{n}": {} for n in range(4) for name in ("eve", "ann", "bob")},
+         {"eve-0": (1, 1), "ann-0": (1, 1), "bob-0": (1, 1)}),
+    ],
+)  # fmt: skip
+def test_tenants_share_what_is_open_to_deployments(
+    plane: Plane, model: Model, cpus: list[float], options: Any, wanted: Any, replicas: Any
+) -> None:
+    for name, fields in wanted.items():
+        want(plane, model, name, **fields)
+    sharing(plane, *cpus, **options).tick()
+    assert asked(plane) == replicas
+
+
+def test_gpus_are_shared_as_cores_are_and_weights_count(plane: Plane, model: Model) -> None:
+    class Weights(Tenants):
+        def policy(self, tenant: str) -> TenantPolicy:
+            return TenantPolicy(weight=3 if tenant == "ann" else 1)
+
+    want(plane, model, "eve", most=9, **GPU)
+    want(plane, model, "ann", most=9, **GPU)
+    want(plane, model, "bob", most=9)
+    sharing(plane, 64, gpus=8, share=0.5, policies=Weights()).tick()
+    assert asked(plane) == {"eve": (1, 1), "ann": (1, 3), "bob": (1, 9)}
+
+
+def test_a_deployment_without_a_place_says_what_it_lacks_and_comes_when_there_is_one(
+    plane: Plane, model: Model
+) -> None:
+    reconciler, large = sharing(plane, 4, **HALF), want(plane, model, "eve-0", cpus=256)
+    reconciler.tick()
+
+    def told(deployment: str, tenant: str = "eve") -> tuple[DeploymentStatus, str]:
+        state = plane.catalog.get_deployment(deployment, tenant=tenant).state
+        return state.status, state.message
+
+    assert told(large)[0] is DeploymentStatus.PENDING
+    assert "256 CPU (engine.num_threads 256), and no node has as much: the largest have 4 CPU" in told(large)[1]
+    first, second = (want(plane, model, f"eve-{number}", fewest=number, most=9) for number in (1, 2))
+    reconciler.tick()
+    assert asked(plane) == {"eve-1": (1, 1), "eve-2": (1, 1)}
+    ann = want(plane, model, "ann")
+    plane.serving.become(first, DeploymentStatus.RUNNING, replicas=1)
+    reconciler.tick()
+    reconciler.tick()
+    assert asked(plane) == {"eve-1": (1, 1), "ann": (1, 1)}, "the youngest of the tenant that has most makes room"
+    assert told(second)[0] is DeploymentStatus.PENDING
+    assert "0 of min_replicas 2 have places, with 1 CPU each: tenants share the 2 of 4 CPU open" in told(second)[1]
+    assert told(first)[0] is DeploymentStatus.RUNNING
+    assert "1 of max_replicas 9 have places" in told(first)[1]
+    assert told(ann, "ann") == (DeploymentStatus.DEPLOYING, "")
+    plane.catalog.change_deployment(
+        large, lambda item, held: (item.spec.model_copy(update={"engine": {}}), item.state), tenant="eve"
+    )
+    reconciler.nodes = lambda: [Node({"CPU": 8.0}, {})]
+    plane.clock.now += 200
+    reconciler.tick()
+    assert asked(plane) == {"eve-0": (1, 1), "eve-1": (1, 1), "eve-2": (1, 1), "ann": (1, 1)}
+
+
+@pytest.mark.parametrize("how", ["delete", "shrink", "resize", "gone"])
+def test_replicas_that_drain_count_for_their_tenant_alone(plane: Plane, model: Model, how: str) -> None:
+    """Else who changes deployments all the time holds more and more places."""
+    reconciler, first = sharing(plane, 4, **HALF), want(plane, model, "eve-0", fewest=2)
+    reconciler.tick()
+    if how in ("delete", "gone"):
+        plane.catalog.set_deployment_state(first, DeploymentState(DeploymentStatus.DELETING))
+    else:
+        changes = {"min_replicas": 1, "max_replicas": 1, **({"engine": {"num_threads": 2}} if how == "resize" else {})}
+        plane.catalog.change_deployment(
+            first, lambda item, held: (item.spec.model_copy(update=changes), item.state), tenant="eve"
+        )
+    reconciler.tick()
+    kept = {} if how == "delete" else {"eve-0": (1, 1)}
+    want(plane, model, "eve-1", fewest=2)
+    if how == "gone":
+        plane.serving.forget(first)
+        reconciler.tick()
+        assert asked(plane) == {"eve-1": (2, 2)}
+        return
+    for _ in range(2):
+        reconciler.tick()
+        assert asked(plane) == kept
+    if how != "resize":
+        want(plane, model, "ann")
+        reconciler.tick()
+        assert asked(plane) == {**kept, "ann": (1, 1)}, "what drains is not held against others"
+    plane.clock.now += 200
+    reconciler.tick()
+    left = {"delete": {"eve-1": (1, 1), "ann": (1, 1)}, "shrink": {**kept, "ann": (1, 1)}, "resize": kept}
+    assert asked(plane) == left[how]
+
+
+def test_nodes_that_are_gone_for_a_moment_end_no_replica(plane: Plane, model: Model) -> None:
+    reconciler = sharing(plane, 2, 2, **HALF)
+    want(plane, model, "ann", fewest=2)
+    seen = ([2.0, 2.0], 0, 2), (None, 700, 2), ([2.0], 700, 1), ([2.0, 2.0], 200, 2), ([], 9, 2)
+    for nodes, seconds, replicas in seen:
+        reconciler.nodes = lambda nodes=nodes: nodes and [Node({"CPU": cpus}, {}) for cpus in nodes]
+        plane.clock.now += seconds
+        reconciler.tick()
+        assert asked(plane) == {"ann": (replicas, replicas)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 1.0),
+        ({"api_keys_file": "keys.yaml"}, 0.5),
+        ({"oidc_file": "issuers.yaml"}, 0.5),
+        ({"api_keys_file": "keys.yaml", "serve_dashboard_url": "http://127.0.0.1:9"}, 1.0),
+        ({"api_keys_file": "keys.yaml", "deployments_share": 0.9}, 0.9),
+        ({"deployments_share": 0.25}, 0.25),
+    ],
+)
+def test_places_are_kept_for_jobs_where_there_are_tenants(settings: dict[str, Any], share: float) -> None:
+    assert Settings(_env_file=None, **settings).resolved_deployments_share == share  # type: ignore[call-arg]

@@ -1,0 +1,57 @@
+"""Places on Ray's nodes: whether resources that have to be on one node each find room together. Knows no Ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Bundle = Mapping[str, float]
+"""Resources that have to be on one node, by Ray's names."""
+_ROUNDING = 1e-4
+"""Ray counts resources in ten-thousandths."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
+
+    total: Bundle
+    free: Bundle
+    """Resources that no task, actor or placement group holds."""
+
+
+def resource(name: str) -> str:
+    """Ray's name of a resource, without what its dashboard changes: capitals and underscores."""
+    return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
+
+
+def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
+    """Whether nodes that have this much hold all bundles at once."""
+    return take([plain(node) for node in nodes], bundles)
+
+
+def open_to_deployments(total: float, share: float) -> float:
+    """Return how much of a resource of the cluster replicas may have: rounded up, so that there is a place for one."""
+    return min(math.ceil(total * share), total)
+
+
+def plain(resources: Bundle) -> dict[str, float]:
+    """The resources of a node in a form that `take` changes."""
+    return {resource(name): amount for name, amount in resources.items()}
+
+
+def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
+    """Take places for all bundles, each from the node with the fewest GPUs, then CPUs, that holds it. False where one
+    finds none; what was taken before stays taken."""
+    for bundle in bundles:
+        asked = {name: amount for name, amount in bundle.items() if amount}
+        holding = [
+            node for node in nodes if all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())
+        ]
+        if not holding:
+            return False
+        chosen = min(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
+        for name, amount in asked.items():
+            chosen[name] = chosen.get(name, 0.0) - amount
+    return True

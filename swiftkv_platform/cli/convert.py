@@ -38,6 +38,7 @@ Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty d
 Copy = Annotated[
     bool, typer.Option("--copy", help="Copy weight files that stay as they are; by default they are hard links.")
 ]
+CalibrationTokens = Annotated[int, typer.Option(min=64, help="Tokens of that text.")]
 
 
 def convert(
@@ -70,7 +71,7 @@ def convert(
         list[str] | None,
         typer.Option(metavar="TEXT", help="Text to calibrate the start on; repeatable. Loads the teacher."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=64, help="Tokens of that text.")] = 16384,
+    calibration_tokens: CalibrationTokens = 16384,
     copy: Copy = False,
     json: Json = False,
 ) -> None:
@@ -141,11 +142,17 @@ def export(
         Literal["int8", "int4"] | None,
         typer.Option(help="Weights of the layers in integers, as compressed-tensors stores them (W8A8 or W4A16)."),
     ] = None,
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text that --quantize rounds by; repeatable. Default: each to nearest."),
+    ] = None,
+    calibration_tokens: CalibrationTokens = 16384,
     copy: Copy = False,
     json: Json = False,
 ) -> None:
     """Write a student for serving: without the projections that only its teacher runs, or as an adapter."""
     with needs_extra("This"):
+        from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
     target = output.expanduser()
     if adapter and prefill_only:
@@ -153,8 +160,9 @@ def export(
             "--adapter and --prefill-only are set; use one of them", field="prefill_only", value=True
         )
     if adapter:
-        if quantize is not None:
-            raise InvalidInputError.of("quantize", quantize, ", which an adapter has not; export the whole model")
+        for field, value in (("quantize", quantize), ("calibration", calibration)):
+            if value:
+                raise InvalidInputError.of(field, value, ", which an adapter has not; export the whole model")
         _export_adapter(model, target, base, revision, json=json)
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
@@ -165,6 +173,7 @@ def export(
             teacher=teacher,
             prefill_only=prefill_only,
             quantize=quantize,
+            calibration=read_calibration_text(model, calibration, calibration_tokens) if calibration else None,
             files=files,
             base_model=base_model,
             progress=report,
@@ -174,6 +183,8 @@ def export(
     line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
     if quantize is not None:
         line += f", projections in {quantize}"
+    if quantize == "int4" and not calibration:
+        line += ", rounded to nearest: --calibration TEXT keeps more of the quality"
     tell({"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json)
 
 

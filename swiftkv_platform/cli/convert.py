@@ -139,8 +139,11 @@ def export(
         bool, typer.Option("--prefill-only", help="Write only what a vLLM server runs that fills caches for others.")
     ] = False,
     quantize: Annotated[
-        Literal["int8", "int4"] | None,
-        typer.Option(help="Weights of the layers in integers, as compressed-tensors stores them (W8A8 or W4A16)."),
+        Literal["int8", "int4", "mixed"] | None,
+        typer.Option(
+            help="Weights of the layers in integers, as compressed-tensors stores them: W8A8, W4A16, or W4A16 with "
+            "W8A8 for queries, keys and values."
+        ),
     ] = None,
     calibration: Annotated[
         list[str] | None,
@@ -183,7 +186,7 @@ def export(
     line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
     if quantize is not None:
         line += f", projections in {quantize}"
-    if quantize == "int4" and not calibration:
+    if quantize in ("int4", "mixed") and not calibration:
         line += ", rounded to nearest: --calibration TEXT keeps more of the quality"
     tell({"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json)
 

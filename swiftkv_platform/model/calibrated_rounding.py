@@ -150,7 +150,8 @@ class _Pass:
         hidden, context = self._hidden[row].load("cpu"), self._contexts[row]
         first, config = self._config.num_key_value_layers, self._config
         if i < first:
-            return self._decoder.run_layer(i, hidden, replace(context, hidden=hidden))
+            output: torch.Tensor = self._decoder.run_layer(i, hidden, replace(context, hidden=hidden))
+            return output
         x = self._x[row].load("cpu")
         kept = TokenSelection(self._deep[row].nonzero().squeeze(1))
         context = replace(context, hidden=x)
@@ -159,7 +160,8 @@ class _Pass:
         key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
         if i in config.layer_map.leaders:
             key_value = self._of_leader(i, row, x, context.rotation, kept)
-        return self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
+        output = self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
+        return output
 
     def _of_leader(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:
         """Keys and values of a group, or what makes them; kept for its other layers."""

@@ -39,18 +39,23 @@ def quantize_weight(
     nearest; the search may clip the largest weights.
 
     Args:
-        gram: sums of outer products of inputs, float32 [size_in, size_in]: the output on these changes least.
+        gram: sums of outer products of inputs, float32 [size_in, size_in]. With it the error is that of the output on
+            these inputs, and integers are rounded in turn (GPTQ, Frantar et al. 2022).
     """
     blocks = weight.float().unflatten(1, (-1, group or weight.shape[1]))  # [size_out, num_groups, group]
     largest = blocks.abs().amax(-1, keepdim=True)
     top = 2 ** (BITS[form] - 1) - 1
     best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    counts = torch.ones(1)
+    if gram is not None:
+        gram = gram + (DAMPING * gram.diagonal().mean()).clamp(min=1e-9) * torch.eye(len(gram))
+        counts = gram.diagonal().unflatten(0, (-1, blocks.shape[2]))
     for ratio in torch.linspace(*_RATIOS[form]).tolist():
         scale = (largest * (ratio / (top + (form == "int4") * 0.5))).to(weight.dtype).float()
         scale = torch.where(scale > 0, scale, 1.0)
-        found = (round_to(blocks, scale, form).mul_(scale) - blocks).square_().sum(-1, keepdim=True)
+        found = (round_to(blocks, scale, form).mul_(scale) - blocks).square_().mul_(counts).sum(-1, keepdim=True)
         best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
-    if gram is None or not gram.diagonal().any():
+    if gram is None:
         integers = round_to(blocks, best, form).flatten(1)
     else:
         integers = _round_in_turn(weight.float(), best.expand_as(blocks).flatten(1), form, gram)
@@ -58,11 +63,10 @@ def quantize_weight(
 
 
 def _round_in_turn(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat, gram: torch.Tensor) -> torch.Tensor:
-    """Integers by GPTQ: columns are rounded one after the other, those of the largest inputs first, and what rounding
-    changes of the output is taken up by the columns to come. Scales stand before, so that groups stay in place."""
+    """Integers by GPTQ: columns are rounded one after the other, those of the largest inputs first, and what that
+    changes of the output is taken up by the columns to come. Scales are fixed before, so that groups stay in place."""
     order = gram.diagonal().argsort(descending=True)
     weight, scale, gram = weight[:, order], scale[:, order], gram[order][:, order]
-    gram.diagonal().add_(DAMPING * gram.diagonal().mean())
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
     integers = torch.empty_like(weight)
     for begin in range(0, weight.shape[1], _COLUMNS):
@@ -79,7 +83,8 @@ def _round_in_turn(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat
 
 def dequantize_weight(integers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The weight that `quantize_weight` stands for, float32."""
-    return (integers.unflatten(1, (scale.shape[1], -1)) * scale.float().unsqueeze(-1)).flatten(1)
+    blocks: torch.Tensor = integers.unflatten(1, (scale.shape[1], -1)) * scale.float().unsqueeze(-1)
+    return blocks.flatten(1)
 
 
 def round_to(blocks: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> torch.Tensor:

@@ -170,13 +170,16 @@ def export(
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
         files: Literal["link", "copy"] = "copy" if copy else "link"
+        rows = None
+        if calibration:
+            rows = read_calibration_text(model, calibration, calibration_tokens, train_on="assistant")
         run(
             model,
             target,
             teacher=teacher,
             prefill_only=prefill_only,
             quantize=quantize,
-            calibration=read_calibration_text(model, calibration, calibration_tokens) if calibration else None,
+            calibration=rows,
             files=files,
             base_model=base_model,
             progress=report,

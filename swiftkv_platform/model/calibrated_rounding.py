@@ -21,7 +21,7 @@ from swiftkv_platform.model.activations import ActivationStore, KeptTensor
 from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.calibration import TokenBatch, decoder_inputs
 from swiftkv_platform.model.calibration_stream import LayerSource
-from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.decoder import DecoderContext, SwiftKVDecoderMixin
 from swiftkv_platform.model.deep_tokens import DeepGroup
 from swiftkv_platform.model.masks import PACKED
 from swiftkv_platform.model.packed_attention import sample_lengths
@@ -66,7 +66,7 @@ class _Pass:
         dtype: torch.dtype,
     ) -> None:
         self._source, self._store, self._formats, self._dtype = source, store, formats, dtype
-        self._decoder = source.model.model
+        self._decoder: SwiftKVDecoderMixin = source.model.model
         self._config = source.model.config
         self._config._attn_implementation = PACKED
         self._contexts: list[DecoderContext] = []
@@ -150,8 +150,7 @@ class _Pass:
         hidden, context = self._hidden[row].load("cpu"), self._contexts[row]
         first, config = self._config.num_key_value_layers, self._config
         if i < first:
-            output: torch.Tensor = self._decoder.run_layer(i, hidden, replace(context, hidden=hidden))
-            return output
+            return self._decoder.run_layer(i, hidden, replace(context, hidden=hidden))
         x = self._x[row].load("cpu")
         kept = TokenSelection(self._deep[row].nonzero().squeeze(1))
         context = replace(context, hidden=x)
@@ -160,8 +159,7 @@ class _Pass:
         key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
         if i in config.layer_map.leaders:
             key_value = self._of_leader(i, row, x, context.rotation, kept)
-        output = self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
-        return output
+        return self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
 
     def _of_leader(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:
         """Keys and values of a group, or what makes them; kept for its other layers."""

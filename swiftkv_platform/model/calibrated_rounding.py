@@ -88,8 +88,6 @@ class _Pass:
             raise InvalidInputError("calibration got no tokens; give text of some", field="calibration")
         for i in range(layer_map.num_key_value_layers):
             yield from self._round_layer(i)
-        if not layer_map.leaders:
-            return
         self._x, deep = self._hidden, [TokenSelection(mask.nonzero().squeeze(1)) for mask in self._deep]
         self._hidden = [self._store.keep(kept.take(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
         with self._filled(decoder.norm_swiftkv):

@@ -18,7 +18,7 @@ GROUP_SIZES = (128, 64, 32)
 _RATIOS: dict[WeightFormat, tuple[float, float, int]] = {"int8": (0.9, 1.0, 6), "int4": (0.6, 1.08, 17)}
 """Range of the scales that are tried, relative to the one at which the largest weight is the largest integer, and their
 number."""
-DAMPING = 0.01
+DAMPING = 0.05
 """Share of the mean square of an input that is added to that of each, where rounding is calibrated."""
 _COLUMNS = 128
 """Columns that are rounded before the others are told."""
@@ -153,7 +153,7 @@ def _scheme(form: WeightFormat, group: int | None, target: str, *, calibrated: b
     }
     weights: dict[str, Any] = {
         **common,
-        "actorder": "static" if calibrated else None,
+        "actorder": "static" if calibrated and group else None,
         "dynamic": False,
         "group_size": group,
         "observer": "mse",

@@ -92,8 +92,9 @@ def export(
         prefill_only: write no more than what prompt tokens run through that are skipped: a model that fills KV caches
             in vLLM for other servers.
         quantize: store the projections of the layers in integers, as compressed-tensors does: `int8` with a scale a row
-            (W8A8) or `int4` with one a group of 128 inputs, or fewer (W4A16). Heads, embeddings, norms and routers stay
-            as they are. The directory is read tensor by tensor.
+            (W8A8), `int4` with one a group of 128 inputs, or fewer (W4A16), or `mixed`, which has what makes queries,
+            keys and values in int8 and the others in int4. Heads, embeddings, norms and routers stay as they are. The
+            directory is read tensor by tensor.
         calibration: rows of tokens that `quantize` rounds by, see `round_calibrated`; the directory is read layer by
             layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as the adapter names it.

@@ -93,8 +93,8 @@ def export(
             in vLLM for other servers.
         quantize: store the projections of the layers in integers, as compressed-tensors does: `int8` with a scale a row
             (W8A8), `int4` with one a group of 128 inputs, or fewer (W4A16), or `mixed`, which has what makes queries,
-            keys and values in int8 and the others in int4. Heads, embeddings, norms and routers stay as they are. The
-            directory is read tensor by tensor.
+            keys and values in int8 and the others in int4 by groups of 32. Heads, embeddings, norms and routers stay as
+            they are. The directory is read tensor by tensor.
         calibration: rows of tokens that `quantize` rounds by, see `round_calibrated`; the directory is read layer by
             layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as the adapter names it.
@@ -245,7 +245,8 @@ def _export_quantized(
     inputs = {name: info.shape[1] for name in names if len((info := checkpoint.headers[name]).shape) == 2}
     projections = {name: size for name, size in inputs.items() if _is_projection(name)}
     eight = [name for name in projections if form == "int8" or (form == "mixed" and _makes_heads(name))]
-    group = group_size([size for name, size in projections.items() if name not in eight])
+    sizes = [size for name, size in projections.items() if name not in eight]
+    group = group_size(sizes, smallest=form == "mixed")
     formats: dict[str, tuple[WeightFormat, int | None]] = dict.fromkeys(eight, ("int8", None))
     if group:
         four = (name for name, size in projections.items() if name not in formats and size % group == 0)

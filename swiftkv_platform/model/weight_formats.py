@@ -24,10 +24,12 @@ _COLUMNS = 128
 """Columns that are rounded before the others are told."""
 
 
-def group_size(sizes: Sequence[int]) -> int | None:
-    """The largest group that divides most of `sizes`, which are inputs of projections; None: none divides any."""
+def group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
+    """The largest group, or the smallest, that divides most of `sizes`, which are inputs of projections; None: none
+    divides any."""
     usable = [size for size in sizes if size % GROUP_SIZES[-1] == 0]
-    return next((group for group in GROUP_SIZES if usable and all(size % group == 0 for size in usable)), None)
+    groups = GROUP_SIZES[-1:] if smallest else GROUP_SIZES
+    return next((group for group in groups if usable and all(size % group == 0 for size in usable)), None)
 
 
 @torch.no_grad()

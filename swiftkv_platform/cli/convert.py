@@ -38,6 +38,7 @@ Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty d
 Copy = Annotated[
     bool, typer.Option("--copy", help="Copy weight files that stay as they are; by default they are hard links.")
 ]
+CalibrationTokens = Annotated[int, typer.Option(min=64, help="Tokens of that text.")]
 
 
 def convert(
@@ -70,7 +71,7 @@ def convert(
         list[str] | None,
         typer.Option(metavar="TEXT", help="Text to calibrate the start on; repeatable. Loads the teacher."),
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=64, help="Tokens of that text.")] = 16384,
+    calibration_tokens: CalibrationTokens = 16384,
     copy: Copy = False,
     json: Json = False,
 ) -> None:
@@ -138,14 +139,23 @@ def export(
         bool, typer.Option("--prefill-only", help="Write only what a vLLM server runs that fills caches for others.")
     ] = False,
     quantize: Annotated[
-        Literal["int8", "int4"] | None,
-        typer.Option(help="Weights of the layers in integers, as compressed-tensors stores them (W8A8 or W4A16)."),
+        Literal["int8", "int4", "mixed"] | None,
+        typer.Option(
+            help="Weights of the layers in integers, as compressed-tensors stores them: W8A8, W4A16, or W4A16 with "
+            "W8A8 for queries, keys and values."
+        ),
     ] = None,
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text that --quantize rounds by; repeatable. Default: each to nearest."),
+    ] = None,
+    calibration_tokens: CalibrationTokens = 16384,
     copy: Copy = False,
     json: Json = False,
 ) -> None:
     """Write a student for serving: without the projections that only its teacher runs, or as an adapter."""
     with needs_extra("This"):
+        from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
     target = output.expanduser()
     if adapter and prefill_only:
@@ -153,18 +163,23 @@ def export(
             "--adapter and --prefill-only are set; use one of them", field="prefill_only", value=True
         )
     if adapter:
-        if quantize is not None:
-            raise InvalidInputError.of("quantize", quantize, ", which an adapter has not; export the whole model")
+        for field, value in (("quantize", quantize), ("calibration", calibration)):
+            if value:
+                raise InvalidInputError.of(field, value, ", which an adapter has not; export the whole model")
         _export_adapter(model, target, base, revision, json=json)
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
         files: Literal["link", "copy"] = "copy" if copy else "link"
+        rows = None
+        if calibration:
+            rows = read_calibration_text(model, calibration, calibration_tokens, train_on="assistant")
         run(
             model,
             target,
             teacher=teacher,
             prefill_only=prefill_only,
             quantize=quantize,
+            calibration=rows,
             files=files,
             base_model=base_model,
             progress=report,
@@ -174,6 +189,8 @@ def export(
     line = f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher"
     if quantize is not None:
         line += f", projections in {quantize}"
+    if quantize in ("int4", "mixed") and not calibration:
+        line += ", rounded to nearest: --calibration TEXT keeps more of the quality"
     tell({"output": str(target), "teacher": teacher, "quantize": quantize, "weight_bytes": size}, line, json=json)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -19,15 +20,21 @@ _MAX_LENGTH = 1024
 """Tokens of a row, where the model's context is no shorter."""
 
 
-def read_calibration_text(model: str, text: Sequence[str], num_tokens: int) -> Iterator[dict[str, Tensor]]:
+def read_calibration_text(
+    model: str, text: Sequence[str], num_tokens: int, *, train_on: Literal["assistant", "all"] = "all"
+) -> Iterator[dict[str, Tensor]]:
     """Batches of some `num_tokens` tokens of `text`, data sources as in a job's `data.sources`; nothing is read before
     the first is asked for, and then one row at a time. Raises `ModelError`: the model has no tokenizer; `DataError`:
-    text that is missing or empty."""
+    text that is missing or empty.
+
+    Args:
+        train_on: which tokens of chats the rows' `loss_mask` counts, as in a job's `data`.
+    """
     config = read_config(model, field="model")
     tokenizer = load_tokenizer(model, config.vocab_size, field="model")
     sources = tuple(DataSourceSpec(name_or_path=each) for each in text)
     max_length = min(_MAX_LENGTH, getattr(config, "max_position_embeddings", _MAX_LENGTH))
-    spec = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0)
+    spec = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0, train_on=train_on)
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:
         rows = prepare_data(spec, tokenizer, Path(directory), seed=0).train
         yield from calibration_batches(rows, num_tokens, seed=0)

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +18,8 @@ from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import whole_model, write_adapter
+from swiftkv_platform.model.calibrated_rounding import round_calibrated
+from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import check_whole, read_config
 from swiftkv_platform.model.directories import (
@@ -32,16 +34,32 @@ from swiftkv_platform.model.directories import (
     write_shard,
 )
 from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.lazy_student import LazyStudent
 from swiftkv_platform.model.loading import first_dtype
 from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, quantization_fields
 from swiftkv_platform.model.stored_weights import check_finite, settle_head
 from swiftkv_platform.model.streaming import Progress
-from swiftkv_platform.model.weight_formats import WeightFormat, compressed_tensors_config, group_size, stored_form
+from swiftkv_platform.model.weight_formats import (
+    WeightFormat,
+    compressed_tensors_config,
+    group_size,
+    quantize_weight,
+    stored_form,
+)
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
 _PROJECTION = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
 """Last names of linear modules in the layers that are quantised: not those of routers."""
+Quantization = Literal["int8", "int4", "mixed"]
+_HEADS = r".*self_attn\.(?!o_proj)\w+"
+"""Projections that make queries, keys and values, which are few and on which rounding tells most: `mixed` has them in
+int8 and the others in int4. All of them, since vLLM computes them as one."""
+_TARGETS: dict[Quantization, dict[WeightFormat, str]] = {
+    "int8": {"int8": "Linear"},
+    "int4": {"int4": "Linear"},
+    "mixed": {"int8": f"re:{_HEADS}", "int4": "Linear"},
+}
 
 
 def export(
@@ -50,7 +68,8 @@ def export(
     *,
     teacher: bool = False,
     prefill_only: bool = False,
-    quantize: WeightFormat | None = None,
+    quantize: Quantization | None = None,
+    calibration: Iterable[TokenBatch] | None = None,
     files: Files = "link",
     revision: str | None = None,
     base_model: str | Path | None = None,
@@ -60,8 +79,9 @@ def export(
 
     Without its teacher a student loads, generates and serves as before; `swiftkv(False)` is an error from then on. What
     lies beside the weights of a directory, such as its tokenizer, comes along. Raises `ModelError`: not a SwiftKV
-    model, `teacher` of one that was exported without, `quantize` of one that is quantised to integers already, or an
-    adapter whose base is not there or another model; `ConflictError`: `target` exists and is not empty.
+    model, `teacher` of one that was exported without, `calibration` without `quantize`, `quantize` of one that is
+    quantised to integers already, or an adapter whose base is not there or another model; `InvalidInputError`:
+    `calibration` without tokens; `ConflictError`: `target` exists and is not empty.
 
     Args:
         student: a SwiftKV model in memory, which stays as it is, or the directory or hub id of one, which is
@@ -72,19 +92,24 @@ def export(
         prefill_only: write no more than what prompt tokens run through that are skipped: a model that fills KV caches
             in vLLM for other servers.
         quantize: store the projections of the layers in integers, as compressed-tensors does: `int8` with a scale a row
-            (W8A8) or `int4` with one a group of 128 inputs, or fewer (W4A16). Heads, embeddings, norms and routers stay
-            as they are. The directory is read tensor by tensor.
+            (W8A8), `int4` with one a group of 128 inputs, or fewer (W4A16), or `mixed`, which has what makes queries,
+            keys and values in int8 and the others in int4 by groups of 32. Heads, embeddings, norms and routers stay as
+            they are. The directory is read tensor by tensor.
+        calibration: rows of tokens that `quantize` rounds by, see `round_calibrated`; the directory is read layer by
+            layer. None: each weight is rounded to nearest.
         base_model: directory or hub id of an adapter's base; None: as the adapter names it.
         progress: told how many files of how many are written; for a directory.
     """
     target = Path(target)
     check_new(target)
+    if calibration is not None and quantize is None:
+        raise ModelError("calibration is for quantize, which is not set; use quantize='int4'", field="calibration")
     if isinstance(student, str | Path):
         read_config(student, revision=revision)  # says what is wrong before the hub is asked for weights
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             of_hub = revision if adapter is None else None
             if quantize is not None:
-                return _export_quantized(whole, target, teacher, prefill_only, quantize, of_hub, progress)
+                return _export_quantized(whole, target, teacher, prefill_only, quantize, calibration, of_hub, progress)
             return _export_files(whole, target, teacher, prefill_only, files, of_hub, progress)
     config, keeps = _checked(student.config, str(student.config.name_or_path), teacher, prefill_only)
     if teacher and not student.config.swiftkv_teacher_weights:
@@ -92,7 +117,7 @@ def export(
     if quantize is not None:
         with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.whole-") as whole:
             source = export(student, Path(whole) / "student", teacher=teacher)
-            return _export_quantized(source, target, teacher, prefill_only, quantize, None, progress)
+            return _export_quantized(source, target, teacher, prefill_only, quantize, calibration, None, progress)
     weights = {name: tensor for name, tensor in student.state_dict().items() if keeps(name)}
     with new_directory(target) as partial:
         student.save_pretrained(partial, state_dict=weights)
@@ -199,7 +224,8 @@ def _export_quantized(
     target: Path,
     teacher: bool,
     prefill_only: bool,
-    form: WeightFormat,
+    form: Quantization,
+    calibration: Iterable[TokenBatch] | None,
     revision: str | None,
     progress: Progress | None,
 ) -> Path:
@@ -218,21 +244,44 @@ def _export_quantized(
     names = [name for name in checkpoint.shards if name in kept]
     inputs = {name: info.shape[1] for name in names if len((info := checkpoint.headers[name]).shape) == 2}
     projections = {name: size for name, size in inputs.items() if _is_projection(name)}
-    group = None if form == "int8" else group_size(list(projections.values()))
-    if form == "int4":
-        projections = {name: size for name, size in projections.items() if group and size % group == 0}
-    if not projections:
+    eight = [name for name in projections if form == "int8" or (form == "mixed" and _makes_heads(name))]
+    sizes = [size for name, size in projections.items() if name not in eight]
+    group = group_size(sizes, smallest=form == "mixed")
+    formats: dict[str, tuple[WeightFormat, int | None]] = dict.fromkeys(eight, ("int8", None))
+    if group:
+        four = (name for name, size in projections.items() if name not in formats and size % group == 0)
+        formats |= dict.fromkeys(four, ("int4", group))
+    if not formats or (form != "int8" and not group):
         raise ModelError.of("quantize", form, f", and no projection of {str(source)!r} has inputs in groups of 32")
     embeddings = ("embed_tokens", *(("lm_head",) if config.tie_word_embeddings else ()))
-    plain = [name.removesuffix(".weight") for name in inputs if name not in projections]
+    plain = [name.removesuffix(".weight") for name in inputs if name not in formats]
     ignored = sorted({"lm_head", *(name for name in plain if not name.endswith(embeddings))})
+
+    def tensors() -> Iterator[dict[str, torch.Tensor]]:
+        rounded = set()
+        if calibration is not None:
+            whole = read_config(source, revision=revision)
+            classes = student_classes(whole.model_type)
+            model, weights = classes.causal_lm.without_weights(directory, config=whole, dtype=torch.float32)
+            if model.config.swiftkv_teacher_weights:
+                drop_teacher(model)
+            lazy = LazyStudent(model, weights, {})
+            for name, values in round_calibrated(lazy, calibration, formats, dtype=dtype):
+                rounded.add(name)
+                yield stored_form(name, *values, formats[name][0])
+        for name in names:
+            if name not in rounded:
+                tensor = checkpoint.tensors([name])[name].to(dtype)
+                check_finite(name, tensor, str(source))
+                if name in formats:
+                    yield stored_form(name, *quantize_weight(tensor, *formats[name]), formats[name][0])
+                else:
+                    yield {name: tensor}
+
     with new_directory(target) as partial:
         writer = ShardWriter(partial, "weights", MAX_SHARD_BYTES)
         num_bytes = 0
-        for done, name in enumerate(names, start=1):
-            tensor = checkpoint.tensors([name])[name].to(dtype)
-            check_finite(name, tensor, str(source))
-            made = stored_form(name, tensor, form, group) if name in projections else {name: tensor}
+        for done, made in enumerate(tensors(), start=1):
             for part, values in made.items():
                 writer.add(part, values)
                 num_bytes += values.nbytes
@@ -241,7 +290,9 @@ def _export_quantized(
         writer.flush()
         write_index(partial, writer.shards, num_bytes)
         copy_companions(directory, partial)
-        config.quantization_config = compressed_tensors_config(form, group, ignored)
+        config.quantization_config = compressed_tensors_config(
+            _TARGETS[form], group, ignored, calibrated=calibration is not None
+        )
         config.save_pretrained(partial)
     return target
 
@@ -249,6 +300,10 @@ def _export_quantized(
 def _is_projection(name: str) -> bool:
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and ".layers." in module and bool(_PROJECTION.fullmatch(module.rpartition(".")[2]))
+
+
+def _makes_heads(name: str) -> bool:
+    return bool(re.fullmatch(_HEADS, name.removesuffix(".weight")))
 
 
 def _kept(

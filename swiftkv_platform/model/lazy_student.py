@@ -179,7 +179,7 @@ class LazyStudent:
         if name in self._start:
             return read_rows(self._start, name, rows)
         copied = self._copied.get(name)
-        if copied is None:
+        if copied is None or name in self._teacher:  # the files are a student's
             return self._teacher.read(name, rows)
         if copied.heads is None:
             return copied.of([self._teacher.read(source, rows) for source in copied.sources])

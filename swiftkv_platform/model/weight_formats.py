@@ -6,7 +6,7 @@ quantised to int8 a token, when they come) and W4A16 (`pack-quantized`; inputs s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,32 +18,75 @@ GROUP_SIZES = (128, 64, 32)
 _RATIOS: dict[WeightFormat, tuple[float, float, int]] = {"int8": (0.9, 1.0, 6), "int4": (0.6, 1.08, 17)}
 """Range of the scales that are tried, relative to the one at which the largest weight is the largest integer, and their
 number."""
+DAMPING = 0.05
+"""Share of the mean square of an input that is added to that of each, where rounding is calibrated."""
+_COLUMNS = 128
+"""Columns that are rounded before the others are told."""
 
 
-def group_size(sizes: Sequence[int]) -> int | None:
-    """The largest group that divides most of `sizes`, which are inputs of projections; None: none divides any."""
+def group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
+    """The largest group, or the smallest, that divides most of `sizes`, which are inputs of projections; None: none
+    divides any."""
     usable = [size for size in sizes if size % GROUP_SIZES[-1] == 0]
-    return next((group for group in GROUP_SIZES if usable and all(size % group == 0 for size in usable)), None)
+    groups = GROUP_SIZES[-1:] if smallest else GROUP_SIZES
+    return next((group for group in groups if usable and all(size % group == 0 for size in usable)), None)
 
 
 @torch.no_grad()
 def quantize_weight(
-    weight: torch.Tensor, form: WeightFormat, group: int | None = None
+    weight: torch.Tensor, form: WeightFormat, group: int | None = None, gram: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the type of `weight`, or
     [size_out, 1] without groups. Each scale is the one of some that has the least squared error, all rounded to
-    nearest; the search may clip the largest weights."""
+    nearest; the search may clip the largest weights.
+
+    Args:
+        gram: sums of outer products of inputs, float32 [size_in, size_in]. With it the error is that of the output on
+            these inputs, and integers are rounded in turn (GPTQ, Frantar et al. 2022).
+    """
     blocks = weight.float().unflatten(1, (-1, group or weight.shape[1]))  # [size_out, num_groups, group]
     largest = blocks.abs().amax(-1, keepdim=True)
     top = 2 ** (BITS[form] - 1) - 1
     best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    counts = torch.ones(1)
+    if gram is not None:
+        gram = gram + (DAMPING * gram.diagonal().mean()).clamp(min=1e-9) * torch.eye(len(gram))
+        counts = gram.diagonal().unflatten(0, (-1, blocks.shape[2]))
     for ratio in torch.linspace(*_RATIOS[form]).tolist():
         scale = (largest * (ratio / (top + (form == "int4") * 0.5))).to(weight.dtype).float()
         scale = torch.where(scale > 0, scale, 1.0)
-        found = (round_to(blocks, scale, form).mul_(scale) - blocks).square_().sum(-1, keepdim=True)
+        found = (round_to(blocks, scale, form).mul_(scale) - blocks).square_().mul_(counts).sum(-1, keepdim=True)
         best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
-    integers = round_to(blocks, best, form).to(torch.int8).flatten(1)
-    return integers, best.squeeze(-1).to(weight.dtype)
+    if gram is None:
+        integers = round_to(blocks, best, form).flatten(1)
+    else:
+        integers = _round_in_turn(weight.float(), best.expand_as(blocks).flatten(1), form, gram)
+    return integers.to(torch.int8), best.squeeze(-1).to(weight.dtype)
+
+
+def _round_in_turn(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat, gram: torch.Tensor) -> torch.Tensor:
+    """Integers by GPTQ: columns are rounded one after the other, those of the largest inputs first, and what that
+    changes of the output is taken up by the columns to come. Scales are fixed before, so that groups stay in place."""
+    order = gram.diagonal().argsort(descending=True)
+    weight, scale, gram = weight[:, order], scale[:, order], gram[order][:, order]
+    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
+    integers = torch.empty_like(weight)
+    for begin in range(0, weight.shape[1], _COLUMNS):
+        block = slice(begin, begin + _COLUMNS)
+        part, of_block, errors = weight[:, block], inverse[block, block], torch.empty_like(weight[:, block])
+        for j in range(part.shape[1]):
+            rounded, step = integers[:, begin + j], scale[:, begin + j]
+            rounded.copy_(round_to(part[:, j], step, form))
+            errors[:, j] = (part[:, j] - rounded * step) / of_block[j, j]
+            part[:, j:].addr_(errors[:, j], of_block[j, j:], alpha=-1)
+        weight[:, begin + _COLUMNS :].addmm_(errors, inverse[block, begin + _COLUMNS :], alpha=-1)
+    return integers[:, order.argsort()]
+
+
+def dequantize_weight(integers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The weight that `quantize_weight` stands for, float32."""
+    blocks: torch.Tensor = integers.unflatten(1, (scale.shape[1], -1)) * scale.float().unsqueeze(-1)
+    return blocks.flatten(1)
 
 
 def round_to(blocks: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> torch.Tensor:
@@ -66,20 +109,43 @@ def unpack_int32(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return (((packed.unsqueeze(-1) >> shifts) & mask) - offset).to(torch.int8).flatten(1)
 
 
-def stored_form(name: str, weight: torch.Tensor, form: WeightFormat, group: int | None) -> dict[str, torch.Tensor]:
+def stored_form(name: str, integers: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> dict[str, torch.Tensor]:
     """The tensors that stand for a weight in a checkpoint, by name."""
-    integers, scale = quantize_weight(weight, form, group)
     if form == "int8":
         return {name: integers, f"{name}_scale": scale}
     return {
         f"{name}_packed": pack_int4(integers),
         f"{name}_scale": scale,
-        f"{name}_shape": torch.tensor(weight.shape, dtype=torch.int64),
+        f"{name}_shape": torch.tensor(integers.shape, dtype=torch.int64),
     }
 
 
-def compressed_tensors_config(form: WeightFormat, group: int | None, ignored: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of a model whose linear modules are in `form`, but for those `ignored`."""
+def compressed_tensors_config(
+    targets: Mapping[WeightFormat, str], group: int | None, ignored: Sequence[str], *, calibrated: bool
+) -> dict[str, Any]:
+    """`quantization_config` of a model.
+
+    Args:
+        targets: which linear modules are in a format, by name (`re:...`) or as all others (`Linear`).
+        group: inputs that share a scale in int4.
+        ignored: linear modules that are in none.
+        calibrated: whether columns were rounded in the order of their inputs.
+    """
+    schemes = {form: _scheme(form, group, target, calibrated=calibrated) for form, target in targets.items()}
+    layouts = {scheme["format"] for scheme in schemes.values()}
+    return {
+        "config_groups": {f"group_{i}": scheme for i, scheme in enumerate(schemes.values())},
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "global_compression_ratio": None,
+        "ignore": list(ignored),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def _scheme(form: WeightFormat, group: int | None, target: str, *, calibrated: bool) -> dict[str, Any]:
+    group = None if form == "int8" else group
     common: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
@@ -89,6 +155,7 @@ def compressed_tensors_config(form: WeightFormat, group: int | None, ignored: Se
     }
     weights: dict[str, Any] = {
         **common,
+        "actorder": "static" if calibrated and group else None,
         "dynamic": False,
         "group_size": group,
         "observer": "mse",
@@ -96,20 +163,10 @@ def compressed_tensors_config(form: WeightFormat, group: int | None, ignored: Se
     }
     weights["strategy"] = "channel" if group is None else "group"
     inputs: dict[str, Any] = {**common, "dynamic": True, "group_size": None, "observer": None, "observer_kwargs": {}}
-    layout = "int-quantized" if form == "int8" else "pack-quantized"
-    scheme = {
-        "format": layout,
+    return {
+        "format": "int-quantized" if form == "int8" else "pack-quantized",
         "input_activations": {**inputs, "strategy": "token"} if form == "int8" else None,
         "output_activations": None,
-        "targets": ["Linear"],
+        "targets": [target],
         "weights": weights,
-    }
-    return {
-        "config_groups": {"group_0": scheme},
-        "format": layout,
-        "global_compression_ratio": None,
-        "ignore": list(ignored),
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
     }

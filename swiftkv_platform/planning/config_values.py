@@ -19,6 +19,8 @@ MAX_LAYERS = 1024
 _MAX_COUNT = (1 << 31) - 1
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _FP8_METHODS = ("fbgemm_fp8", "fp8")
+_IN_PLACE = ("weight", "static")
+"""Orders of rounding (`actorder`) that leave columns and their groups where they are."""
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _OPTIONAL_COUNTS = (
@@ -67,7 +69,7 @@ def _is_read(fields: Mapping[str, Any]) -> bool:
 def _is_read_scheme(weights: Mapping[str, Any]) -> bool:
     if weights.get("type") == "float":
         return weights.get("num_bits") == 8
-    plain = weights.get("symmetric", True) and not weights.get("actorder")
+    plain = weights.get("symmetric", True) and weights.get("actorder") in (None, False, *_IN_PLACE)
     return bool(plain) and weights.get("type", "int") == "int" and weights.get("num_bits") in (4, 8)
 
 

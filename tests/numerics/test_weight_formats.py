@@ -10,15 +10,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.errors import ModelError
+from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export
 from swiftkv_platform.model.configuration import read_config
+from swiftkv_platform.model.export import Quantization
 from swiftkv_platform.model.stored_weights import StoredWeights
 from swiftkv_platform.model.weight_formats import WeightFormat, pack_int4, quantize_weight, unpack_int32
 from tests.checkpoints import ROWS, rewrite, save, save_fp8
-from tests.tiny_models import family_teacher, random_teacher
+from tests.tiny_models import family_teacher, random_teacher, random_tokens
 
 STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
+OWN: dict[str, Any] = {"decode_key_value": "own"}
 ERROR = {"int8": 0.02, "int4": 0.13}
 """Root of the squared error of random weights, relative to theirs."""
 
@@ -47,10 +49,16 @@ def test_integers_are_near_and_clip_where_that_is_nearer(form: WeightFormat, dty
 
 @pytest.mark.parametrize(
     ("family", "form", "in_memory"),
-    [("llama", "int8", False), ("qwen2", "int4", True), ("mixtral", "int4", False), ("deepseek_v2", "int8", True)],
+    [
+        ("llama", "int8", False),
+        ("qwen2", "int4", True),
+        ("mixtral", "mixed", False),
+        ("deepseek_v2", "int8", True),
+        ("deepseek_v2-lora", "mixed", False),
+    ],
 )
 def test_a_quantised_student_is_what_its_files_say(
-    family: str, form: WeightFormat, in_memory: bool, prompt: torch.Tensor, tmp_path: Path
+    family: str, form: Quantization, in_memory: bool, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     student = convert(family_teacher(family), **STUDENT).to(torch.bfloat16)
     source = student if in_memory else save(student, tmp_path / "student", max_shard_size="100KB")
@@ -59,10 +67,14 @@ def test_a_quantised_student_is_what_its_files_say(
     stored = load_file(file)
     config = json.loads((tmp_path / "served" / "config.json").read_text())["quantization_config"]
     assert {"lm_head", "exit_head"} <= set(config["ignore"])
-    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    targets = [group["targets"] for group in config["config_groups"].values()]
+    assert targets == [["re:.*self_attn\\.(?!o_proj)\\w+"], ["Linear"]][form != "mixed" :]
+    in_int8 = {name.removesuffix(".weight") for name, tensor in stored.items() if tensor.dtype == torch.int8}
     quantised = {name.removesuffix(".weight_scale") for name in stored if name.endswith("_scale")}
     assert any("q_proj_swiftkv" in name or "q_b_proj_swiftkv" in name for name in quantised)
     assert quantised.isdisjoint(config["ignore"])
+    makes_heads = {name for name in quantised if "self_attn" in name and "o_proj" not in name}
+    assert in_int8 == {"int8": quantised, "int4": set(), "mixed": makes_heads}[form]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "served")
     assert not hasattr(model.config, "quantization_config")
     weights = StoredWeights.open(tmp_path / "served", read_config(tmp_path / "served"))
@@ -72,7 +84,7 @@ def test_a_quantised_student_is_what_its_files_say(
         torch.nn.functional.cosine_similarity(
             model(prompt[None]).logits.float().flatten(), student(prompt[None]).logits.float().flatten(), 0
         )
-        > {"int8": 0.999, "int4": 0.9}[form]
+        > {"int8": 0.999, "int4": 0.9, "mixed": 0.9}[form]
     )
     name = next(name for name in sorted(quantised) if "experts" not in name) + ".weight"
     part = (slice(3, 20), slice(5, 27))  # not at a border of integers in one word
@@ -96,6 +108,53 @@ def test_the_engine_reads_the_floats_that_pytorch_reads(
     engine = LLMEngine.from_pretrained(tmp_path / "served", EngineConfig(dtype="float32"))
     (output,) = engine.generate([prompt.tolist()], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert list(output.token_ids) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "shape"),
+    [
+        ("llama", "int4", OWN | {"key_value_group_size": 2}),
+        ("qwen2", "mixed", {"key_value_group_size": 3, "own_output_projection": True}),
+        ("deepseek_v2", "int8", OWN | {"key_value_group_size": 3}),
+        ("mixtral", "int4", {}),
+    ],
+)
+def test_rounding_by_text_is_nearer_to_the_float_student(
+    family: str, form: Quantization, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each projection that the student runs is rounded by its inputs, other than to nearest and in the same format."""
+    student = convert(family_teacher(family), num_key_value_layers=2, **shape)
+    text = random_tokens(9, 96) % 24
+    batches = [{"input_ids": rows, "loss_mask": torch.arange(96).expand_as(rows) >= 32} for rows in text[:8].split(4)]
+    batches.append({"input_ids": random_tokens(1, 96) % 24})
+    export(save(student, tmp_path / "student"), tmp_path / "nearest", quantize=form, teacher=True)
+    export(tmp_path / "student", tmp_path / "calibrated", quantize=form, teacher=True, calibration=batches)
+    nearest, calibrated = (
+        {name: t for file in (tmp_path / each).glob("*.safetensors") for name, t in load_file(file).items()}
+        for each in ("nearest", "calibrated")
+    )
+    assert {name: t.shape for name, t in nearest.items()} == {name: t.shape for name, t in calibrated.items()}
+    integers = {name for name, t in nearest.items() if t.dtype in (torch.int8, torch.int32)}
+    changed = {name for name in integers if not torch.equal(nearest[name], calibrated[name])}
+    only_teacher = tuple(f"{module}." for module in student.teacher_modules(student.config))
+    assert changed == {name for name in integers if not name.startswith(only_teacher) and ".experts." not in name}
+
+    def error(directory: str) -> float:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / directory)
+        first = {"first_deep": 32} if student.config.decodes_own else {}
+        logits, expected = (m(text[8:], **first).logits[:, 32:].log_softmax(-1) for m in (model, student))
+        return float((expected.exp() * (expected - logits)).sum(-1).mean())
+
+    assert error("calibrated") < 0.9 * error("nearest")
+
+
+def test_calibration_says_what_it_lacks(tmp_path: Path) -> None:
+    student = convert(random_teacher(), **STUDENT)
+    with pytest.raises(ModelError, match="calibration is for quantize"):
+        export(student, tmp_path / "served", calibration=[random_tokens(8)])
+    with pytest.raises(InvalidInputError, match="calibration got no tokens"):
+        export(student, tmp_path / "served", quantize="int4", calibration=[])
+    assert not (tmp_path / "served").exists()
 
 
 def test_a_projection_whose_inputs_make_no_group_stays_as_it_is_and_is_named(tmp_path: Path) -> None:

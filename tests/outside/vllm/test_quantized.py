@@ -22,8 +22,8 @@ from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
+from swiftkv_platform.model.export import Quantization
 from swiftkv_platform.model.stored_quantization import without_swiftkv
-from swiftkv_platform.model.weight_formats import WeightFormat
 from tests.outside.vllm.engines import (
     OWN,
     SHAPE,
@@ -98,13 +98,14 @@ def test_logits_are_as_near_as_a_dense_models(
         assert complete(llm, BATCH[:3]) == text
 
 
-@pytest.mark.parametrize("layout", ["int8", "int4"])
-def test_what_export_writes(layout: WeightFormat, wide: Path, dense: Callable[[str], float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["int8", "int4", "mixed"])
+def test_what_export_writes(layout: Quantization, wide: Path, dense: Callable[[str], float], tmp_path: Path) -> None:
     """vLLM reads the integers that PyTorch reads as floats."""
-    exported = export(wide, tmp_path / "exported", quantize=layout)
+    calibration = None if layout == "int8" else [torch.tensor(BATCH[0])]
+    exported = export(wide, tmp_path / "exported", quantize=layout, calibration=calibration)
     with serving(exported, **OPTIONS) as llm:
         logprobs = next_logprobs(llm, BATCH)
-    assert error(logprobs, exported) < (rounding(exported) if layout == "int4" else 1.2 * dense(layout))
+    assert error(logprobs, exported) < (rounding(exported) if layout == "int4" else 1.2 * dense("int8"))
 
 
 def test_four_bits_in_the_layouts_of_others(tmp_path: Path) -> None:

@@ -53,6 +53,15 @@ def test_calibrated_on_text_or_with_other_heads(tiny_teacher: Path, tmp_path: Pa
     copied, calibrated = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("copied", "calibrated"))
     name = "model.layers.3.self_attn.k_proj_swiftkv.weight"
     assert not torch.equal(copied.state_dict()[name], calibrated.state_dict()[name])
+    for target, options, said in (
+        ("nearest", [], "int4, rounded to nearest"),
+        ("rounded", ["--calibration", text, "--calibration-tokens", "500"], "int4\n"),
+    ):
+        result = run("export", tmp_path / "calibrated", tmp_path / target, "--quantize", "int4", *options)
+        assert result.exit_code == 0, result.output
+        assert said in result.stdout
+    nearest, rounded = (AutoModelForCausalLM.from_pretrained(tmp_path / each) for each in ("nearest", "rounded"))
+    assert not torch.equal(nearest.state_dict()[name], rounded.state_dict()[name])
     result = run("convert", tiny_teacher, tmp_path / "mha", "-l", "2", "--sharing", "mha")
     assert "With the heads of mha, --key-value-group-size 4 caches as much as gqa does with 1." in result.stdout
 
@@ -85,6 +94,12 @@ def test_an_adapter_and_a_whole_model_of_it(tiny_teacher: Path, tmp_path: Path) 
     assert (document["base"], document["replaced"], document["dropped"]) == (str(tiny_teacher.resolve()), 0, 0)
     assert document["weight_bytes"] < sum(path.stat().st_size for path in student.glob("*.safetensors")) / 2
     assert run("export", adapter, whole, "--teacher").exit_code == 0
+    text = tmp_path / "text.txt"
+    text.write_text("Words to round by, one line after another.\n" * 50)
+    refused = run("export", student, tmp_path / "no", "--adapter", "--base", tiny_teacher, "--calibration", text)
+    assert "which an adapter has not" in refused.output
+    rounded = run("export", adapter, tmp_path / "rounded", "--quantize", "mixed", "--calibration", text)
+    assert rounded.exit_code == 0, rounded.output
     prompt = torch.arange(20)[None]
     expected, *found = (AutoModelForCausalLM.from_pretrained(path)(prompt).logits for path in (student, adapter, whole))
     assert all(torch.equal(expected, logits) for logits in found)

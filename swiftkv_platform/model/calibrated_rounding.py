@@ -1,0 +1,200 @@
+"""A student's projections in integers, rounded so that its states on calibration text change least (GPTQ, Frantar et
+al. 2022), layer by layer: no process holds the model.
+
+Each layer is read, runs over the states that the quantised layers before it leave, so that every projection shows the
+inputs that it is served with, and runs again when its projections are rounded. In layers >= l, K and V from x are
+projected of all tokens, and deep tokens alone run, as when it is served. It knows no files and no format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.activations import ActivationStore, KeptTensor
+from swiftkv_platform.model.attention import KeyValue, Rotation
+from swiftkv_platform.model.calibration import TokenBatch, decoder_inputs
+from swiftkv_platform.model.calibration_stream import LayerSource
+from swiftkv_platform.model.decoder import DecoderContext, SwiftKVDecoderMixin
+from swiftkv_platform.model.deep_tokens import DeepGroup
+from swiftkv_platform.model.masks import PACKED
+from swiftkv_platform.model.packed_attention import sample_lengths
+from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
+from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.weight_formats import WeightFormat, dequantize_weight, quantize_weight
+from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
+
+
+@torch.no_grad()
+def round_calibrated(
+    source: LayerSource,
+    batches: Iterable[TokenBatch],
+    formats: Mapping[str, tuple[WeightFormat, int | None]],
+    *,
+    dtype: torch.dtype,
+    max_activation_bytes: int = MAX_ACTIVATION_BYTES,
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield integers and scales, as `quantize_weight` returns them, of every weight of `formats` that is a linear
+    module's and sees a token, layer by layer. Raises `InvalidInputError`: no tokens, or a batch holds none of the
+    model's.
+
+    Args:
+        source: the student, without what only its teacher runs.
+        batches: rows of packed samples; their `loss_mask` says which tokens are deep. Of a sample without a prompt, or
+            of rows without a mask, the first half is the prompt.
+        formats: format and group size by weight.
+        dtype: of the scales.
+    """
+    with ActivationStore.open(max_activation_bytes) as store:
+        yield from _Pass(source, store, formats, dtype).run(batches)
+
+
+class _Pass:
+    """One pass over all layers."""
+
+    def __init__(
+        self,
+        source: LayerSource,
+        store: ActivationStore,
+        formats: Mapping[str, tuple[WeightFormat, int | None]],
+        dtype: torch.dtype,
+    ) -> None:
+        self._source, self._store, self._formats, self._dtype = source, store, formats, dtype
+        self._decoder: SwiftKVDecoderMixin = source.model.model
+        self._config = source.model.config
+        self._config._attn_implementation = PACKED
+        self._contexts: list[DecoderContext] = []
+        """By row, without hidden states."""
+        self._deep: list[torch.Tensor] = []
+        """By row, which tokens are deep, bool [num_tokens]."""
+        self._hidden: list[KeptTensor] = []
+        self._x: list[KeptTensor] = []
+        """Outputs of layer l - 1, by row."""
+        self._key_value: list[tuple[KeptTensor, ...]] = []
+        """K and V of the group, by row."""
+
+    def run(self, batches: Iterable[TokenBatch]) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        decoder, layer_map = self._decoder, self._config.layer_map
+        with self._filled(decoder.embed_tokens):
+            for batch in batches:
+                self._add(batch)
+        if not self._hidden:
+            raise InvalidInputError("calibration got no tokens; give text of some", field="calibration")
+        for i in range(layer_map.num_key_value_layers):
+            yield from self._round_layer(i)
+        self._x, deep = self._hidden, [TokenSelection(mask.nonzero().squeeze(1)) for mask in self._deep]
+        self._hidden = [self._store.keep(kept.take(x.load("cpu"))) for kept, x in zip(deep, self._x, strict=True)]
+        with self._filled(decoder.norm_swiftkv):
+            for leader in layer_map.leaders:
+                self._key_value = [()] * len(deep)
+                for i in layer_map.group(leader):
+                    yield from self._round_layer(i)
+
+    def _add(self, batch: TokenBatch) -> None:
+        inputs = decoder_inputs(batch, self._decoder)
+        ids = inputs["input_ids"]
+        if not ids.numel():
+            return
+        positions = inputs.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))
+        lengths = sample_lengths(positions)
+        counted = batch["loss_mask"].flatten() if isinstance(batch, Mapping) and "loss_mask" in batch else None
+        deep, begin = torch.zeros(ids.numel(), dtype=torch.bool), 0
+        for length in lengths:
+            sample = slice(begin, begin + length)
+            deep[sample] = True if counted is None else counted[sample]
+            if deep[begin]:
+                deep[begin : begin + length // 2] = False
+            begin += length
+        context = begin_packed(self._decoder, ids, positions, lengths, dtype=torch.float32)
+        self._hidden.append(self._store.keep(context.hidden))
+        self._contexts.append(replace(context, hidden=torch.empty(0)))
+        self._deep.append(deep)
+
+    def _round_layer(self, i: int) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+        layer = self._decoder.layers[i]
+        modules = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        weights = {f"model.layers.{i}.{name}.weight": module for name, module in modules.items()}
+        with self._filled(layer):
+            with _grams([module for name, module in weights.items() if name in self._formats]) as grams:
+                for row in range(len(self._hidden)):
+                    self._run(i, row)
+            for name, module in weights.items():
+                if module in grams:
+                    weight = module.weight.to(self._dtype)
+                    integers, scale = quantize_weight(weight, *self._formats[name], gram=grams.pop(module))
+                    module.weight.copy_(dequantize_weight(integers, scale))
+                    yield name, (integers, scale)
+            self._round_experts(i, layer)
+            for row in range(len(self._hidden)):
+                self._hidden[row] = self._store.keep(self._run(i, row))
+
+    def _round_experts(self, i: int, layer: nn.Module) -> None:
+        """Round experts, which are fused in memory, to nearest, as they will be stored."""
+        stored = (name for name in self._formats if name.startswith(f"model.layers.{i}.") and ".experts." in name)
+        for form, group in {self._formats[name] for name in stored}:
+            for experts in layer.parameters():
+                if experts.ndim == 3 and experts.shape[2] % (group or 1) == 0:
+                    rounded = quantize_weight(experts.flatten(0, 1).to(self._dtype), form, group)
+                    experts.copy_(dequantize_weight(*rounded).view_as(experts))
+
+    def _run(self, i: int, row: int) -> torch.Tensor:
+        """The hidden states of a row behind layer i."""
+        hidden, context = self._hidden[row].load("cpu"), self._contexts[row]
+        first, config = self._config.num_key_value_layers, self._config
+        if i < first:
+            return self._decoder.run_layer(i, hidden, replace(context, hidden=hidden))
+        x = self._x[row].load("cpu")
+        kept = TokenSelection(self._deep[row].nonzero().squeeze(1))
+        context = replace(context, hidden=x)
+        if config.decodes_own:
+            context = with_turns(context, self._deep[row])
+        key_value: Any = tuple(kept_tensor.load("cpu") for kept_tensor in self._key_value[row])
+        if i in config.layer_map.leaders:
+            key_value = self._of_leader(i, row, x, context.rotation, kept)
+        return self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
+
+    def _of_leader(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:
+        """Keys and values of a group, or what makes them; kept for its other layers."""
+        leader = self._decoder.layers[i].self_attn
+        inputs = self._decoder.norm_swiftkv(x)
+        shared = leader.shape_key_value([project(inputs) for project in leader.input_projections], rotation)
+
+        def keep(key_value: KeyValue) -> KeyValue:
+            if len(self._config.layer_map.group(i)) > 1:
+                self._key_value[row] = tuple(map(self._store.keep, key_value))
+            return key_value
+
+        if not self._config.decodes_own:
+            return keep(leader.expand_key_value(shared))
+        own = DeepGroup(0, leader, DeepTurns([shared]), kept)
+        return lambda *of_layer: keep(own(*of_layer))
+
+    @contextmanager
+    def _filled(self, module: nn.Module) -> Iterator[None]:
+        self._source.fill(module)
+        yield
+        self._source.release(module)
+
+
+@contextmanager
+def _grams(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
+    """Sums over tokens of the outer products of the inputs of `modules` while the block runs."""
+    grams: dict[nn.Module, torch.Tensor] = {}
+
+    def add(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        x = inputs[0].flatten(0, -2)
+        if len(x):
+            grams[module] = grams[module].addmm_(x.T, x) if module in grams else x.T @ x
+
+    handles = [module.register_forward_pre_hook(add) for module in modules]
+    try:
+        yield grams
+    finally:
+        for handle in handles:
+            handle.remove()

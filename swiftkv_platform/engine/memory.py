@@ -132,6 +132,11 @@ class DeviceMemory:
     peak: int
     """Most that torch had allocated during the step."""
 
+    @property
+    def of_others(self) -> int:
+        """Held by other processes, and by the driver for this one."""
+        return self.total - self.free - self.allocated
+
     def kv_cache_bytes(self, reserved: float) -> int:
         """Bytes that are left for the cache where a share of the whole is `reserved`, as the planner does."""
         return int(self.total * (1 - reserved)) - (self.total - self.free) - (self.peak - self.allocated)
@@ -147,9 +152,10 @@ def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, m
         raise InvalidInputError.of(
             "max_num_batched_tokens",
             config.max_num_batched_tokens,
-            f"; a step of as many takes {memory.peak - memory.allocated} bytes beside the weights, and of "
-            f"{memory.total} bytes of memory nothing is left for a block of KV, which takes {block_bytes}: use a "
-            "smaller number, a smaller model or tensor_parallel_size",
+            f"; a step of as many takes {memory.peak - memory.allocated} bytes beside the weights' {memory.allocated}, "
+            f"other processes and the driver hold {memory.of_others} of {memory.total} bytes of "
+            f"memory, and nothing is left for a block of KV, which takes {block_bytes}: use a smaller number, a "
+            "smaller model or tensor_parallel_size, or end what else runs on the GPU",
         )
     return min(fit, wanted_blocks(loaded, config, cache.block_size))
 

@@ -116,6 +116,12 @@ def test_the_cache_takes_what_the_largest_step_leaves(log: DeviceLog) -> None:
     used, step = TOTAL_MEMORY - FREE_MEMORY, PEAK_MEMORY - ALLOCATED_MEMORY
     left = int(0.9 * TOTAL_MEMORY) - used - step
     assert engine.num_blocks == left // block + 32 // 256 + 32 + 1, "the blocks of that step were in use"
+    crowded = DeviceMemory(*(gibibytes << 30 for gibibytes in (80, 4, 16, 17)))
+    with (
+        patch("swiftkv_platform.engine.llm_engine.measure", return_value=crowded),
+        pytest.raises(InvalidInputError, match=f"other processes and the driver hold {60 << 30} of {80 << 30} bytes"),
+    ):
+        engine_of(kv_cache_bytes=None)
 
 
 def test_the_cache_has_what_weights_others_and_the_largest_step_leave() -> None:

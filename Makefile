@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench gpu soak coverage vllm-env judges-env judges plugin outside clean
+.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench drill gpu soak coverage vllm-env judges-env judges plugin outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -85,6 +85,11 @@ soak: real-model vllm-env
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest tests/integration/test_interruptions.py || status=1; done; \
 	$(OUTSIDE) -m integration || status=1; \
 	exit $$status  # a part that fails keeps no other from running
+
+DRILL = $(shell sed -n '/^## Failures/,/^## The object/p' docs/operations.md | grep -oE '(integration|contract|unit)/[a-z_/]+\.py' | sort -u)
+
+drill: install  # every outage that docs/operations.md names, caused for real
+	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 $(addprefix tests/,$(DRILL))
 
 coverage: install  # of the rooms that decide what is kept and who may do what, S3 included; fails below the floor
 	$(PYTEST) --cov swiftkv_platform.control_plane --cov swiftkv_platform.storage \

@@ -1,9 +1,5 @@
-"""Training, calibration and evaluation on one GPU, against float32 on the CPU. They need no Ray and no control plane.
+"""Training, calibration and evaluation on one GPU, against float32 on the CPU. They need no Ray and no control plane."""
 
-Where there is no GPU, `SWIFTKV_GPU_TESTS=cpu` runs all of it on the CPU, which tries the tests themselves.
-"""
-
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -43,14 +39,11 @@ from swiftkv_platform.jobs.worker.setup import (
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
+from tests.gpu.device import ON_GPU, needs_gpu
 from tests.tiny_models import disturb, family_teacher
 
-ON_CPU = os.environ.get("SWIFTKV_GPU_TESTS") == "cpu"
-CPU, DEVICE = torch.device("cpu"), torch.device("cpu") if ON_CPU else torch.device("cuda", 0)
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ON_CPU and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+pytestmark = needs_gpu
 WIDER = {"deepseek_v2": {"qk_nope_head_dim": 16}}
 """Heads of a multiple of 8 numbers, which FlashAttention takes."""
 FORMS = ("shared", "own")
@@ -61,9 +54,9 @@ NUM_STEPS, KILLED_AFTER = 6, 4
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The process group of a worker alone, of the backends that a job's has."""
-    if not ON_CPU:
+    if ON_GPU:
         torch.cuda.set_device(DEVICE)
-    backend = "gloo" if ON_CPU else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if not ON_GPU else "cpu:gloo,cuda:nccl"
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     yield
@@ -95,7 +88,7 @@ def teacher(family: str) -> tuple[TemporaryDirectory[str], str]:
 def job_spec(dtype: str = "float32", **sections: Any) -> JobSpec:
     size = len(rows())
     base: dict[str, dict[str, Any]] = {"model": {"dtype": dtype}, "sharding": {"strategy": "ddp"}, "swiftkv": {}}
-    base |= {"resources": {"num_workers": 1, "gpus_per_worker": 0 if ON_CPU else 1}}
+    base |= {"resources": {"num_workers": 1, "gpus_per_worker": 0 if not ON_GPU else 1}}
     base |= {"training": {"batch_size": size, "micro_batch_size": size, "max_steps": NUM_STEPS}}
     base["swiftkv"] = {"num_key_value_layers": 2, "key_value_group_size": 2, "decode_key_value": "shared"}
     base["swiftkv"] |= {"early_exit": True}
@@ -196,7 +189,7 @@ def test_a_step_in_bfloat16(case: Case, attention: str) -> None:
     assert_near(actual, step(DEVICE, "bfloat16", **case), bounds_of(case))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", *([] if ON_CPU else ["varlen_attn"])])
+@pytest.mark.parametrize("attention", ["sdpa", *([] if not ON_GPU else ["varlen_attn"])])
 def test_a_compiled_step(attention: str) -> None:
     actual = step(DEVICE, "bfloat16", attention=attention, compiled=True)
     assert_near(actual, step(CPU, "float32"), bounds_of({}))

@@ -1,4 +1,4 @@
-"""Training, calibration and evaluation on one GPU, against float32 on the CPU. They need no Ray and no control plane."""
+"""Training, calibration and evaluation on one GPU, against float32 on the CPU. They need no Ray, no control plane."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -56,7 +56,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The process group of a worker alone, of the backends that a job's has."""
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
-    backend = "gloo" if not ON_GPU else "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     yield
@@ -88,7 +88,7 @@ def teacher(family: str) -> tuple[TemporaryDirectory[str], str]:
 def job_spec(dtype: str = "float32", **sections: Any) -> JobSpec:
     size = len(rows())
     base: dict[str, dict[str, Any]] = {"model": {"dtype": dtype}, "sharding": {"strategy": "ddp"}, "swiftkv": {}}
-    base |= {"resources": {"num_workers": 1, "gpus_per_worker": 0 if not ON_GPU else 1}}
+    base |= {"resources": {"num_workers": 1, "gpus_per_worker": int(ON_GPU)}}
     base |= {"training": {"batch_size": size, "micro_batch_size": size, "max_steps": NUM_STEPS}}
     base["swiftkv"] = {"num_key_value_layers": 2, "key_value_group_size": 2, "decode_key_value": "shared"}
     base["swiftkv"] |= {"early_exit": True}
@@ -189,7 +189,7 @@ def test_a_step_in_bfloat16(case: Case, attention: str) -> None:
     assert_near(actual, step(DEVICE, "bfloat16", **case), bounds_of(case))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", *([] if not ON_GPU else ["varlen_attn"])])
+@pytest.mark.parametrize("attention", ["sdpa", *(["varlen_attn"] if ON_GPU else [])])
 def test_a_compiled_step(attention: str) -> None:
     actual = step(DEVICE, "bfloat16", attention=attention, compiled=True)
     assert_near(actual, step(CPU, "float32"), bounds_of({}))

@@ -6,36 +6,53 @@
 Each case has a control plane with keys, or a replica of a small random model, of its own, as processes that know
 nothing of the measurement; with `--source` they are those of another checkout. A process beside them attacks, with a
 lower priority of the CPU, as it would have a machine of its own. Another tenant sends requests one after the other,
-each over a new connection, before the attack and during it. A case is `stopped` where one of them gets no answer in
-`--patience` seconds, or an error. Ray is not there: jobs wait, and streams of their events and logs stay open.
+each over a new connection, before the attack and during it; a streamed answer counts with its longest gap. A case is
+`stopped` where one of them gets no answer in `--patience` seconds, or an error. Ray is not there: jobs wait, and
+streams of their events and logs stay open.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import itertools
 import json
+import math
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from benchmarks.common import benchmark_parser, write_report
-from benchmarks.hostile_requests import quantile, save_model
+from benchmarks.common import benchmark_parser, random_llama, write_report
 from swiftkv_platform.local.ray_head import free_ports
 
 ROOT = Path(__file__).parents[1]
 NESTED = b"[" + b",".join([b"[]"] * 349_000) + b"]"
 """1 MiB, of which a parser makes as many values as can be."""
+LARGE = {
+    "/generate": [
+        (b'{"prompt": "', b"ab cd ", b'"}'),
+        (b'{"prompt": [1', b",1", b"]}"),
+        (b'{"prompt": [1], "stop": ["a"', b',"abcdefghijklm"', b"]}"),
+    ],
+    "/tokenize": [(b'{"prompt": "', b"ab cd ", b'"}')],
+    "/detokenize": [(b'{"tokens": [1', b",1", b"]}")],
+}
+"""Beginning, part and end of bodies with large values, by path."""
+LARGE_BYTES = (16 << 20) - 4096
+"""A little less than the limit that every version has."""
 AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
 NUM_STREAMS, NUM_SILENT, NUM_SPECS, AT_ONCE = 1000, 2000, 200, 40
 JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
@@ -65,6 +82,20 @@ async def bodies(client: httpx.AsyncClient, path: str, count: Count) -> None:
         sent = (client.post(path, content=NESTED, headers=headers) for _ in range(AT_ONCE))
         for answer in await asyncio.gather(*sent, return_exceptions=True):
             count(answer)
+
+
+async def large_bodies(client: httpx.AsyncClient, _path: str, count: Count) -> None:
+    """One kind after the other, one at a time."""
+    sent = [
+        (path, head + part * ((LARGE_BYTES - len(head) - len(tail)) // len(part)) + tail)
+        for path, kinds in LARGE.items()
+        for head, part, tail in kinds
+    ]
+    for path, body in itertools.cycle(sent):
+        try:
+            count(await client.post(path, content=body, headers={"content-type": "application/json"}))
+        except httpx.TransportError as error:  # refused while the body is still being sent
+            count(error)
 
 
 async def streams(client: httpx.AsyncClient, path: str, count: Count) -> None:
@@ -149,6 +180,7 @@ CASES: dict[str, tuple[Attack, str, bool]] = {
     "pages": (pages, "/jobs?limit=1000", True),
     "deployments": (deployments, "/deployments", True),
     "bodies, replica": (bodies, "/generate", False),
+    "large bodies, replica": (large_bodies, "", False),
     "grammar, replica": (grammar, "/generate", False),
 }
 """Attack, path, and whether it is on the control plane."""
@@ -213,6 +245,40 @@ class Process:
         self._process.wait()
 
 
+def save_model(directory: Path) -> None:
+    """A random Llama and its tokenizer: a token a byte, and the merges of a short text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(Path(__file__).read_text().splitlines(), trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    shape = {"layers": 4, "hidden_size": 256, "intermediate_size": 512, "heads": 4, "kv_heads": 2}
+    random_llama(Namespace(vocab_size=tokenizer.get_vocab_size(), **shape), 1024).save_pretrained(directory)
+
+
+def serve(directory: str, port: str) -> None:
+    """Answer with that model, in a process that runs this function's source with the packages of a checkout."""
+    import uvicorn
+
+    from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+    from swiftkv_platform.serve.current import Current, ModelCard, Version
+    from swiftkv_platform.serve.http import create_http_app
+
+    config = EngineConfig(max_num_seqs=8, num_threads=1, kv_cache_bytes=64 << 20, stream_interval_s=0.0)
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, config))
+    card = ModelCard(
+        deployment="dep_bench",
+        model="mdl_bench",
+        manifest_digest=None,
+        swiftkv=None,
+        max_model_len=engine.engine.max_model_len,
+    )
+    app = create_http_app(Current(Version(engine, card, created=1)))
+    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error")
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--python", default=sys.executable, help="of the measured processes")
@@ -228,16 +294,18 @@ def main() -> None:
         return
     report = {}
     print(
-        "| attack | others answered | median (before) | p99 (before) | ratio | RSS before, most | attacker's answers |"
+        "| attack | others answered | median (before) | p99 (before) | ratio | longest of each request (before) "
+        "| RSS before, most | attacker's answers |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for case in options.cases:
         with tempfile.TemporaryDirectory() as directory:
             report[case] = found = measure(case, Path(directory), options)
         shown = {**found, "ratio": found["ratio"] if found["answered"] == found["asked"] else "stopped"}
         for name in ("median", "p99"):
             shown[name] = "{1} ({0}) ms".format(*found[f"{name}_ms"])
-        columns = "{answered} of {asked} | {median} | {p99} | {ratio} | {rss}, {most_rss} MiB | {seen}"
+        shown["longest"] = ", ".join("{1} ({0}) ms".format(*each) for each in found["longest_ms"])
+        columns = "{answered} of {asked} | {median} | {p99} | {ratio} | {longest} | {rss}, {most_rss} MiB | {seen}"
         print(f"| {case} | {columns.format(**shown)} |", flush=True)
     write_report(report, options.output)
 
@@ -264,12 +332,12 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
         )
         asks = [("GET", "/healthz", None), ("GET", "/jobs?limit=5", None), ("POST", "/jobs/validate", JOB)]
     else:
-        shape = SimpleNamespace(context_length=1024)
-        save_model(directory, shape)  # type: ignore[arg-type]
-        serves = [str(ROOT / "benchmarks/hostile_requests.py"), "--serve", str(directory), "--port", str(port)]
-        server = Process(serves, port, options)
+        save_model(directory)
+        program = f"import sys\n{inspect.getsource(serve)}serve(*sys.argv[1:])"
+        server = Process(["-c", program, str(directory), str(port)], port, options)
         answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
         asks = [("GET", "/health", None), ("POST", "/generate", answer)]
+        asks.append(("POST", "/generate", {**answer, "max_tokens": 200, "stream": True}))
     with closing(server):
         server.wait(asks[0][1])
         ask_for(1.0, server.url, other, asks, options)
@@ -291,6 +359,10 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
         "answered": len(answered),
         "p99_ms": [round(each * 1e3) for each in p99],
         "median_ms": [round(each * 1e3) for each in median],
+        "longest_ms": [
+            [round(max(filter(None, times[at :: len(asks)]), default=0.0) * 1e3) for times in (before, during)]
+            for at in range(len(asks))
+        ],
         "ratio": round(p99[1] / max(p99[0], 1e-3), 1),
         "rss": rss,
         "most_rss": most_rss,
@@ -299,7 +371,7 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
 
 
 def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]], options: Any) -> list[float | None]:
-    """Seconds that each request took; None without a good answer in time."""
+    """Seconds that each request took, or a streamed answer was silent; None without a good answer in time."""
     times: list[float | None] = []
     end = time.perf_counter() + seconds
     headers = {"authorization": f"Bearer {key}", "connection": "close"}
@@ -308,12 +380,20 @@ def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]]
             method, path, body = asks[len(times) % len(asks)]
             began = time.perf_counter()
             try:
-                good = client.request(method, path, json=body).is_success
+                with client.stream(method, path, json=body) as answer:
+                    parts = [began, *(time.perf_counter() for _ in answer.iter_raw()), time.perf_counter()]
             except httpx.HTTPError:
-                good = False
-            times.append(time.perf_counter() - began if good else None)
+                times.append(None)
+            else:
+                parts = parts if "stream" in (body or {}) else [began, parts[-1]]
+                longest = max(b - a for a, b in itertools.pairwise(parts))
+                times.append(longest if answer.is_success else None)
             time.sleep(0.03)
     return times
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(math.ceil(share * len(values)), len(values)) - 1]
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from swiftkv_platform.control_plane.hooks.rows import Outbox
 from swiftkv_platform.control_plane.hooks.webhooks import recipients
 from swiftkv_platform.control_plane.jobs.following import Watches
 from swiftkv_platform.control_plane.jobs.parents import Parents
-from swiftkv_platform.control_plane.jobs.ports import JobCluster
+from swiftkv_platform.control_plane.jobs.ports import Entrypoint, JobCluster
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
-from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.control_plane.models.rows import Registry

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.architecture import Architecture, Linear
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.layers import LayerMap
@@ -23,6 +22,7 @@ from swiftkv_platform.planning.phases import (
     PhaseMemory,
     calibration_rows,
     plan_phases,
+    refuse_small_disks,
     waiting_activations,
 )
 from swiftkv_platform.planning.steering import MAX_TRIALS, RunSchedule, num_measured_rows, steps_of_trial
@@ -67,7 +67,7 @@ def plan_job(
     )
     phases = [job.prepare(), *([job.calibrate()] if calibration_tokens(spec) else []), job.train(), job.evaluate()]
     plan = JobPlan(phases=(*phases, job.publish()), assumptions=job.assumptions)
-    _refuse_small_disks(plan, spec)
+    refuse_small_disks(plan, spec.model.name_or_path)
     return plan
 
 
@@ -384,22 +384,3 @@ class _Job:
 
     def _seconds(self, flops: float) -> float | None:
         return None if self.flops_per_second is None else flops / self.flops_per_second
-
-
-def _refuse_small_disks(plan: JobPlan, spec: JobSpec) -> None:
-    """Compare the disk of the fullest node in each phase with what the operator says that a node has. Raises
-    `InvalidInputError`: a phase that needs more."""
-    given = plan.assumptions.node_disk_bytes
-    needed = max(plan.phases, key=lambda phase: phase.node_disk.total)
-    if given is None or needed.node_disk.total <= given:
-        return
-    use = needed.node_disk
-    parts = {"cache": use.cache, "checkpoints": use.checkpoints, "the artifact": use.artifact}
-    listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
-    raise InvalidInputError(
-        f"to {needed.phase} needs {use.total / 1e9:.1f} GB of a node's disk ({listed}), and a node has "
-        f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); use nodes with {use.total} bytes, a smaller teacher, or one "
-        "in a directory that every node mounts",
-        field="model.name_or_path",
-        value=spec.model.name_or_path,
-    )

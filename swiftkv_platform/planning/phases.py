@@ -14,6 +14,7 @@ from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.planning.parameters import Parameters, largest_teacher_layer
+from swiftkv_platform.planning.phase_plans import JobPlan
 from swiftkv_platform.planning.prefill import dense_layer_map
 from swiftkv_platform.planning.reading import read_architecture
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
@@ -189,6 +190,25 @@ def refuse_what_cannot_fit(
             field="resources.memory_per_worker",
             value=memory_per_worker,
         )
+
+
+def refuse_small_disks(plan: JobPlan, teacher: str) -> None:
+    """Compare the disk of the fullest node in each phase with what the operator says that a node has. Raises
+    `InvalidInputError`: a phase that needs more."""
+    given = plan.assumptions.node_disk_bytes
+    needed = max(plan.phases, key=lambda phase: phase.node_disk.total)
+    if given is None or needed.node_disk.total <= given:
+        return
+    use = needed.node_disk
+    parts = {"cache": use.cache, "checkpoints": use.checkpoints, "the artifact": use.artifact}
+    listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
+    raise InvalidInputError(
+        f"to {needed.phase} needs {use.total / 1e9:.1f} GB of a node's disk ({listed}), and a node has "
+        f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); use nodes with {use.total} bytes, a smaller teacher, or one "
+        "in a directory that every node mounts",
+        field="model.name_or_path",
+        value=teacher,
+    )
 
 
 def _of_phase(phases: tuple[PhaseMemory, ...], name: Phase) -> PhaseMemory:

@@ -20,8 +20,8 @@ from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
-from swiftkv_platform.control_plane.jobs.ports import Submission, SubmissionStatus
-from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
+from swiftkv_platform.control_plane.jobs.ports import Entrypoint, Submission, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.loops.leadership import Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop

@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jwt
+import yaml
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
@@ -98,3 +100,9 @@ def run_issuer() -> Iterator[Issuer]:
         finally:
             if issuer.held is not None:
                 issuer.held.set()
+
+
+def write_issuers(path: Path, *issuers: dict[str, Any]) -> Path:
+    """The operator's file that trusts these issuers."""
+    path.write_text(yaml.safe_dump({"issuers": list(issuers)}))
+    return path

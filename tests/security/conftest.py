@@ -1,4 +1,4 @@
-"""Control planes with keys and tenants, behind a socket, whose deployments many threads may change at once."""
+"""Control planes with keys and tenants, behind a socket, whose deployments many threads may change at once; issuers."""
 
 import threading
 from collections.abc import Iterator
@@ -18,13 +18,15 @@ from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.security.tokens import TokenVerifier
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
+from tests.fakes.oidc_issuer import Issuer, run_issuer, write_issuers
 from tests.records import make_job, make_model, store
 from tests.servers import serving
 from tests.threads import MOST_THREADS
-from tests.unit.control_plane.routes.conftest import parts, short_logs, start
+from tests.unit.control_plane.routes.conftest import StillClock, parts, short_logs, start
 
 __all__ = ["parts", "short_logs", "start"]
 
@@ -111,3 +113,24 @@ def deployment_plane(
 def plane(tmp_path: Path, sqlite_database: Database) -> Iterator[DeploymentPlane]:
     with deployment_plane(tmp_path, sqlite_database) as plane:
         yield plane
+
+
+@pytest.fixture
+def issuer() -> Iterator[Issuer]:
+    with run_issuer() as issuer:
+        yield issuer
+
+
+@pytest.fixture
+def oidc_file(tmp_path: Path, issuer: Issuer) -> Path:
+    return write_issuers(tmp_path / "issuers.yaml", issuer.config())
+
+
+@pytest.fixture
+def clock() -> StillClock:
+    return StillClock()
+
+
+@pytest.fixture
+def verifier(oidc_file: Path, clock: StillClock) -> TokenVerifier:
+    return TokenVerifier(oidc_file, clock=clock)

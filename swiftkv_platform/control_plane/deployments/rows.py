@@ -22,14 +22,13 @@ from swiftkv_platform.control_plane.deployments.deployment import (
     Holdings,
     interferes,
 )
-from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.jobs.job import ON_CLUSTER
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.specs.limits import STORED
 
 _STATE = TypeAdapter(DeploymentState)
-_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
 
 class DeploymentRepository(Store):
@@ -162,7 +161,7 @@ def _check_route(session: Session, wanted: Deployment) -> None:
 
 def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
     """Deployments that are being deleted count: their replicas have yet to go. Rows that cannot be read do not."""
-    jobs = select(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(_ON_CLUSTER))
+    jobs = select(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(ON_CLUSTER))
     deployments = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.id != deployment_id)
     return Holdings(
         readable(session.scalars(jobs), _job_spec)[0],

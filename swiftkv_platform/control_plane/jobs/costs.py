@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import TenantPolicy
-from swiftkv_platform.control_plane.jobs.job import Job, Speed
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason, Speed
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
@@ -52,6 +53,15 @@ FREE = Prices()
 def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
     """The lower of the job's own cap and its tenant's."""
     return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
+
+
+def over_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reason | None:
+    """Reason to pause a job that runs and has cost more than it may; None where it has not."""
+    cap, cost = cost_cap(job.spec, policy), prices.cost_of(job, now)
+    if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
+        return None
+    message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
+    return Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap")
 
 
 def measured_speed(job: Job, now: float) -> Speed | None:

@@ -65,6 +65,10 @@ pausing or cancelling has succeeded."""
 _OFF_CLUSTER = frozenset(
     {JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 )
+LIVE = [status.value for status in JobStatus if not status.is_terminal]
+"""Statuses of jobs that have not ended, as rows have them."""
+WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
+ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
 
 @dataclass(frozen=True)

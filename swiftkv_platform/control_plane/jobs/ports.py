@@ -6,13 +6,17 @@ Every method may raise the errors its docstring names and no other; network and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION
+from swiftkv_platform.control_plane.jobs.job import LIVE, WAITING, JobStatus
 from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,25 @@ class JobFilter:
     """All of these pairs."""
 
 
+EVERYTHING = JobFilter()
+
+
 @dataclass(frozen=True)
 class Idempotency:
     """A caller's promise that requests with this key are one request."""
 
     key: str
     body_hash: str
+
+    def check(self, body_hash: str, job_id: str) -> None:
+        """Raises `IdempotencyConflictError` where the key stands for a job whose body was another."""
+        if body_hash != self.body_hash:
+            raise IdempotencyConflictError(
+                f"Idempotency-Key {self.key!r} was used for job {job_id} with another body; "
+                "send the same body or take a new key",
+                field="Idempotency-Key",
+                value=self.key,
+            )
 
 
 @dataclass(frozen=True)
@@ -42,8 +59,42 @@ class StoredJobs:
     stored: int | None = None
     """Those that have ended included."""
 
+    def check(self, tenant: str, count: Callable[[Sequence[str] | None], int]) -> None:
+        """Raises `QuotaExceededError` where the tenant has as many jobs of a kind as it may have. `count` counts those
+        in some statuses; None: in any."""
+        kinds = (
+            ("max_queued_jobs", self.waiting, WAITING, "that wait or are paused", "when one has started, or cancel"),
+            ("max_unfinished_jobs", self.unfinished, LIVE, "that have not ended", "when one has ended, or cancel"),
+            ("max_stored_jobs", self.stored, None, "that are kept, ended ones included", "when you have deleted"),
+        )
+        for field_name, most, statuses, which, then in kinds:
+            if most is not None and (number := count(statuses)) >= most:
+                raise QuotaExceededError(
+                    f"tenant {tenant!r} has {number} jobs {which}; its quota {field_name} is {most}; submit again "
+                    f"{then} one",
+                    field=field_name,
+                    value=number,
+                )
+
 
 UNLIMITED = StoredJobs()
+
+
+@dataclass(frozen=True)
+class Entrypoint:
+    """The command that an attempt is."""
+
+    command: Sequence[str]
+    """Program and first arguments, e.g. `("python", "-m", "swiftkv_platform.jobs.distill")`."""
+    store_uri: str
+    """Address of the store in which the attempt finds `attempt.json` and leaves everything."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables; Ray shows them to all that may see its dashboard: no secrets."""
+
+    def shell(self, attempt: AttemptId) -> str:
+        """Join the command and its arguments to one line for a shell."""
+        arguments = ["--job-id", attempt.job_id, "--attempt", str(attempt.number), "--store", self.store_uri]
+        return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
 
 
 class SubmissionStatus(StrEnum):

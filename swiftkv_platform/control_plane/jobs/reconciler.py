@@ -15,7 +15,6 @@ bounded number of events of each is read. The queue is decided by columns of the
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import InitVar, dataclass, field, replace
@@ -23,8 +22,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Clock
@@ -32,13 +30,13 @@ from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.jobs.attempt_outcome import AttemptOutcomes
 from swiftkv_platform.control_plane.jobs.capacity import Admission
-from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, cost_cap
+from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, over_cap
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.control_plane.jobs.limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.control_plane.jobs.making_room import MakingRoom
 from swiftkv_platform.control_plane.jobs.parents import NOWHERE, ParentOf, PublishRules, no_parents
 from swiftkv_platform.control_plane.jobs.polling import PollSchedule
-from swiftkv_platform.control_plane.jobs.ports import JobCluster, Submission
+from swiftkv_platform.control_plane.jobs.ports import Entrypoint, JobCluster, Submission
 from swiftkv_platform.control_plane.jobs.queue import FairQueue
 from swiftkv_platform.control_plane.jobs.reading import NO_INSTRUMENTS, Instruments, Reading, read
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
@@ -67,23 +65,6 @@ _MOST_STARTS = 64
 """Jobs that a tick submits."""
 _MOST_EVENTS = 256
 """Events of a job that a look reads."""
-
-
-@dataclass(frozen=True)
-class Entrypoint:
-    """The command that an attempt is."""
-
-    command: Sequence[str]
-    """Program and first arguments, e.g. `("python", "-m", "swiftkv_platform.jobs.distill")`."""
-    store_uri: str
-    """Address of the store in which the attempt finds `attempt.json` and leaves everything."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables; Ray shows them to all that may see its dashboard: no secrets."""
-
-    def shell(self, attempt: AttemptId) -> str:
-        """Join the command and its arguments to one line for a shell."""
-        arguments = ["--job-id", attempt.job_id, "--attempt", str(attempt.number), "--store", self.store_uri]
-        return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
 
 
 @dataclass(kw_only=True)
@@ -377,7 +358,9 @@ class Reconciler:
         reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock(), submission)
         if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
-        self._cap_cost(reading)
+        over = over_cap(reading.job, self.policies.policy(reading.job.tenant), self.prices, self.clock())
+        if over is not None:
+            reading.move(JobStatus.PAUSING, over)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
             self.lease.check()
             self.store.request_pause(reading.job.attempt_id)
@@ -388,16 +371,6 @@ class Reconciler:
         if _is_to_end(job):
             self._stop(_submission_id(job))
         return job
-
-    def _cap_cost(self, reading: Reading) -> None:
-        """Pause a job that has cost more than it may."""
-        job = reading.job
-        cap = cost_cap(job.spec, self.policies.policy(job.tenant))
-        cost = self.prices.cost_of(job, self.clock())
-        if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
-            return
-        message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
-        reading.move(JobStatus.PAUSING, Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap"))
 
     def _seen_by_ray(self, job: Job) -> Job:
         return replace(job, attempt=replace(job.attempt, submitted_at=job.attempt.submitted_at or self.clock()))

@@ -31,13 +31,13 @@ from swiftkv_platform.control_plane.deployments.rows import deployments_demand, 
 from swiftkv_platform.control_plane.files.rows import check_present, take_turn
 from swiftkv_platform.control_plane.hooks.rows import delivery_rows, with_points, without_points
 from swiftkv_platform.control_plane.hooks.webhooks import Recipients, recipients
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, MetricPoint
-from swiftkv_platform.control_plane.jobs.ports import UNLIMITED, Idempotency, JobFilter, StoredJobs
+from swiftkv_platform.control_plane.jobs.job import LIVE, ON_CLUSTER, WAITING, Event, Job, JobStatus, MetricPoint
+from swiftkv_platform.control_plane.jobs.ports import EVERYTHING, UNLIMITED, Idempotency, JobFilter, StoredJobs
 from swiftkv_platform.control_plane.jobs.queue import PRIORITIES, Claim, Placed, Standing, Usage, Waiting
 from swiftkv_platform.control_plane.jobs.uses import check_publication, uses_of
 from swiftkv_platform.control_plane.loops.rows import check_fence, holds
 from swiftkv_platform.control_plane.models.model import Model
-from swiftkv_platform.errors import IdempotencyConflictError, QuotaExceededError, StaleVersionError
+from swiftkv_platform.errors import QuotaExceededError, StaleVersionError
 from swiftkv_platform.sources.access import file_ids
 from swiftkv_platform.specs.limits import STORED
 
@@ -53,11 +53,7 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
     JobRow.version,
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
-_LIVE = [status.value for status in JobStatus if not status.is_terminal]
-_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 _OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
-_WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
-_EVERYTHING = JobFilter()
 NOBODY_ELSE = recipients(NO_LIMITS)
 """A job's own webhook alone."""
 _DIGITS_OF_A_STEP = 18
@@ -120,13 +116,7 @@ class JobRepository(Store):
             known = session.get(IdempotencyRow, (tenant, idempotency.key))
             if known is None:
                 return None
-            if known.body_hash != idempotency.body_hash:
-                raise IdempotencyConflictError(
-                    f"Idempotency-Key {idempotency.key!r} was used for job {known.job_id} with another body; "
-                    "send the same body or take a new key",
-                    field="Idempotency-Key",
-                    value=idempotency.key,
-                )
+            idempotency.check(known.body_hash, known.job_id)
             return _job(session.get_one(JobRow, known.job_id))
 
     def get(self, job_id: str, *, tenant: str) -> Job:
@@ -134,7 +124,7 @@ class JobRepository(Store):
         with self._database.reading() as session:
             return _job(owned(session, JobRow, job_id, tenant))
 
-    def list(self, page: Page, *, tenant: str, where: JobFilter = _EVERYTHING) -> Slice[Job]:
+    def list(self, page: Page, *, tenant: str, where: JobFilter = EVERYTHING) -> Slice[Job]:
         """The page ends early where its jobs come to megabytes. Raises `InvalidInputError` if `page.after` names no job
         of the tenant."""
         wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
@@ -151,7 +141,7 @@ class JobRepository(Store):
         """All tenants' jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
         with self._database.reading() as session:
-            rows = session.execute(query.where(JobRow.status.in_(_ON_CLUSTER)).order_by(JobRow.id))
+            rows = session.execute(query.where(JobRow.status.in_(ON_CLUSTER)).order_by(JobRow.id))
             return [Placed(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
 
     def load(self, ids: Sequence[str]) -> Sequence[Job]:
@@ -168,7 +158,7 @@ class JobRepository(Store):
         found: set[str] = set()
         with self._database.reading() as session:
             for part in _parts(sorted(ids)):
-                live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(_LIVE))
+                live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(LIVE))
                 found.update(session.scalars(live))
         return found
 
@@ -189,7 +179,7 @@ class JobRepository(Store):
         first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
         waiting: dict[str, builtins.list[Waiting]] = {}
         with self._database.reading() as session:
-            held, asked = _held(session, _ON_CLUSTER), _held(session, queued)
+            held, asked = _held(session, ON_CLUSTER), _held(session, queued)
             total = sum((*held.values(), *asked.values()), Demand())
             for tenant in asked:  # each one's first jobs stand together in the index
                 rows = session.execute(first, {"of": tenant})
@@ -205,9 +195,9 @@ class JobRepository(Store):
             return {job_id: place for place, job_id in enumerate(ids, 1)}
 
     def usage(self, tenant: str) -> Usage:
-        waiting = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(_WAITING))
+        waiting = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(WAITING))
         with self._database.reading() as session:
-            held = _held(session, _ON_CLUSTER, tenants=[tenant])
+            held = _held(session, ON_CLUSTER, tenants=[tenant])
             return Usage(session.scalar(waiting) or 0, held.get(tenant, Demand()))
 
     def claim(
@@ -231,7 +221,7 @@ class JobRepository(Store):
             for tenant in tenants:
                 self._database.take_turns(session, deployments_turn(tenant))
             check_fence(session, fence)
-            held = _held(session, _ON_CLUSTER)
+            held = _held(session, ON_CLUSTER)
             room = most - sum(demand.jobs for demand in held.values())
             for tenant in tenants:
                 held[tenant] = held.get(tenant, Demand()) + deployments_demand(session, tenant)
@@ -255,7 +245,7 @@ class JobRepository(Store):
     def watch(self, job_id: str, until: float) -> None:
         """Have the job's events read often until then. Its version stays."""
         with self._database.writing() as session:
-            live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(_LIVE))
+            live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE))
             session.execute(live.values(watched_until=until))
 
     def count_by_status(self) -> Mapping[JobStatus, int]:
@@ -265,8 +255,8 @@ class JobRepository(Store):
         return {status: found.get(status.value, 0) for status in JobStatus}
 
     def attempts_on_cluster(self) -> Mapping[str, int | None]:
-        # A status that another version of this program has stored counts as one with an attempt.
         """Number of the present attempt of each job that may have one on the cluster; None where it cannot be read."""
+        # A status that another version of this program has stored counts as one with an attempt.
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
         with self._database.reading() as session:
             return {job_id: _attempt_number(state) for job_id, state in session.execute(query)}
@@ -333,27 +323,16 @@ class JobRepository(Store):
             session.add_all(deliveries)
 
     def _check_room(self, session: Session, tenant: str, limits: StoredJobs) -> None:
-        """Raises `QuotaExceededError` where the tenant has as many jobs of a kind as it may have."""
+        """Raises as `StoredJobs.check`, which no other submission of the tenant overtakes."""
         if limits == UNLIMITED:
             return
         self._database.take_turns(session, f"jobs of {tenant}")
-        kinds = (
-            ("max_queued_jobs", limits.waiting, _WAITING, "that wait or are paused", "when one has started, or cancel"),
-            ("max_unfinished_jobs", limits.unfinished, _LIVE, "that have not ended", "when one has ended, or cancel"),
-            ("max_stored_jobs", limits.stored, None, "that are kept, ended ones included", "when you have deleted"),
-        )
-        for field, most, statuses, which, then in kinds:
-            if most is None:
-                continue
+
+        def count(statuses: Sequence[str] | None) -> int:
             query = select(func.count()).where(JobRow.tenant == tenant)
-            number = session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
-            if number >= most:
-                raise QuotaExceededError(
-                    f"tenant {tenant!r} has {number} jobs {which}; its quota {field} is {most}; submit again {then} "
-                    "one",
-                    field=field,
-                    value=number,
-                )
+            return session.scalar(query if statuses is None else query.where(JobRow.status.in_(statuses))) or 0
+
+        limits.check(tenant, count)
 
 
 def _columns(job: Job) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.control_plane.database.tables import JobRow, UseRow
-from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.jobs.job import LIVE
 from swiftkv_platform.errors import ConflictError
 
-_LIVE = [status.value for status in JobStatus if not status.is_terminal]
 _MODEL = re.compile(r"mdl_[0-9A-Za-z]{1,36}")
 _OBJECT = re.compile(r"jobs/(job_[0-9A-Za-z]{1,36})/")
 """Part of an object's address, wherever the store is."""
@@ -71,7 +70,7 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
 def live_users(session: Session, names: Sequence[str], *, limit: int, without: str = "") -> Sequence[str]:
     """Ids of jobs that have not ended and use one of these, the first ones. `without`: a job that does not count."""
     users = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
-    users = users.where(UseRow.used.in_(names), JobRow.status.in_(_LIVE), JobRow.id != without)
+    users = users.where(UseRow.used.in_(names), JobRow.status.in_(LIVE), JobRow.id != without)
     return session.scalars(users.distinct().order_by(JobRow.id).limit(limit)).all()
 
 

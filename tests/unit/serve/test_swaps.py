@@ -1,7 +1,7 @@
 """Versions of a replica: swapped between requests, with chat templates of their own, and two at a time."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,26 +138,23 @@ async def test_a_bad_version_is_refused_and_the_old_one_stays(
     assert current.version is loader.loaded["one"], "what is served already is not loaded again"
 
 
-async def test_origins_count_at_once_and_load_nothing(current: Current, swaps: Swaps) -> None:
+@pytest.mark.parametrize(
+    ("field", "good", "bad", "read"),
+    [
+        ("cors_origins", "https://a.example.org", "a.example.org/x", lambda current: current.origins()),
+        ("ignored_fields", "suffix", "no field", lambda current: current.version.ignored_fields),
+    ],
+)
+async def test_fields_of_the_door_count_at_once_and_load_nothing(
+    current: Current, swaps: Swaps, field: str, good: str, bad: str, read: Callable[[Current], frozenset[str]]
+) -> None:
     before = current.version
-    for origins in (["https://a.example.org", "*"], None):
-        await swaps.want(document("one", cors_origins=origins, revision=str(origins)))
-        await swapped(current, str(origins))
+    for values in ([good, "*"], None):
+        await swaps.want(document("one", revision=str(values), **{field: values}))
+        await swapped(current, str(values))
         assert current.version is before
-        assert current.origins() == frozenset(origins or ())
-    await swaps.want(document("one", cors_origins=["a.example.org/x"], revision="bad"))
-    await swapped(current, "bad")
-    assert current.swap.status == "refused"
-
-
-async def test_fields_to_ignore_count_at_once_and_load_nothing(current: Current, swaps: Swaps) -> None:
-    before = current.version
-    for fields in (["suffix", "*"], None):
-        await swaps.want(document("one", ignored_fields=fields, revision=str(fields)))
-        await swapped(current, str(fields))
-        assert current.version is before
-        assert current.version.ignored_fields == frozenset(fields or ())
-    await swaps.want(document("one", ignored_fields=["no field"], revision="bad"))
+        assert read(current) == frozenset(values or ())
+    await swaps.want(document("one", revision="bad", **{field: [bad]}))
     await swapped(current, "bad")
     assert current.swap.status == "refused"
 

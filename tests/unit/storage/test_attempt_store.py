@@ -52,15 +52,6 @@ def checkpoint(store: ObjectStore, attempt: int, name: str, *, complete: bool = 
     return key
 
 
-def test_a_request_comes_back(attempts: AttemptStore) -> None:
-    request = AttemptRequest(job_id=JOB, attempt=2, spec=JobSpec(name="x"), run_id="r", resume_from="jobs/a")
-    attempts.write_request(request)
-    attempts.write_request(request)
-    assert attempts.read_request(SECOND) == request
-    with pytest.raises(ObjectNotFoundError):
-        attempts.read_request(AttemptId(JOB, 3))
-
-
 def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     """Workers of an older version refuse fields that they do not know."""
     for recipe in RECIPES:

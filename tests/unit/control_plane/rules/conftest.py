@@ -9,8 +9,8 @@ import pytest
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.database.session import Database
 from swiftkv_platform.control_plane.jobs.job import Event, Job, Reason, status_event
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.control_plane.jobs.reconciler import Entrypoint, Reconciler
+from swiftkv_platform.control_plane.jobs.ports import Entrypoint, SubmissionStatus
+from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.specs import JobSpec

@@ -32,6 +32,8 @@ class JobError(_Answer):
     message: str = ""
     param: str | None = None
     """Dotted path of the field to blame, where one is."""
+    cure: str = ""
+    """What to change, fields with their values and what to use instead."""
 
 
 class Recipe(_Answer):

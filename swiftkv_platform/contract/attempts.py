@@ -206,19 +206,16 @@ _UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
 """Text that `argparse` prints in a driver of protocol 1."""
 
 
-_REMEDY = "give the Ray cluster the image of the control plane's version, and submit the job again"
-
-
 def refusal(*, workers: int, control_plane: int) -> str:
-    """Return why workers of an older version do not work for a control plane, and what to do."""
-    return f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}; {_REMEDY}"
+    """Return why workers of an older version do not work for a control plane."""
+    return f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}"
 
 
 def misunderstanding(error: ValidationError) -> tuple[str, str]:
     """Return the field of a request that workers of another version do not understand, and the same answer about it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
-    return field, f"the workers' image does not understand the job: {field}: {first['msg']}; {_REMEDY}"
+    return field, f"the workers' image does not understand the job: {field}: {first['msg']}"
 
 
 def is_from_protocol_1(output: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict
 
+from swiftkv_platform.contract.cures import what_to_change
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.base import Page, Slice
@@ -31,6 +32,8 @@ class JobError(Answer):
     message: str
     param: str | None = None
     """Dotted path of the field to blame, where one is."""
+    cure: str
+    """What to change, fields with their values and what to use instead."""
 
 
 class JobProgress(Answer):
@@ -48,6 +51,8 @@ class JobAnswer(Answer):
     object: Literal["distillation.job"] = "distillation.job"
     name: str
     status: JobStatus
+    error: JobError | None
+    """Cause of a failed job and its cure; null for others."""
     status_reason: StatusReason | None
     queue_place: int | None
     """Place of a queued job among its tenant's, which start in this order; the first has 1."""
@@ -74,7 +79,6 @@ class JobAnswer(Answer):
     """Cost when its training has ended, at its present speed."""
     submission_id: str | None
     """Ray's id of the present attempt."""
-    error: JobError | None
     metadata: dict[str, str]
     tenant: str
     created_by: str
@@ -84,7 +88,10 @@ class JobAnswer(Answer):
         cls, job: Job, prices: Prices, now: float, queue_place: int | None = None, waits: Reason | None = None
     ) -> Self:
         """The answer. `waits`: why a queued job has not started."""
-        error = None if job.error is None else {**vars(job.error), "param": job.error.field}
+        error = None
+        if (cause := job.error) is not None:
+            cure = what_to_change(cause.code, cause.field, job.spec)
+            error = {**vars(cause), "param": cause.field, "cure": cure}
         return cls.model_validate(
             {
                 **vars(job),

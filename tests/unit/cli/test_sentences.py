@@ -156,6 +156,18 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     assert reason["message"] in watched
 
 
+def test_a_job_that_has_failed_leads_with_cause_and_cure(run: Run, script: Script) -> None:
+    error = {"code": "out_of_memory", "message": "a worker ran out of memory", "cure": "data.max_length is 8: use 4."}
+    row = {**JOB, "status": "failed", "error": error, "status_reason": {"code": "out_of_memory", "message": "again"}}
+    script.on("GET", "/jobs/job_1", *[json_answer(row)] * 3)
+    script.on("GET", "/jobs/job_1/events", event_stream(), list_answer([]))
+    for command in ("get", "watch"):
+        first, second, *rest = run("jobs", command, "job_1").stdout.splitlines()
+        assert first.split("  ", 1)[1].strip() == "out_of_memory: a worker ran out of memory"
+        assert second.split("  ", 1)[1].strip() == "data.max_length is 8: use 4."
+        assert not any("again" in line for line in rest)
+
+
 def test_a_job_that_has_succeeded(run: Run, script: Script) -> None:
     report = {
         "teacher": {"perplexity": 13.456},

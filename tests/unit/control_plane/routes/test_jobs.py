@@ -102,7 +102,10 @@ def test_a_failed_job_says_why(server: Server) -> None:
     server.worker(job).say("error", "no text", code="data_error", field=field, retryable=False)
     server.end(job, SubmissionStatus.FAILED)
     failed = server.get(f"/jobs/{job}")
+    cure = failed["error"].pop("cure")
     assert failed["error"] == {"code": "data_error", "message": "no text", "param": field}
+    assert cure.startswith(f'{field} is "builtin:python-stdlib": use what the cause asks for. Clone the job')
+    assert list(failed)[:5] == ["id", "object", "name", "status", "error"]
     assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
 
 

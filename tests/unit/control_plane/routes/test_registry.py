@@ -2,20 +2,27 @@
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, source_rules, tenant_access
+from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.deployments.deployment import DeploymentStatus
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.models.comparison import Figure, compare
+from swiftkv_platform.control_plane.models.imports import ModelImports
 from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.rows import Registry
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
-from swiftkv_platform.control_plane.upkeep.retention import retention
+from swiftkv_platform.control_plane.upkeep.retention import DAY_S, retention
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
+from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
@@ -337,6 +344,66 @@ def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, sp
     assert server.client.delete(path).status_code == 204
     assert sweep(server)["deleted"] == 3
     assert (list(server.parts.objects.list(prefix)), server.get("/quota")["stored_bytes"]) == ([], 0)
+
+
+class Interrupted(Registry):
+    """A registry before whose row something happens."""
+
+    before: Callable[[], None]
+
+    def add_model(self, model: Model, **options: Any) -> None:
+        self.before()
+        super().add_model(model, **options)
+
+
+def killed() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(server: Server, before: Callable[[], None]) -> ModelImports:
+    registry, access = (
+        Interrupted(server.parts.database),
+        partial(tenant_access, source_rules(server.settings), NO_LIMITS),
+    )
+    registry.before = before
+    return ModelImports(registry, server.parts.objects, clock=server.parts.clock, access=access)
+
+
+def imported(server: Server) -> int:
+    return len([*server.parts.objects.list("models")])
+
+
+def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(server: Server, tmp_path: Path) -> None:
+    source, caller = student(tmp_path, spec=SPEC), Caller("default", "ann")
+    kept = post(server, "/models/import", {"source": str(source)}, 201)
+    files = imported(server)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(server, killed).add(str(source), None, caller)
+    assert imported(server) == 2 * files
+    server.wait(DAY_S - 60)
+    assert (sweep(server), imported(server)) == ({}, 2 * files), "it may still be on its way"
+    server.wait(120)
+    sweep(server)
+    assert imported(server) == files
+    assert [model["id"] for model in server.get("/models")["data"]] == [kept["id"]]
+    slow = interrupted(server, lambda: server.wait(DAY_S / 2 - 60)).add(str(source), None, caller)
+    server.wait(DAY_S)
+    sweep(server)
+    assert imported(server) == 2 * files
+    assert slow.id in {model["id"] for model in server.get("/models")["data"]}
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_an_import_that_has_taken_too_long_is_refused(server: Server, tmp_path: Path, swept: bool) -> None:
+    """As one of a process that was stopped for hours; its objects may be about to go, or gone."""
+
+    def frozen() -> None:
+        server.wait(DAY_S / 2 + 60 if not swept else DAY_S + 60)
+        assert bool(sweep(server)) == swept
+
+    with pytest.raises(StorageError, match="too long"):
+        interrupted(server, frozen).add(str(student(tmp_path, spec=SPEC)), None, Caller("default", "ann"))
+    assert (imported(server), server.get("/models")["data"]) == (0, [])
 
 
 def test_a_job_continues_from_an_imported_model_whose_spec_is_known(server: Server, tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ class AttemptRequest(FrozenModel):
 ManifestKind = Literal["artifact", "checkpoint", "data"]
 
 
+HELD_OUT_KL = "held_out_kl"
+"""Entry of a checkpoint's lineage: held-out KL of its state, in nats, where it was measured."""
+
+
 class ManifestFile(FrozenModel):
     """One file of an artifact or checkpoint."""
 
@@ -112,7 +116,7 @@ class Manifest(FrozenModel):
     """Unix seconds."""
     lineage: dict[str, Any] = {}
     """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec, the `parent` of a job that
-    continued from one, and of an adapter base_digest. Checkpoint: step, tokens, world_size."""
+    continued from one, and of an adapter base_digest. Checkpoint: step, tokens, world_size, and `HELD_OUT_KL`."""
     metrics: dict[str, Any] = {}
     """Artifact: the evaluation report (`evaluation.json`)."""
 

@@ -166,10 +166,22 @@ class CheckpointAnswer(Answer):
     """Bytes."""
     sha256: str
     """SHA-256 of its manifest, which names each file's."""
+    held_out_kl: float | None
+    """Held-out KL of its state, in nats; null where it was not measured at this step."""
+    distilled_model: str | None
+    """The job's model (`mdl_...`) where it is made of this checkpoint, else null."""
 
     @classmethod
-    def of(cls, checkpoint: StoredCheckpoint) -> Self:
-        return cls.model_validate({**vars(checkpoint), "id": f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"})
+    def of(cls, checkpoint: StoredCheckpoint, *, model: str | None = None) -> Self:
+        name = f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"
+        return cls.model_validate({**vars(checkpoint), "id": name, "distilled_model": model})
+
+    @classmethod
+    def all_of(cls, job: Job, checkpoints: Sequence[StoredCheckpoint]) -> list[Self]:
+        """Those of a job, in the order given: by step, then attempt. Of one step, the newest attempt's is taken."""
+        step = ((job.result or {}).get("training") or {}).get("step")
+        chosen = next((each for each in reversed(checkpoints) if each.step == step), None)
+        return [cls.of(each, model=job.distilled_model if each is chosen else None) for each in checkpoints]
 
 
 class ArtifactFileAnswer(Answer):

@@ -279,10 +279,12 @@ def test_sizes_of_files_and_checkpoints(run: Run, script: Script) -> None:
     checkpoint = {"id": "c", "attempt": 1, "step": 25, "key": "jobs/job_1", "size": 3 * GIB, "sha256": "f"}
     model = {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1, "size": 24 * MIB}
     script.on("GET", "/jobs/job_1/artifacts", list_answer([weights]))
-    script.on("GET", "/jobs/job_1/checkpoints", list_answer([checkpoint]))
     script.on("GET", "/models/mdl_1", json_answer(model))
     assert "24 MiB" in run("jobs", "artifacts", "job_1").stdout
+    measured = {**checkpoint, "held_out_kl": 0.17314, "distilled_model": "mdl_1"}
+    script.on("GET", "/jobs/job_1/checkpoints", list_answer([checkpoint]), list_answer([measured]))
     assert "3 GiB" in run("jobs", "checkpoints", "job_1").stdout
+    assert {"0.1731", "mdl_1"} < {*run("jobs", "checkpoints", "job_1").stdout.split()}
     assert "24 MiB" in run("models", "get", "mdl_1").stdout
     assert json.loads(run("jobs", "artifacts", "job_1", "--json").stdout)[0]["size"] == 24 * MIB
 

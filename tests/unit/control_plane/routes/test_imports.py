@@ -69,12 +69,17 @@ def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, sp
 
 
 class Interrupted(Registry):
-    """A registry before whose row something happens."""
+    """A registry during whose imports something happens: while objects are copied, or before the row."""
 
-    before: Callable[[], None]
+    copying: Callable[[], None] = staticmethod(lambda: None)
+    copied: Callable[[], None] = staticmethod(lambda: None)
+
+    def note_import(self, prefix: str, **options: Any) -> None:
+        super().note_import(prefix, **options)
+        self.copying()
 
     def add_model(self, model: Model, **options: Any) -> None:
-        self.before()
+        self.copied()
         super().add_model(model, **options)
 
 
@@ -82,12 +87,10 @@ def killed() -> None:
     raise KeyboardInterrupt
 
 
-def interrupted(server: Server, before: Callable[[], None]) -> ModelImports:
-    registry, access = (
-        Interrupted(server.parts.database),
-        partial(tenant_access, source_rules(server.settings), NO_LIMITS),
-    )
-    registry.before = before
+def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
+    access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
+    registry = Interrupted(server.parts.database)
+    vars(registry).update(during)
     return ModelImports(registry, server.parts.objects, clock=server.parts.clock, access=access)
 
 
@@ -100,7 +103,7 @@ def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(
     kept = post(server, "/models/import", {"source": str(source)}, 201)
     files = imported(server)
     with pytest.raises(KeyboardInterrupt):
-        interrupted(server, killed).add(str(source), None, caller)
+        interrupted(server, copied=killed).add(str(source), None, caller)
     assert imported(server) == 2 * files
     server.wait(DAY_S - 60)
     assert (sweep(server), imported(server)) == ({}, 2 * files), "it may still be on its way"
@@ -108,7 +111,7 @@ def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(
     sweep(server)
     assert imported(server) == files
     assert [model["id"] for model in server.get("/models")["data"]] == [kept["id"]]
-    slow = interrupted(server, lambda: server.wait(DAY_S / 2 - 60)).add(str(source), None, caller)
+    slow = interrupted(server, copying=lambda: server.wait(DAY_S / 2 - 60)).add(str(source), None, caller)
     server.wait(DAY_S)
     sweep(server)
     assert imported(server) == 2 * files
@@ -124,7 +127,7 @@ def test_an_import_that_has_taken_too_long_is_refused(server: Server, tmp_path: 
         assert bool(sweep(server)) == swept
 
     with pytest.raises(StorageError, match="too long"):
-        interrupted(server, frozen).add(str(student(tmp_path, spec=SPEC)), None, Caller("default", "ann"))
+        interrupted(server, copying=frozen).add(str(student(tmp_path, spec=SPEC)), None, Caller("default", "ann"))
     assert (imported(server), server.get("/models")["data"]) == (0, [])
 
 

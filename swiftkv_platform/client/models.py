@@ -33,7 +33,7 @@ class JobError(_Answer):
     param: str | None = None
     """Dotted path of the field to blame, where one is."""
     cure: str = ""
-    """What to change, fields with their values and what to use instead."""
+    """Advice on what to change: fields with their values and what to use instead."""
 
 
 class Recipe(_Answer):

@@ -42,7 +42,7 @@ class Cure:
     changes: Mapping[str, Instead] | None = None
     """By the dotted path of the field."""
     blamed: str = "use what the cause asks for"
-    """What to do about a field that the failure names and `changes` does not."""
+    """Advice on a field that the failure names and `changes` does not."""
 
 
 def _less(value: Any, _spec: JobSpec) -> str | None:

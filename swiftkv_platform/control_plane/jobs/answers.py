@@ -33,7 +33,7 @@ class JobError(Answer):
     param: str | None = None
     """Dotted path of the field to blame, where one is."""
     cure: str
-    """What to change, fields with their values and what to use instead."""
+    """Advice on what to change: fields with their values and what to use instead."""
 
 
 class JobProgress(Answer):
@@ -178,7 +178,7 @@ class CheckpointAnswer(Answer):
 
     @classmethod
     def all_of(cls, job: Job, checkpoints: Sequence[StoredCheckpoint]) -> list[Self]:
-        """Those of a job, in the order given: by step, then attempt. Of one step, the newest attempt's is taken."""
+        """Answers on checkpoints of a job, in the order given: by step, then attempt. Of one step, the newest attempt's is taken."""
         step = ((job.result or {}).get("training") or {}).get("step")
         chosen = next((each for each in reversed(checkpoints) if each.step == step), None)
         return [cls.of(each, model=job.distilled_model if each is chosen else None) for each in checkpoints]

@@ -120,7 +120,7 @@ def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(
 
 @pytest.mark.parametrize("swept", [False, True])
 def test_an_import_that_has_taken_too_long_is_refused(server: Server, tmp_path: Path, swept: bool) -> None:
-    """As one of a process that was stopped for hours; its objects may be about to go, or gone."""
+    """An import whose process was stopped for hours: its objects may be about to go, or gone."""
 
     def frozen() -> None:
         server.wait(DAY_S / 2 + 60 if not swept else DAY_S + 60)

@@ -20,12 +20,6 @@ _DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, Lookup
 _LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
 """Ray's exceptions for a process or a machine that is gone; the peers of a lost worker raise what they like."""
 
-_LESS_MEMORY = (
-    "what takes less: a smaller training.micro_batch_size or data.max_length, training.gradient_checkpointing, "
-    "sharding.strategy fsdp2 or deepspeed with zero_stage 3 over more workers, sharding.cpu_offload; "
-    "`swiftkv plan` says how much"
-)
-
 _NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 """Texts of torch's CPU allocator, and of CUDA, cuBLAS and cuDNN, about memory that torch has not got."""
 
@@ -53,20 +47,19 @@ def explain(error: BaseException) -> Failure:
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, OutOfMemoryError):
-            message = f"the machine ran out of memory; {_LESS_MEMORY}: {_first_line(cause)}"
+            message = f"the machine ran out of memory: {_first_line(cause)}"
             return Failure(ReasonCode.OUT_OF_MEMORY, message)
         line = _line_with(cause, *_NO_MEMORY)
         # torch's goes by its name: the driver imports no torch
         if line is None and (isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"):
             line = _first_line(cause)
         if line is not None:
-            message = f"a worker ran out of memory; {_LESS_MEMORY}: {line}"
+            message = f"a worker ran out of memory: {line}"
             return Failure(ReasonCode.OUT_OF_MEMORY, message, "training.micro_batch_size", retryable=False)
     for cause in causes:
         line = _line_with(cause, _NO_SPACE)
         if line is not None:
-            message = f"a disk is full; checkpoints and data pass through the temporary directory of a machine: {line}"
-            return Failure(ReasonCode.WORKER_LOST, message)
+            return Failure(ReasonCode.DISK_FULL, f"a disk is full: {line}")
     for cause in causes:
         if isinstance(cause, _DEFECTS):
             return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_first_line(cause)}", retryable=False)

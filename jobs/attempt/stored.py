@@ -6,6 +6,7 @@ files hold, and loads no torch.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile
+from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptRequest, Manifest, ManifestFile
 from swiftkv_platform.distillation.course import Progress, chosen_step
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.jobs.attempt.events import PhaseProgress, Reporter
@@ -165,6 +166,8 @@ class AttemptCheckpoints:
         key = join_key(self._prefix, name)
         course = progress.course
         lineage: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
+        if progress.held_out_kl is not None and math.isfinite(progress.held_out_kl):
+            lineage[HELD_OUT_KL] = progress.held_out_kl
         if course.is_measured:
             lineage |= {CHOSEN_STEP: chosen_step(course, self._training), ENDED: bool(course.ended)}
             lineage |= {"best_step": course.best_step, "best_kl": course.best_kl, "start_kl": course.start_kl}

@@ -13,6 +13,7 @@ from swiftkv_platform.cli.context import Json, MaybeSpecFile, checked
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
 from swiftkv_platform.cli.recipes import job_document, save_beside
+from swiftkv_platform.contract.cures import what_to_change
 from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
@@ -107,7 +108,8 @@ def _run(spec: JobSpec, output: Path) -> Path:
         if failure.code == SwiftKVError.code:
             # Unforeseen: the traceback is what helps.
             raise
-        raise TrainingError(f"{failure.code}: {failure.message}", field=failure.field) from error
+        cure = what_to_change(failure.code, failure.field, spec)
+        raise TrainingError(f"{failure.code}: {failure.message}. {cure}", field=failure.field) from error
 
 
 def evaluate(

@@ -53,13 +53,21 @@ def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
 
 
 def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """List the complete checkpoints of all attempts."""
+    """List the complete checkpoints of all attempts, with held-out KL and the model that was made of one."""
     with connect(url) as client:
         found = client.jobs.checkpoints(job_id)
     tell_table(
         found,
-        ("checkpoint", "step", "attempt", "size", "key"),
-        lambda item: (f"{job_id}:{item.step}", item.step, item.attempt, size(item.size), item.key),
+        ("checkpoint", "step", "attempt", "held-out KL", "model", "size", "key"),
+        lambda item: (
+            f"{job_id}:{item.step}",
+            item.step,
+            item.attempt,
+            None if item.held_out_kl is None else f"{item.held_out_kl:.4g}",
+            item.distilled_model,
+            size(item.size),
+            item.key,
+        ),
         empty="No complete checkpoint.",
         json=json,
     )

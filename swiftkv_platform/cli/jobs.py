@@ -302,12 +302,14 @@ def _memory_here(url: str | None) -> int | None:
 
 
 def _print_job(job: Job, *, json: bool) -> None:
-    reason = job.error or job.status_reason
+    error, reason = job.error, job.status_reason
     fields = {
+        "cause": f"{error.code}: {error.message}" if error else None,
+        "cure": error.cure if error else None,
         "job": job.id,
         "name": job.name,
         "status": job.status,
-        "reason": f"{reason.code}: {reason.message}" if reason else None,
+        "reason": f"{reason.code}: {reason.message}" if reason and not error else None,
         "queue": _queue(job),
         "attempt": job.attempt,
         "steps": _progress(job),

@@ -32,6 +32,8 @@ class JobError(_Answer):
     message: str = ""
     param: str | None = None
     """Dotted path of the field to blame, where one is."""
+    cure: str = ""
+    """Advice on what to change: fields with their values and what to use instead."""
 
 
 class Recipe(_Answer):
@@ -188,6 +190,10 @@ class Checkpoint(_Answer):
     """Directory in the object store."""
     size: int
     sha256: str
+    held_out_kl: float | None = None
+    """Held-out KL of its state, in nats; None where it was not measured."""
+    distilled_model: str | None = None
+    """The job's model where it is made of this checkpoint."""
 
 
 class ArtifactFile(_Answer):

@@ -93,6 +93,10 @@ class AttemptRequest(FrozenModel):
 ManifestKind = Literal["artifact", "checkpoint", "data"]
 
 
+HELD_OUT_KL = "held_out_kl"
+"""Entry of a checkpoint's lineage: held-out KL of its state, in nats, where it was measured."""
+
+
 class ManifestFile(FrozenModel):
     """One file of an artifact or checkpoint."""
 
@@ -112,7 +116,7 @@ class Manifest(FrozenModel):
     """Unix seconds."""
     lineage: dict[str, Any] = {}
     """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec, the `parent` of a job that
-    continued from one, and of an adapter base_digest. Checkpoint: step, tokens, world_size."""
+    continued from one, and of an adapter base_digest. Checkpoint: step, tokens, world_size, and `HELD_OUT_KL`."""
     metrics: dict[str, Any] = {}
     """Artifact: the evaluation report (`evaluation.json`)."""
 
@@ -206,19 +210,16 @@ _UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
 """Text that `argparse` prints in a driver of protocol 1."""
 
 
-_REMEDY = "give the Ray cluster the image of the control plane's version, and submit the job again"
-
-
 def refusal(*, workers: int, control_plane: int) -> str:
-    """Return why workers of an older version do not work for a control plane, and what to do."""
-    return f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}; {_REMEDY}"
+    """Return why workers of an older version do not work for a control plane."""
+    return f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}"
 
 
 def misunderstanding(error: ValidationError) -> tuple[str, str]:
     """Return the field of a request that workers of another version do not understand, and the same answer about it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
-    return field, f"the workers' image does not understand the job: {field}: {first['msg']}; {_REMEDY}"
+    return field, f"the workers' image does not understand the job: {field}: {first['msg']}"
 
 
 def is_from_protocol_1(output: str) -> bool:

@@ -14,13 +14,15 @@ from swiftkv_platform.frozen import FrozenModel
 
 
 class ReasonCode(StrEnum):
-    """`status_reason.code` of a job, where that is not the code of an error of `errors.py`."""
+    """`status_reason.code` of a job, where that is not the code of an error of `errors.py`. What ends a job has a
+    row in `cures.CURES`."""
 
     WORKER_LOST = "worker_lost"
     """A process or a machine of the attempt is gone."""
     PREEMPTED = "preempted"
     """The attempt was stopped from outside."""
     OUT_OF_MEMORY = "out_of_memory"
+    DISK_FULL = "disk_full"
     NOT_PLACED = "not_placed"
     """The attempt's workers found no place on the cluster; the job is queued again."""
     WAITING_FOR_RESOURCES = "waiting_for_resources"

@@ -108,6 +108,8 @@ class Progress:
     tokens: int = 0
     """Positions the loss has counted."""
     course: Course = field(default_factory=Course)
+    held_out_kl: float | None = None
+    """Held-out KL of the present state, in nats, where it was measured; no part of a checkpoint's tensors."""
 
 
 @dataclass(frozen=True)

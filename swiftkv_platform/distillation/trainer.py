@@ -164,10 +164,11 @@ class Trainer:
             progress = replace(progress, course=replace(progress.course, warmup_steps=warmup_steps))
         if self._held_out is None:
             return progress
-        course = measured(progress.course, self._held_out.measure(), progress.step, self._spec.training).course
+        kl = self._held_out.measure()
+        course = measured(progress.course, kl, progress.step, self._spec.training).course
         if progress.step == 0 and self._spec.optimizer.rate_search:
             course = self._settle_rate(course, self._held_out)
-        progress = replace(progress, course=course)
+        progress = replace(progress, course=course, held_out_kl=kl)
         self._checkpointer.save(progress)
         return progress
 
@@ -213,7 +214,7 @@ class Trainer:
                 raise
             turn = went_back(course, CourseCode.LOSS_NOT_FINITE, progress.step, training)
             return self._take(turn, math.nan, progress)
-        progress = replace(progress, step=metrics.step, tokens=metrics.tokens)
+        progress = replace(progress, step=metrics.step, tokens=metrics.tokens, held_out_kl=None)
         if self._held_out is None or not self._schedule.is_measured(progress.step):
             self._listener.on_step(metrics)
             return progress
@@ -233,7 +234,7 @@ class Trainer:
         rate, chosen = (peak or 0.0) * course.rate_scale, chosen_step(course, self._spec.training)
         for note in turn_notes(turn, kl, progress.step, rate, chosen):
             self._listener.on_course(note)
-        return replace(progress, course=course)
+        return replace(progress, course=course, held_out_kl=kl if turn.rollback is None else course.best_kl)
 
     def train_step(self, progress: Progress) -> StepMetrics:
         """One optimizer step over `training.batch_size` rows, shared by the workers and cut into micro batches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from itertools import islice
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempt_id import AttemptId, attempts_prefix, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, misunderstanding
+from swiftkv_platform.contract.attempts import HELD_OUT_KL, AttemptRequest, Manifest, misunderstanding
 from swiftkv_platform.contract.events import AttemptEvent, parse_event
 from swiftkv_platform.errors import ObjectNotFoundError, ProtocolError
 from swiftkv_platform.redaction import redact
@@ -55,6 +56,8 @@ class StoredCheckpoint:
     """Digest of its manifest."""
     created_at: float
     """Unix seconds."""
+    held_out_kl: float | None = None
+    """Held-out KL of its state, in nats; None where it was not measured."""
 
 
 MAX_LOG_BYTES = 16 << 20
@@ -174,7 +177,13 @@ class AttemptStore:
                 continue  # incomplete, or rotated away since the listing
             found.append(
                 StoredCheckpoint(
-                    name.attempt, name.step, name.key, manifest.size, manifest_digest(manifest), manifest.created_at
+                    attempt=name.attempt,
+                    step=name.step,
+                    key=name.key,
+                    size=manifest.size,
+                    sha256=manifest_digest(manifest),
+                    created_at=manifest.created_at,
+                    held_out_kl=_held_out_kl(manifest, name.step),
                 )
             )
         return found
@@ -333,3 +342,10 @@ def _event_keys(store: ObjectStore, attempt: AttemptId, writer: str, *, after: i
         match = _EVENT_NAME.fullmatch(info.key.removeprefix(f"{prefix}/"))
         if match:
             yield int(match.group(1)), info.key
+
+
+def _held_out_kl(manifest: Manifest, step: int) -> float | None:
+    """Versions before told the KL of a checkpoint that is itself the best state, and of no other."""
+    told = manifest.lineage
+    kl = told.get(HELD_OUT_KL, told.get("best_kl") if told.get("best_step") == step else None)
+    return float(kl) if isinstance(kl, int | float) and math.isfinite(kl) else None

@@ -173,7 +173,7 @@ def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str,
     ]
     worker.say("metrics", time=begun + 1, points=points, total_steps=30)
     for step in (15, 30):
-        key, at = worker.checkpoint(step), begun + 6.0 * step
+        key, at = worker.checkpoint(step, held_out_kl=6.0 / step), begun + 6.0 * step
         worker.say("checkpoint", f"step {step} saved", time=at, step=step, key=key, size=7, sha256="0" * 64)
     write_artifact(server, job_id)
     server.cluster.submissions[f"{job_id}-1"].log = "worker ready\nWARNING the store is slow\ntrained\n"

@@ -148,13 +148,13 @@ def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
         rows.delete_job(job.id, by="ann", now=400, tenant="another")
     number = rows.count_job(job.id)
     assert rows.delete_job(job.id, by="ann", now=400, tenant=TENANT) == number
-    assert rows.deletions(limit=9, after=None) == [f"jobs/{job.id}"]
+    assert rows.deletions(now=1000, limit=9, after=None) == [f"jobs/{job.id}"]
     with pytest.raises(NotFoundError):
         jobs.get(job.id, tenant=TENANT)
     with pytest.raises(NotFoundError):
         Registry(database).get_model(model_id, tenant=TENANT)
     rows.forget_deletion(f"jobs/{job.id}")
-    assert rows.deletions(limit=9, after=None) == []
+    assert rows.deletions(now=1000, limit=9, after=None) == []
     counts = rows.count_rows()
     assert (counts["jobs"], counts["models"], counts["metric_points"]) == (1, 0, 0)
     assert jobs.get(other.id, tenant=TENANT) == other
@@ -166,10 +166,10 @@ def test_a_deleted_model_leaves_its_job(rows: RetainedRows, jobs: JobRepository)
     assert rows.delete_model(model_id, by="ann", now=400, tenant=TENANT) == 1
     left = jobs.get(job.id, tenant=TENANT)
     assert (left.status, left.distilled_model, left.artifact_uri) == (JobStatus.SUCCEEDED, None, None)
-    assert rows.deletions(limit=9, after=None) == [f"jobs/{job.id}/attempts/1/artifact"]
+    assert rows.deletions(now=1000, limit=9, after=None) == [f"jobs/{job.id}/attempts/1/artifact"]
     assert rows.expired_jobs(before=200, limit=9, after=None) == [job.id]
     rows.delete_job(job.id, by="ann", now=400)
-    assert rows.deletions(limit=9, after=None) == [f"jobs/{job.id}", f"jobs/{job.id}/attempts/1/artifact"]
+    assert rows.deletions(now=1000, limit=9, after=None) == [f"jobs/{job.id}", f"jobs/{job.id}/attempts/1/artifact"]
 
 
 def test_what_has_a_model_does_not_expire(rows: RetainedRows, jobs: JobRepository) -> None:

@@ -43,17 +43,17 @@ class FakeWorker:
         points = [{"step": step, "tokens": step * 100, "loss": 1.0 / step} for step in steps]
         self.say("metrics", time=time, points=points, total_steps=total)
 
-    def checkpoint(self, step: int) -> str:
+    def checkpoint(self, step: int, **lineage: Any) -> str:
         """A complete checkpoint's key."""
         key = f"{self._attempt.checkpoints_prefix}/step-{step:08d}"
-        self._publish(key, "checkpoint")
+        self._publish(key, "checkpoint", lineage)
         return key
 
     def artifact(self, **metrics: Any) -> Manifest:
-        return self._publish(self._attempt.artifact_prefix, "artifact", **metrics)
+        return self._publish(self._attempt.artifact_prefix, "artifact", {}, **metrics)
 
-    def _publish(self, prefix: str, kind: Any, **metrics: Any) -> Manifest:
+    def _publish(self, prefix: str, kind: Any, known: dict[str, Any], **metrics: Any) -> Manifest:
         self._store.put_bytes(f"{prefix}/data.bin", b"weights")
         files = {"data.bin": ManifestFile(size=7, sha256="0" * 64)}
-        lineage = {"teacher": "tiny"}
+        lineage = {"teacher": "tiny", **known}
         return write_manifest(self._store, prefix, files, kind=kind, lineage=lineage, metrics=METRICS | metrics)

@@ -185,12 +185,13 @@ class SessionRow(Base):
 
 
 class DeletionRow(Base):
-    """A prefix of the store that no row speaks of any more, until its objects are gone."""
+    """A prefix of the store that no row speaks of any more, or not yet, until its objects are gone."""
 
     __tablename__ = "deletions"
 
     prefix: Mapped[str] = mapped_column(String(200), primary_key=True)
     created_at: Mapped[int] = mapped_column(BigInteger)
+    """Unix seconds from which its objects may go; of an import ahead of its time."""
     by: Mapped[str] = mapped_column(String(200))
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict
 
+from swiftkv_platform.contract.cures import what_to_change
 from swiftkv_platform.contract.events import Level
 from swiftkv_platform.contract.verdicts import verdict_sentence
 from swiftkv_platform.control_plane.base import Page, Slice
@@ -31,6 +32,8 @@ class JobError(Answer):
     message: str
     param: str | None = None
     """Dotted path of the field to blame, where one is."""
+    cure: str
+    """Advice on what to change: fields with their values and what to use instead."""
 
 
 class JobProgress(Answer):
@@ -48,6 +51,8 @@ class JobAnswer(Answer):
     object: Literal["distillation.job"] = "distillation.job"
     name: str
     status: JobStatus
+    error: JobError | None
+    """Cause of a failed job and its cure; null for others."""
     status_reason: StatusReason | None
     queue_place: int | None
     """Place of a queued job among its tenant's, which start in this order; the first has 1."""
@@ -74,7 +79,6 @@ class JobAnswer(Answer):
     """Cost when its training has ended, at its present speed."""
     submission_id: str | None
     """Ray's id of the present attempt."""
-    error: JobError | None
     metadata: dict[str, str]
     tenant: str
     created_by: str
@@ -84,7 +88,10 @@ class JobAnswer(Answer):
         cls, job: Job, prices: Prices, now: float, queue_place: int | None = None, waits: Reason | None = None
     ) -> Self:
         """The answer. `waits`: why a queued job has not started."""
-        error = None if job.error is None else {**vars(job.error), "param": job.error.field}
+        error = None
+        if (cause := job.error) is not None:
+            cure = what_to_change(cause.code, cause.field, job.spec)
+            error = {**vars(cause), "param": cause.field, "cure": cure}
         return cls.model_validate(
             {
                 **vars(job),
@@ -159,10 +166,22 @@ class CheckpointAnswer(Answer):
     """Bytes."""
     sha256: str
     """SHA-256 of its manifest, which names each file's."""
+    held_out_kl: float | None
+    """Held-out KL of its state, in nats; null where it was not measured at this step."""
+    distilled_model: str | None
+    """The job's model (`mdl_...`) where it is made of this checkpoint, else null."""
 
     @classmethod
-    def of(cls, checkpoint: StoredCheckpoint) -> Self:
-        return cls.model_validate({**vars(checkpoint), "id": f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"})
+    def of(cls, checkpoint: StoredCheckpoint, *, model: str | None = None) -> Self:
+        name = f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}"
+        return cls.model_validate({**vars(checkpoint), "id": name, "distilled_model": model})
+
+    @classmethod
+    def all_of(cls, job: Job, checkpoints: Sequence[StoredCheckpoint]) -> list[Self]:
+        """Answers on all of a job, by step, then attempt. Of the model's step the newest attempt's checkpoint is taken."""
+        step = ((job.result or {}).get("training") or {}).get("step")
+        chosen = next((each for each in reversed(checkpoints) if each.step == step), None)
+        return [cls.of(each, model=job.distilled_model if each is chosen else None) for each in checkpoints]
 
 
 class ArtifactFileAnswer(Answer):

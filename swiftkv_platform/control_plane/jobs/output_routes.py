@@ -30,9 +30,9 @@ _URL_LIFETIME_S = 3600
 
 @router.get("/checkpoints")
 def list_checkpoints(job_id: str, parts: Parts, caller: Reader, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
-    """Complete checkpoints of all attempts, by step."""
-    parts.jobs.get(job_id, tenant=caller.tenant)
-    found = [CheckpointAnswer.of(checkpoint) for checkpoint in parts.attempts.list_checkpoints(job_id)]
+    """Complete checkpoints of all attempts, by step, with held-out KL where it was measured."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    found = CheckpointAnswer.all_of(job, parts.attempts.list_checkpoints(job_id))
     kept = page_of(found, lambda checkpoint: checkpoint.id, page)
     return list_answer(kept, lambda checkpoint: checkpoint, lambda checkpoint: checkpoint.id)
 

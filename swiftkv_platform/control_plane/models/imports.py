@@ -1,6 +1,7 @@
 """Students that were made elsewhere: copied, checked, and registered as models without a job.
 
-The objects are written before the row, so that a model always has its objects.
+The objects are written before the row, so that a model always has its objects; before them goes a note by which the
+sweeper removes what an import that died has left.
 """
 
 from __future__ import annotations
@@ -93,12 +94,14 @@ class ModelImports:
             metrics=known.metrics,
         )
         _check_readable(model, source)
+        self.registry.note_import(prefix, by=caller.name, now=self.clock())
         try:
             manifest = publish_directory(
                 self.objects, copy, prefix, kind="artifact", lineage=lineage, metrics=known.metrics
             )
             stored = Model(**{**vars(model), "manifest_digest": manifest_digest(manifest)})
-            self.registry.add_model(stored, max_bytes=self.policies.policy(caller.tenant).max_stored_bytes)
+            most = self.policies.policy(caller.tenant).max_stored_bytes
+            self.registry.add_model(stored, max_bytes=most, now=self.clock())
         except DatabaseUnavailableError:
             raise  # The row may be there although its answer is not.
         except Exception:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.base import Page, Slice
 from swiftkv_platform.control_plane.database.paging import fetch, owned, page_of, readable, value_of
-from swiftkv_platform.control_plane.database.tables import DeploymentRow, ModelRow, PromotionRow
+from swiftkv_platform.control_plane.database.tables import DeletionRow, DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.control_plane.deployments.deployment import (
     DeploymentStatus,
 )
 from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository, read_deployment, write_deployment
 from swiftkv_platform.control_plane.files.rows import check_room
 from swiftkv_platform.control_plane.models.model import Change, Model, Promotion
+from swiftkv_platform.errors import StorageError
+
+IMPORT_S = 86400.0
+"""Seconds after which the objects of an import that has not been registered are removed."""
 
 
 class Registry(DeploymentRepository):
@@ -26,8 +30,20 @@ class Registry(DeploymentRepository):
         with self._database.reading() as session:
             return value_of(Model, owned(session, ModelRow, model_id, tenant))
 
-    def add_model(self, model: Model, *, max_bytes: int | None) -> None:
+    def note_import(self, prefix: str, *, by: str, now: float) -> None:
+        """Note that the objects of an import are to go in a day, unless `add_model` keeps them before."""
         with self._database.writing() as session:
+            session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_S), by=by))
+
+    def add_model(self, model: Model, *, max_bytes: int | None, now: float) -> None:
+        """Register an imported model, whose objects stay from then on. Raises `StorageError` where they are about to
+        go: half a day lies between the last import that is accepted and the removal, so the two never meet."""
+        noted = (DeletionRow.prefix == model.prefix, DeletionRow.created_at >= now + IMPORT_S / 2)
+        with self._database.writing() as session:
+            if session.connection().execute(delete(DeletionRow).where(*noted)).rowcount != 1:
+                raise StorageError(
+                    f"the import of {model.name!r} has taken too long, and its copy goes; import it again"
+                )
             if max_bytes is not None:
                 check_room(self._database, session, model.tenant, model.size, max_bytes)
             session.add(ModelRow(**vars(model)))

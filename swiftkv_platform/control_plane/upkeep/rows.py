@@ -196,9 +196,10 @@ class RetainedRows(Store):
             _note_deletion(session, value_of(Model, model).prefix, by, now)
             return _delete(session, ModelRow, ModelRow.id == model_id)
 
-    def deletions(self, *, limit: int, after: str | None) -> Sequence[str]:
-        """Prefixes, ascending, whose objects are to go."""
-        return self._page(select(DeletionRow.prefix), DeletionRow.prefix, limit, after)
+    def deletions(self, *, now: float, limit: int, after: str | None) -> Sequence[str]:
+        """Prefixes, ascending, whose objects are to go by now."""
+        due = select(DeletionRow.prefix).where(DeletionRow.created_at <= now)
+        return self._page(due, DeletionRow.prefix, limit, after)
 
     def forget_deletion(self, prefix: str) -> None:
         """The objects are gone."""

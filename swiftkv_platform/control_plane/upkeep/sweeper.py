@@ -5,6 +5,7 @@ process after a crash or by another one at the same time.
 
     ended jobs: the data of a kind ─▶ the job's mark
     deleted jobs and models: their rows, for a `deletions` row ─▶ their objects ─▶ the `deletions` row
+    imports that died: a `deletions` row that is due in a day, and that a registered model takes away ─▶ as above
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class Sweeper:
 
     def _deleted(self, *, dry_run: bool) -> Iterator[Swept]:
         """Objects of what has been deleted. One whose objects cannot be removed is tried again in the next round."""
-        for prefix in _all(self.rows.deletions):
+        for prefix in _all(partial(self.rows.deletions, now=self.clock())):
             try:
                 yield from self._at(prefix, "deleted", dry_run=dry_run)
             except StorageError as error:

@@ -156,6 +156,18 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     assert reason["message"] in watched
 
 
+def test_a_job_that_has_failed_leads_with_cause_and_cure(run: Run, script: Script) -> None:
+    error = {"code": "out_of_memory", "message": "a worker ran out of memory", "cure": "data.max_length is 8: use 4."}
+    row = {**JOB, "status": "failed", "error": error, "status_reason": {"code": "out_of_memory", "message": "again"}}
+    script.on("GET", "/jobs/job_1", *[json_answer(row)] * 3)
+    script.on("GET", "/jobs/job_1/events", event_stream(), list_answer([]))
+    for command in ("get", "watch"):
+        first, second, *rest = run("jobs", command, "job_1").stdout.splitlines()
+        assert first.split("  ", 1)[1].strip() == "out_of_memory: a worker ran out of memory"
+        assert second.split("  ", 1)[1].strip() == "data.max_length is 8: use 4."
+        assert not any("again" in line for line in rest)
+
+
 def test_a_job_that_has_succeeded(run: Run, script: Script) -> None:
     report = {
         "teacher": {"perplexity": 13.456},
@@ -267,10 +279,12 @@ def test_sizes_of_files_and_checkpoints(run: Run, script: Script) -> None:
     checkpoint = {"id": "c", "attempt": 1, "step": 25, "key": "jobs/job_1", "size": 3 * GIB, "sha256": "f"}
     model = {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1, "size": 24 * MIB}
     script.on("GET", "/jobs/job_1/artifacts", list_answer([weights]))
-    script.on("GET", "/jobs/job_1/checkpoints", list_answer([checkpoint]))
     script.on("GET", "/models/mdl_1", json_answer(model))
     assert "24 MiB" in run("jobs", "artifacts", "job_1").stdout
+    measured = {**checkpoint, "held_out_kl": 0.17314, "distilled_model": "mdl_1"}
+    script.on("GET", "/jobs/job_1/checkpoints", list_answer([checkpoint]), list_answer([measured]))
     assert "3 GiB" in run("jobs", "checkpoints", "job_1").stdout
+    assert {"0.1731", "mdl_1"} < {*run("jobs", "checkpoints", "job_1").stdout.split()}
     assert "24 MiB" in run("models", "get", "mdl_1").stdout
     assert json.loads(run("jobs", "artifacts", "job_1", "--json").stdout)[0]["size"] == 24 * MIB
 

@@ -12,6 +12,7 @@ from swiftkv_platform.distillation.checkpoint import CheckpointFiles, Retries, U
 from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
+from swiftkv_platform.planning.steering import RunSchedule
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import group_of_one
 
@@ -33,6 +34,7 @@ class Store:
         self.failures = failures
         self.error = error
         self.committed: list[str] = []
+        self.kls: dict[str, float | None] = {}
         self.lost: list[str] = []
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
@@ -45,6 +47,7 @@ class Store:
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
         assert [*files] == ["weights"]
         self.committed.append(name)
+        self.kls[name] = progress.held_out_kl
 
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
         self.lost.append(name)
@@ -168,3 +171,19 @@ def test_a_run_that_ends_well_needs_its_last_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="away"):
         _Trainer(store, tmp_path, diverges=False).run()
     assert store.lost == ["step-1", "step-2"]
+
+
+class _Measured:
+    """Held-out rows with these KLs, one measurement after the other."""
+
+    def __init__(self, *kls: float) -> None:
+        self.measure = iter(kls).__next__
+
+
+def test_a_checkpoint_has_the_held_out_kl_of_its_own_state_after_going_back_too(tmp_path: Path) -> None:
+    store = Store()
+    trainer: Any = _Trainer(store, tmp_path, diverges=False)
+    trainer._held_out, trainer._checkpointer.go_back = _Measured(0.5, 0.3, 0.9), lambda step: None
+    trainer._schedule = RunSchedule(total_steps=2, every_steps=1, measured_every=1, best_every=1)
+    trainer.run()
+    assert store.kls == {"step-0": 0.5, "step-1": 0.3, "step-2": 0.3}

@@ -1,5 +1,6 @@
 """The newest checkpoint, and the ones that stay, on a real directory store."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_the_best_state_stays_beside_the_newest_until_another_is_better(store: O
     assert (checkpoints.of_step(3), checkpoints.of_step(6)) == ([saved[3]], [])
     checkpoints.save(12, best_step=12)
     assert checkpoints.kept() == [12]
+
+
+@pytest.mark.parametrize(("kl", "told"), [(0.25, 0.25), (None, None), (math.inf, None)])
+def test_a_checkpoint_tells_the_held_out_kl_of_its_state(
+    store: ObjectStore, shard: Path, kl: float | None, told: float | None
+) -> None:
+    checkpoints, name = Checkpoints(store, shard), "step-00000003-w1-a"
+    checkpoints.commit(name, checkpoints.upload(shard, name), Progress(3, 30, held_out_kl=kl), world_size=1)
+    [stored] = AttemptStore(store).list_checkpoints("job")
+    assert stored.held_out_kl == told
 
 
 def test_the_model_is_made_of_the_best_state_that_was_stored(store: ObjectStore, shard: Path) -> None:

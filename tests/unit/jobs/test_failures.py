@@ -12,8 +12,12 @@ from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, Worker
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from torch.distributed.checkpoint.api import CheckpointException
 
+from swiftkv_platform import errors
+from swiftkv_platform.contract.cures import CURES, cure_of, what_to_change
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import DataError, LossNotFiniteError, QualityGateError, StorageError, SwiftKVError
 from swiftkv_platform.jobs.failures import Failure, explain, root_cause
+from swiftkv_platform.specs import JobSpec
 
 NO_MEMORY = "Task was killed due to the node running low on memory."
 LOST = "workers were lost again and again"
@@ -98,7 +102,7 @@ def too_large() -> RuntimeError:
 def test_a_batch_that_does_not_fit_the_device_is_not(error: Exception, line: str) -> None:
     failure = explain(group(raised(error)))
     assert (failure.code, failure.field, failure.retryable) == ("out_of_memory", "training.micro_batch_size", False)
-    assert "training.gradient_checkpointing" in failure.message
+    assert failure.message.startswith("a worker ran out of memory: ")
     assert failure.message.endswith(line)
 
 
@@ -129,7 +133,7 @@ def test_a_full_disk_is_named_wherever_it_was_met() -> None:
         group(raised(RuntimeError("writing failed"), traceback=f"OSError: {full}\nRuntimeError: writing failed")),
     ):
         failure = explain(error)
-        assert (failure.code, failure.retryable) == ("worker_lost", True)
+        assert (failure.code, failure.retryable) == ("disk_full", True)
         assert failure.message.endswith("No space left on device: '/tmp/checkpoint-x/__0_0.distcp'")
 
 
@@ -143,3 +147,63 @@ def test_anything_else_is_named_by_its_type() -> None:
 
 def test_a_value_that_json_does_not_know_is_told_as_text() -> None:
     assert explain(DataError("bad", value=("a", 1))).value == "('a', 1)"
+
+
+LIVE = {"waiting_for_resources", "waiting_for_turn", "cost_cap", "paused", "resumed", "cancelled"}
+"""Reasons of statuses that are no failures."""
+
+
+def test_every_kind_of_failure_has_a_cure_that_names_fields_of_the_spec() -> None:
+    ours = {*ReasonCode} - LIVE
+    ours |= {each.code for each in vars(errors).values() if isinstance(each, type) and issubclass(each, SwiftKVError)}
+    ours -= {SwiftKVError.code, "generation_failed", "engine_dead"}
+    defect = CURES[SwiftKVError.code]
+    assert sorted(code for code in ours if cure_of(code) is defect) == []
+    assert cure_of("of a newer worker") is defect
+    spec = JobSpec(name="test").model_dump(by_alias=True)
+    for cure in CURES.values():
+        for path in cure.changes or {}:
+            section, field = path.split(".")
+            assert field in spec[section], path
+
+
+@pytest.mark.parametrize(
+    ("failure", "changes", "told"),
+    [
+        (
+            explain(too_large()),
+            {"training": {"micro_batch_size": 6, "batch_size": 12}},
+            "training.micro_batch_size is 6: use 3; or data.max_length is 8192: use 4096; or "
+            "training.gradient_checkpointing is false: use true. More workers",
+        ),
+        (explain(too_large()), {}, "data.max_length is 8192: use 4096; or"),
+        (
+            explain(LossNotFiniteError("step 3", field="optimizer.learning_rate", value=0.03)),
+            {"optimizer": {"learning_rate": 0.03}, "model": {"dtype": "float32"}},
+            "optimizer.learning_rate is 0.03: use 0.003. Where",
+        ),
+        (
+            explain(QualityGateError("too far", field="evaluation.max_kl", value=0.3)),
+            {"evaluation": {"max_kl": 0.2}, "swiftkv": {"num_key_value_layers": 6}},
+            "evaluation.max_kl is 0.2: a looser limit accepts this student; or training.num_epochs is 2: use 4; or "
+            "swiftkv.num_key_value_layers is 6: use 7 or more. ",
+        ),
+        (
+            explain(DataError("no rows", field="data.sources[0].name_or_path", value="x.jsonl")),
+            {"data": {"sources": [{"name_or_path": "org/x"}]}},
+            'data.sources[0].name_or_path is "org/x": use what the cause asks for. Clone',
+        ),
+        (explain(DataError("no rows", field="data.sources[3].colour")), {}, "Clone the job"),
+        (explain(StorageError("away")), {}, "fault_tolerance.max_retries is 3: use 6. See"),
+        (explain(group(died(ActorDiedError()))), {}, "fault_tolerance.max_retries is 3: use 6. The job's log"),
+        (explain(OSError(errno.ENOSPC, "No space left on device")), {}, "Checkpoints and data pass"),
+        (Failure("not_placed", ""), {"resources": {"num_workers": 4}}, "resources.num_workers is 4: use 2. Or"),
+        (Failure("not_placed", "", "resources"), {"resources": {"num_workers": {"min": 1, "max": 2}}}, "Or give"),
+        (Failure("quota_exceeded", "", "resources.num_workers"), {}, "resources.num_workers is 2: use 1. Clone"),
+        (Failure("protocol_mismatch", "", "spec.training.momentum"), {}, "Give the Ray cluster the image"),
+        (explain(KeyError("lm_head")), {}, "This is a defect of the program"),
+    ],
+)  # fmt: skip
+def test_a_cure_names_field_value_and_what_to_use_instead(failure: Failure, changes: dict[str, Any], told: str) -> None:
+    spec = JobSpec.model_validate({"name": "test", **changes})
+    assert what_to_change(failure.code, failure.field, spec).startswith(told)

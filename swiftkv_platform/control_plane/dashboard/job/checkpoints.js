@@ -121,18 +121,19 @@ function Uses({ job, item, evaluation, onChange }) {
   </div>`;
 }
 
-/** Checkpoints with the loss of their step and their evaluated KL, where they are known, and what can be made of each. */
+/** Checkpoints with the loss of their step, their held-out and their evaluated KL, where they are known, and what can be made of each. */
 export function Checkpoints({ job, checkpoints, points }) {
   const [evaluations, problem, reload] = useEvaluations(job);
   const measured = new Map((points ?? []).map((point) => [point.step, point.loss ?? point.logits_loss]));
-  const best = Math.min(...checkpoints.map(({ step }) => measured.get(step) ?? Infinity));
+  const best = Math.min(...checkpoints.map((item) => item.held_out_kl ?? Infinity));
   const of = (item) => evaluations?.get(`${job.id}:${item.id}`);
   const kl = (item) => of(item)?.result?.distilled?.kl;
   const columns = [
-    { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code><br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
+    { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code>${item.distilled_model && html` <a class="status passed" href="#/models?model=${item.distilled_model}">the model</a>`}<br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
     { name: "Step", number: true, sort: (item) => item.step, cell: (item) => figure(item.step) },
     { name: "Attempt", number: true, sort: (item) => item.attempt, cell: (item) => item.attempt },
-    { name: "Loss of its step", number: true, sort: (item) => measured.get(item.step), cell: (item) => html`<span>${figure(measured.get(item.step))}${measured.get(item.step) === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },
+    { name: "Loss of its step", number: true, sort: (item) => measured.get(item.step), cell: (item) => figure(measured.get(item.step)) },
+    { name: "Held-out KL", number: true, sort: (item) => item.held_out_kl, cell: (item) => html`<span>${figure(item.held_out_kl)}${item.held_out_kl === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },
     { name: "Evaluated KL", number: true, sort: kl, cell: (item) => figure(kl(item)) },
     { name: "Size", number: true, sort: (item) => item.size, cell: (item) => bytes(item.size) },
     { name: "", cell: (item) => html`<${Uses} job=${job} item=${item} evaluation=${of(item)} onChange=${reload} />` },

@@ -100,7 +100,7 @@ export function Job({ id }) {
   const live = LIVE.has(job.status);
   const turns = events.filter((event) => event.data.action && event.data.code);
   return html`<div class="head"><h1>${job.name}</h1><${Status} status=${job.status} /><${Actions} job=${job} onDone=${reload} /></div>
-    <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}>${reason.code}: ${reason.message}</p>`}</div>
+    <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}>${reason.code}: ${reason.message}${job.error && html`<br /><strong>To change:</strong> ${job.error.cure}`}</p>`}</div>
     <${Problem} problem=${problem} />
     ${live && html`<p><${Progress} job=${job} /> <span class="quiet">${eta(job)}</span></p>`}
     <section class="panel"><h2>Phases</h2><${Timeline} events=${events} ended=${job.finished_at} /></section>

@@ -102,7 +102,10 @@ def test_a_failed_job_says_why(server: Server) -> None:
     server.worker(job).say("error", "no text", code="data_error", field=field, retryable=False)
     server.end(job, SubmissionStatus.FAILED)
     failed = server.get(f"/jobs/{job}")
+    cure = failed["error"].pop("cure")
     assert failed["error"] == {"code": "data_error", "message": "no text", "param": field}
+    assert cure.startswith(f'{field} is "builtin:python-stdlib": use what the cause asks for. Clone the job')
+    assert list(failed)[:5] == ["id", "object", "name", "status", "error"]
     assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
 
 
@@ -183,6 +186,23 @@ def test_checkpoints_are_listed_with_size_and_digest(server: Server) -> None:
     [checkpoint] = server.get(f"/jobs/{job['id']}/checkpoints")["data"]
     assert (checkpoint["id"], checkpoint["step"], checkpoint["size"]) == ("ckpt_00000002_0001", 2, 7)
     assert len(checkpoint["sha256"]) == 64
+
+
+def test_checkpoints_tell_their_held_out_kl_and_which_one_is_the_model(server: Server) -> None:
+    job = server.submit()["id"]
+    server.run(job)
+    worker, told = server.worker(job), f"/jobs/{job}/checkpoints"
+    worker.checkpoint(0, held_out_kl=0.9, best_step=0, best_kl=0.9)
+    worker.checkpoint(2, best_step=2, best_kl=0.25)  # as versions before wrote it
+    worker.checkpoint(3, best_step=2, best_kl=0.25)
+    worker.checkpoint(4, held_out_kl=0.25, best_step=2, best_kl=0.25)  # after going back
+    found = [(each["step"], each["held_out_kl"]) for each in server.get(told)["data"]]
+    assert found == [(0, 0.9), (2, 0.25), (3, None), (4, 0.25)]
+    assert {each["distilled_model"] for each in server.get(told)["data"]} == {None}
+    worker.artifact(training={"step": 2, "reason": "lowest_held_out_kl"})
+    server.end(job)
+    model = server.get(f"/jobs/{job}")["distilled_model"]
+    assert [each["step"] for each in server.get(told)["data"] if each["distilled_model"] == model] == [2]
 
 
 def test_artifacts_are_listed_and_downloaded(server: Server) -> None:

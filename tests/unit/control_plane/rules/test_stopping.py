@@ -192,8 +192,7 @@ def test_an_old_image_is_refused_in_one_sentence(plane: Plane, capsys: pytest.Ca
     assert plane.get(job).status is JobStatus.FAILED, "another try would get the same image"
     assert plane.reason(job).code == "protocol_mismatch"
     assert plane.reason(job).message == (
-        f"the workers' image speaks protocol 1 and the control plane protocol {PROTOCOL}; "
-        "give the Ray cluster the image of the control plane's version, and submit the job again"
+        f"the workers' image speaks protocol 1 and the control plane protocol {PROTOCOL}"
     )
 
 

@@ -175,7 +175,7 @@ def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(
     assert deaths > 3
     assert [model.job_id for model in plane.catalog.list_models(Page(limit=9), tenant=TENANT).items] == [new.id]
     assert {key.split("/")[1] for key in keys(plane)} == {new.id}
-    assert RetainedRows(plane.database).deletions(limit=9, after=None) == []
+    assert RetainedRows(plane.database).deletions(now=plane.clock(), limit=9, after=None) == []
     assert [job.id for job in plane.jobs.list(Page(), tenant=TENANT).items] == [new.id], (old.id, failed.id)
 
 

@@ -1,0 +1,210 @@
+"""Cures of failures: what to change in a job's spec or around it, by the code of the cause: a `ReasonCode`, or that of
+an error of `errors.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swiftkv_platform.contract.events import ReasonCode
+from swiftkv_platform.errors import (
+    ClusterUnavailableError,
+    ConflictError,
+    DatabaseUnavailableError,
+    DeadlineExceededError,
+    ForbiddenError,
+    InvalidInputError,
+    LossNotFiniteError,
+    NotFoundError,
+    OverloadedError,
+    OverQuotaError,
+    ProtocolError,
+    QualityGateError,
+    QuotaExceededError,
+    StorageError,
+    SwiftKVError,
+    TrainingError,
+    UnauthenticatedError,
+)
+from swiftkv_platform.specs import JobSpec
+
+Instead = Callable[[Any, JobSpec], str | None]
+"""Function of a field's value and the spec: what to do about it; None where another value is no help."""
+
+
+@dataclass(frozen=True)
+class Cure:
+    advice: str
+    """Sentences on what to do beside changing fields."""
+    changes: Mapping[str, Instead] | None = None
+    """By the dotted path of the field."""
+    blamed: str = "use what the cause asks for"
+    """Advice on a field that the failure names and `changes` does not."""
+
+
+def _less(value: Any, _spec: JobSpec) -> str | None:
+    """The largest proper divisor, which divides whatever the value divides."""
+    most = value if isinstance(value, int) else 1
+    return next((f"use {most // by}" for by in range(2, most + 1) if most % by == 0), None)
+
+
+def _more(value: Any, _spec: JobSpec) -> str | None:
+    return f"use {2 * value}" if value else None
+
+
+def _instead(better: str, *of: Any) -> Instead:
+    return lambda value, _spec: f"use {better}" if value in of else None
+
+
+def _lower_rate(value: Any, _spec: JobSpec) -> str:
+    return f"use {(value or 1e-3) / 10:.3g}"
+
+
+def _more_epochs(value: Any, spec: JobSpec) -> str | None:
+    return f"use {2 * value}" if spec.training.max_steps is None else None
+
+
+def _skip_less(value: Any, spec: JobSpec) -> str | None:
+    return f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.num_key_value_layers is None else None
+
+
+def _more_layers(value: Any, _spec: JobSpec) -> str | None:
+    return None if value is None else f"use {value + 1} or more"
+
+
+_RETRIES: Mapping[str, Instead] = {"fault_tolerance.max_retries": lambda value, _spec: f"use {max(2 * value, 3)}"}
+_AGAIN = Cure(
+    "Nothing in the spec is known to be at fault: clone the job, with training.from set to its last checkpoint "
+    "(JOB:STEP) if there is one; `swiftkv doctor` says what does not answer.",
+    _RETRIES,
+)
+_OPERATOR = Cure("Or ask the operator to open it to this tenant; then clone the job.", blamed="use one that is open")
+
+CURES: Mapping[str, Cure] = {
+    ReasonCode.OUT_OF_MEMORY: Cure(
+        "More workers with sharding.strategy fsdp2, or sharding.cpu_offload, take less for each; `swiftkv plan` says "
+        "how much.",
+        {
+            "training.micro_batch_size": _less,
+            "data.max_length": lambda value, _spec: f"use {value // 2}" if value >= 1024 else None,
+            "training.gradient_checkpointing": _instead("true", False),
+            "sharding.strategy": _instead("fsdp2", "ddp"),
+        },
+    ),
+    ReasonCode.WORKER_LOST: Cure(
+        "The job's log has the last words of its workers. Clone the job, with training.from set to its last checkpoint "
+        "(JOB:STEP) if there is one.",
+        _RETRIES,
+    ),
+    ReasonCode.DISK_FULL: Cure(
+        "Checkpoints and data pass through the temporary directory of a machine: free its disk, or start its Ray node "
+        "with TMPDIR on a larger one; then clone the job."
+    ),
+    ReasonCode.PREEMPTED: _AGAIN,
+    ReasonCode.NOT_PLACED: Cure(
+        "Or give the cluster nodes with what the cause names; then clone the job.", {"resources.num_workers": _less}
+    ),
+    ReasonCode.MAX_RUNTIME_EXCEEDED: Cure(
+        "Clone the job with training.from set to its last checkpoint (JOB:STEP) to go on from there. Where no limit is "
+        "in the spec, it is the operator's.",
+        {"limits.max_runtime_s": _more},
+    ),
+    ReasonCode.INTERNAL: Cure("This is a defect of the control plane, whose log has its traceback: report it."),
+    SwiftKVError.code: Cure(
+        "This is a defect of the program, or of code that the spec names. `swiftkv jobs logs JOB` has its traceback: "
+        "report it, or mend that code and clone the job."
+    ),
+    InvalidInputError.code: Cure("Clone the job with the change; `swiftkv jobs validate` checks it before."),
+    ProtocolError.code: Cure(
+        "Give the Ray cluster the image of the control plane's version, and submit the job again.",
+        blamed="leave it out where that image must stay",
+    ),
+    UnauthenticatedError.code: _OPERATOR,
+    ForbiddenError.code: _OPERATOR,
+    OverQuotaError.code: Cure(
+        "`swiftkv quota` shows what the tenant is granted; the operator can raise it.", {"resources.num_workers": _less}
+    ),
+    QuotaExceededError.code: Cure(
+        "Clone the job when other jobs of the tenant have ended, or delete what it does not need any more; `swiftkv "
+        "quota` shows what it is granted and holds.",
+        {"resources.num_workers": _less},
+    ),
+    NotFoundError.code: Cure("Or bring it back; then clone the job.", blamed="use one that is there"),
+    ConflictError.code: _AGAIN,
+    StorageError.code: Cure(
+        "See that the object store answers and has room (`swiftkv doctor`); then clone the job, with training.from set "
+        "to its last checkpoint (JOB:STEP) if there is one.",
+        _RETRIES,
+    ),
+    ClusterUnavailableError.code: _AGAIN,
+    DatabaseUnavailableError.code: _AGAIN,
+    OverloadedError.code: _AGAIN,
+    DeadlineExceededError.code: _AGAIN,
+    TrainingError.code: Cure("`swiftkv jobs logs JOB` says more; clone the job with the change."),
+    LossNotFiniteError.code: Cure(
+        "Where the loss breaks off in the first steps, a longer optimizer.warmup_ratio helps.",
+        {"optimizer.learning_rate": _lower_rate, "model.dtype": _instead("float32", "bfloat16")},
+    ),
+    QualityGateError.code: Cure(
+        "`swiftkv jobs events JOB` says how held-out KL went.",
+        {
+            "training.max_steps": _more,
+            "training.num_epochs": _more_epochs,
+            "swiftkv.prefill_reduction": _skip_less,
+            "swiftkv.num_key_value_layers": _more_layers,
+            "swiftkv.key_value_group_size": _less,
+        },
+        blamed="a looser limit accepts this student",
+    ),
+}
+"""A code without a row has its family's: that of the nearest error above it."""
+
+
+def cure_of(code: str) -> Cure:
+    """The cure for a cause; that of a defect for a code that this version does not know."""
+    family = [error.code for error in _errors().get(code, SwiftKVError).mro() if issubclass(error, SwiftKVError)]
+    return next(CURES[each] for each in (code, *family) if each in CURES)
+
+
+def what_to_change(code: str, field: str | None, spec: JobSpec) -> str:
+    """Sentences on a job that failed: each field to change with its value and what to use instead, and what else to do.
+
+    Args:
+        field: dotted path that the failure names.
+    """
+    cure = cure_of(code)
+    changes = dict(cure.changes or {})
+    if field is not None and field not in changes:
+        changes = {field: lambda _value, _spec: cure.blamed, **changes}
+    told = []
+    for path, instead in changes.items():
+        value, known = _value_at(spec, path)
+        better = instead(value, spec) if known else None
+        if better is not None:
+            told.append(f"{path} is {json.dumps(value, ensure_ascii=False)}: {better}")
+    return f"{'; or '.join(told)}. {cure.advice}" if told else cure.advice
+
+
+def _errors() -> Mapping[str, type[SwiftKVError]]:
+    found, new = dict[str, type[SwiftKVError]](), [SwiftKVError]
+    while new:
+        error = new.pop()
+        found.setdefault(error.code, error)
+        new += error.__subclasses__()
+    return found
+
+
+def _value_at(spec: JobSpec, path: str) -> tuple[Any, bool]:
+    """The value of a field, and whether there is one to show: a path may lead to an object, or nowhere."""
+    value: Any = spec.model_dump(mode="json", by_alias=True)
+    for key in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None, False
+    return value, not isinstance(value, dict | list)

@@ -1,0 +1,185 @@
+"""Models that are imported: what is accepted, what an import that dies leaves."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, source_rules, tenant_access
+from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.models.imports import ModelImports
+from swiftkv_platform.control_plane.models.model import Model
+from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.upkeep.retention import DAY_S
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
+from tests.unit.control_plane.routes.test_registry import post, promote, sweep
+
+REPORT = {"perplexity_ratio": 1.05, "tasks": [], "distilled": {"kl": 0.1}}
+
+
+def student(directory: Path, *, spec: dict[str, Any] | None = None, **metrics: Any) -> Path:
+    """A student as `swiftkv distill` leaves it, with a manifest; without a spec, as `swiftkv convert` does."""
+    made = directory / "made"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps({"model_type": "llama_swiftkv"}))
+    (made / "model.safetensors").write_bytes(b"weights")
+    if spec is None:
+        return made
+    lineage = {"job_id": "job_elsewhere", "attempt": 1, "teacher": "org/teacher", "spec": spec}
+    publish_directory(
+        LocalObjectStore(directory), made, "distilled", kind="artifact", lineage=lineage, metrics={**REPORT, **metrics}
+    )
+    return directory / "distilled"
+
+
+@pytest.mark.parametrize("spec", [SPEC, None], ids=["distilled", "converted"])
+def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, spec: dict[str, Any] | None) -> None:
+    source = student(tmp_path, spec=spec)
+    model = post(server, "/models/import", {"source": str(source)}, 201)
+    assert (model["job_id"], model["name"]) == (None, "test" if spec else "made")
+    assert model["lineage"]["imported_from"] == str(source)
+    assert model["verdict"] == ("On the held-out text its perplexity is 1.05x the teacher's." if spec else None)
+    assert server.get(f"/models/{model['id']}") == server.get("/models")["data"][0] == model
+    prefix = f"models/{model['id']}"
+    assert model["artifact_uri"] == f"{server.parts.objects.uri}/{prefix}"
+    assert model["manifest_digest"] == manifest_digest(read_manifest(server.parts.objects, prefix))
+    lineage = server.get(f"/models/{model['id']}/lineage")
+    assert (lineage["job_id"], lineage["ancestors"]) == (None, [])
+    other = server.succeed()["distilled_model"]
+    server.get(f"/models/{model['id']}/compare/{other}")
+    assert server.get("/quota")["stored_bytes"] == model["size"]
+    deployment = post(server, "/deployments", {"model": model["id"]}, 201)
+    assert deployment["artifact_uri"] == model["artifact_uri"]
+    promote(server, other, "candidate")
+    path = f"/models/{model['id']}"
+    assert deployment["id"] in refusal(server.client.delete(path), 409)["message"]
+    server.client.delete(f"/deployments/{deployment['id']}")
+    server.tick()
+    server.tick()
+    assert server.client.delete(path).status_code == 204
+    assert sweep(server)["deleted"] == 3
+    assert (list(server.parts.objects.list(prefix)), server.get("/quota")["stored_bytes"]) == ([], 0)
+
+
+class Interrupted(Registry):
+    """A registry during whose imports something happens: while objects are copied, or before the row."""
+
+    copying: Callable[[], None] = staticmethod(lambda: None)
+    copied: Callable[[], None] = staticmethod(lambda: None)
+
+    def note_import(self, prefix: str, **options: Any) -> None:
+        super().note_import(prefix, **options)
+        self.copying()
+
+    def add_model(self, model: Model, **options: Any) -> None:
+        self.copied()
+        super().add_model(model, **options)
+
+
+def killed() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(server: Server, **during: Callable[[], None]) -> ModelImports:
+    access = partial(tenant_access, source_rules(server.settings), NO_LIMITS)
+    registry = Interrupted(server.parts.database)
+    vars(registry).update(during)
+    return ModelImports(registry, server.parts.objects, clock=server.parts.clock, access=access)
+
+
+def imported(server: Server) -> int:
+    return len([*server.parts.objects.list("models")])
+
+
+def test_what_an_import_that_died_has_copied_goes_after_a_day_and_no_model_does(server: Server, tmp_path: Path) -> None:
+    source, caller = student(tmp_path, spec=SPEC), Caller("default", "ann")
+    kept = post(server, "/models/import", {"source": str(source)}, 201)
+    files = imported(server)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(server, copied=killed).add(str(source), None, caller)
+    assert imported(server) == 2 * files
+    server.wait(DAY_S - 60)
+    assert (sweep(server), imported(server)) == ({}, 2 * files), "it may still be on its way"
+    server.wait(120)
+    sweep(server)
+    assert imported(server) == files
+    assert [model["id"] for model in server.get("/models")["data"]] == [kept["id"]]
+    slow = interrupted(server, copying=lambda: server.wait(DAY_S / 2 - 60)).add(str(source), None, caller)
+    server.wait(DAY_S)
+    sweep(server)
+    assert imported(server) == 2 * files
+    assert slow.id in {model["id"] for model in server.get("/models")["data"]}
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_an_import_that_has_taken_too_long_is_refused(server: Server, tmp_path: Path, swept: bool) -> None:
+    """An import whose process was stopped for hours: its objects may be about to go, or gone."""
+
+    def frozen() -> None:
+        server.wait(DAY_S / 2 + 60 if not swept else DAY_S + 60)
+        assert bool(sweep(server)) == swept
+
+    with pytest.raises(StorageError, match="too long"):
+        interrupted(server, copying=frozen).add(str(student(tmp_path, spec=SPEC)), None, Caller("default", "ann"))
+    assert (imported(server), server.get("/models")["data"]) == (0, [])
+
+
+def test_a_job_continues_from_an_imported_model_whose_spec_is_known(server: Server, tmp_path: Path) -> None:
+    model = post(server, "/models/import", {"source": str(student(tmp_path, spec=SPEC))}, 201)
+    job = server.submit(training={"from": model["id"]})
+    server.tick()
+    request = server.parts.attempts.read_request(AttemptId(job["id"], 1))
+    assert request.parent is not None
+    assert (request.parent.key, request.parent.sha256) == (f"models/{model['id']}", model["manifest_digest"])
+    assert job["id"] in refusal(server.client.delete(f"/models/{model['id']}"), 409)["message"]
+    made = server.get(f"/jobs/{job['id']}")
+    assert made["spec"]["training"]["from"] == model["id"]
+    bare = post(server, "/models/import", {"source": str(tmp_path / "made")}, 201)
+    refused = refusal(server.client.post("/jobs", json={**SPEC, "training": {"from": bare["id"]}}))
+    assert "by which spec" in refused["message"]
+
+
+WRONG: dict[str, Any] = {
+    "changed weights": ({}, "model.safetensors", "other", "differs from its manifest.json"),
+    "a teacher": ({}, "config.json", '{"model_type": "llama"}', "no SwiftKV student"),
+    "a manifest of another form": ({}, "manifest.json", "{}", "cannot be read"),
+    "code": ({}, "config.json", '{"model_type": "llama_swiftkv", "attn_implementation": "a/b"}', "names the code"),
+    "an adapter": ({}, "swiftkv_adapter.json", "{}", "swiftkv export"),
+    "gates of another form": ({"gates": 5}, None, "", "another form"),
+    "tasks of another form": ({"tasks": [{"task": "needle_many"}]}, None, "", "another form"),
+    "characters that no database takes": ({"note": "\0"}, None, "", "another form"),
+}
+
+
+@pytest.mark.parametrize(("metrics", "file", "content", "said"), WRONG.values(), ids=WRONG)
+def test_what_is_no_student_as_it_was_made_is_not_imported(
+    server: Server, tmp_path: Path, metrics: dict[str, Any], file: str | None, content: str, said: str
+) -> None:
+    source = student(tmp_path, spec=SPEC, **metrics)
+    if file is not None:
+        (source / file).write_text(content)
+    error = refusal(server.client.post("/models/import", json={"source": str(source)}))
+    assert (error["field"], said in error["message"]) == ("source", True), error
+    assert server.get("/models")["data"] == list(server.parts.objects.list("models")) == []
+
+
+def test_a_source_is_read_by_the_rules_of_its_tenant(start: Start, tmp_path: Path) -> None:
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    server = start(source_roots=(str(opened),), tenants_file=None)
+    source = student(tmp_path, spec=SPEC)
+    for closed in (str(source), "s3://bucket/model", "org/model", "../made"):
+        refused = refusal(server.client.post("/models/import", json={"source": closed}))
+        assert refused["field"] == "source"
+    inside = opened / "model"
+    inside.mkdir()
+    for path in source.iterdir():
+        (inside / path.name).symlink_to(path)
+    assert "leads to a place" in refusal(server.client.post("/models/import", json={"source": str(inside)}))["message"]

@@ -178,7 +178,7 @@ class CheckpointAnswer(Answer):
 
     @classmethod
     def all_of(cls, job: Job, checkpoints: Sequence[StoredCheckpoint]) -> list[Self]:
-        """Answers on all of a job, by step, then attempt. Of the model's step the newest attempt's checkpoint is taken."""
+        """Answers on all of a job, by step, then attempt. The newest attempt's of the step is the model's."""
         step = ((job.result or {}).get("training") or {}).get("step")
         chosen = next((each for each in reversed(checkpoints) if each.step == step), None)
         return [cls.of(each, model=job.distilled_model if each is chosen else None) for each in checkpoints]

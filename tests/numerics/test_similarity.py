@@ -98,18 +98,22 @@ class _Reader:
     def __init__(self, needles: Needles, forgets: int) -> None:
         self._tokenizer, self._left = needles.tokenizer, forgets
 
-    def generate(self, ids: torch.Tensor, **_settings: Any) -> torch.Tensor:
+    def generate(self, ids: torch.Tensor, attention_mask: torch.Tensor, **_settings: Any) -> torch.Tensor:
+        return torch.stack([self._answer(row, row[seen == 1]) for row, seen in zip(ids, attention_mask, strict=True)])
+
+    def _answer(self, row: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
         self._left -= 1
-        number = re.search(r"is (\d{5})\.", self._tokenizer.decode(ids[0]))
+        number = re.search(r"is (\d{5})\.", self._tokenizer.decode(prompt))
         assert number is not None
-        answer = f"It is {number[1]}." if self._left >= 0 else "It is 7."
-        return torch.cat((ids[0], torch.tensor(self._tokenizer.encode(answer))))[None]
+        answer = f"It is {number[1]}." if self._left >= 0 else "It is 70000."
+        return torch.cat((row, torch.tensor(self._tokenizer.encode(answer))))
 
 
 def test_the_share_of_needles_found() -> None:
-    needles = Needles.create(byte_tokenizer(), 512, 8)
+    """More prompts than are asked at once, of different lengths."""
+    needles = Needles.create(byte_tokenizer(), 512, 24)
     assert 400 < max(map(len, needles.prompts)) == needles.longest - ANSWER_TOKENS <= 520
-    assert needles.share_found(_Reader(needles, forgets=6)) == 0.75
+    assert needles.share_found(_Reader(needles, forgets=18)) == 0.75
     assert needles.share_found(random_teacher(max_position_embeddings=1024)) == 0.0
 
 

@@ -41,10 +41,10 @@ from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.completions import AnswerStore
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.course import CourseNote, Progress
-from swiftkv_platform.distillation.fork import Fork, load_trained
+from swiftkv_platform.distillation.fork import load_trained
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.pieces import TrainedTensors
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.depths import Needles
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins
@@ -53,10 +53,10 @@ from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.prepare import AttemptAnswers, prepare, write
 from swiftkv_platform.jobs.worker.setup import (
     calibrate,
-    compute_dtype,
     load_student,
     load_tokenizer,
     open_lazy,
+    spread_fork,
     task_device,
     teacher_path,
 )
@@ -183,11 +183,7 @@ class TrainingRuns:
         directory: Path,
         notes: _Notes,
     ) -> Mapping[str, Tensor]:
-        student, dtype = load_student(spec, self.path), compute_dtype(spec)
-        load_trained(student, start)
-        device = task_device(spec)
-        fork = Fork.of_job(student, spec, device=device)
-        parallel = parallelize(fork, spec, dtype=dtype, device=device)
+        parallel = spread_fork(spec, self.path, start, device=task_device(spec))
         request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
         checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
         Trainer(

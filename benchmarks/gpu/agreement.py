@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.engine import LLMEngine, SamplingParams
+from swiftkv_platform.engine import LLMEngine, RequestOutput, SamplingParams
 
 MOST_OF_PYTORCH = 1.3
 """Root mean square error in units of PyTorch's own."""
@@ -47,14 +47,18 @@ class Scores:
 def engine_answers(engine: LLMEngine, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
     """Answers of our own engine."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
-    outputs = engine.generate(prompts, params, progress=False)
+    return answers_of(engine.generate(prompts, params, progress=False))
+
+
+def answers_of(outputs: Sequence[RequestOutput]) -> list[Answer]:
+    """Greedy outputs of our own engine, with the log-probabilities that were asked for."""
     return [
         Answer(
-            prompt,
+            list(output.prompt_token_ids),
             output.token_ids,
             [row[token] for row, token in zip(output.logprobs or (), output.token_ids, strict=True)],
         )
-        for prompt, output in zip(prompts, outputs, strict=True)
+        for output in outputs
     ]
 
 

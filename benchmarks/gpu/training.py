@@ -15,7 +15,6 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +25,9 @@ from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer
 from swiftkv_platform.distillation.course import CourseNote, Progress
-from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
-from swiftkv_platform.jobs.worker.setup import compute_dtype, load_student, open_lazy, task_device
+from swiftkv_platform.jobs.worker.setup import open_lazy, spread_fork, task_device
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
@@ -95,21 +92,11 @@ def random_rows(max_length: int, num_steps: int, counted: float) -> PackedRows:
     return pack(Samples(tokens, counts, borders), np.arange(num_samples), max_length=max_length, pad_token_id=0)
 
 
-def spread(spec: JobSpec, model: Path) -> tuple[Parallel, Any]:
-    """The fork of a worker alone, as a job makes it, and the student's configuration."""
-    lazy = open_lazy(spec, str(model)) if spec.sharding.shards_parameters else None
-    student, device = lazy.model if lazy else load_student(spec, str(model)), task_device(spec)
-    fork = Fork.of_job(student, spec, device=device)
-    if lazy is not None:
-        lazy.attach(fork)
-    return parallelize(fork, spec, dtype=compute_dtype(spec), device=device, weights=lazy), student.config
-
-
 def measure(model: Path, args: argparse.Namespace, form: str, strategy: str, counted: float) -> str:
     """A line of the table."""
     spec, rows = job_spec(model, args, form, strategy), random_rows(args.max_length, args.steps, counted)
     device, request = task_device(spec), AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
-    (parallel, config), clock = spread(spec, model), _Clock(device)
+    parallel, clock = spread_fork(spec, str(model), None, device=device), _Clock(device)
     with tempfile.TemporaryDirectory(prefix="steps-") as directory:
         checkpoints = AttemptCheckpoints(open_store(directory), request, keep=1)
         Trainer(
@@ -124,7 +111,7 @@ def measure(model: Path, args: argparse.Namespace, form: str, strategy: str, cou
     setup = replace(
         training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
     )
-    plan = plan_training(config.to_dict(), setup)
+    plan = plan_training(open_lazy(spec, str(model)).model.config.to_dict(), setup)
     seconds, num_tokens = statistics.median(clock.seconds[WARM_UP_STEPS:]), ROWS_A_STEP * args.max_length
     flops = (plan.flops_per_token.total - plan.flops_per_token.recomputation) * num_tokens
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else float("nan")

@@ -31,6 +31,9 @@ from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.calibration_text import calibration_batches
+from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.trainer import parallelize
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.jobs.attempt.stored import StoredPreparation
 from swiftkv_platform.jobs.values import Member
@@ -229,6 +232,21 @@ def open_lazy(
     return LazyStudent.open(
         path, start or {}, dtype=compute_dtype(spec), device=device, revision=spec.model.revision, **student_shape(spec)
     )
+
+
+def spread_fork(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *, device: torch.device) -> Parallel:
+    """The fork over the workers of the default process group. Where parameters are sharded, a worker reads what it
+    shards, module by module. `start`: where its own tensors start; None: copied from the teacher."""
+    lazy = open_lazy(spec, path, start) if spec.sharding.shards_parameters else None
+    student = lazy.model if lazy else load_student(spec, path)
+    fork = Fork.of_job(student, spec, device=device)
+    if lazy is not None:
+        lazy.attach(fork)
+    elif start is not None:
+        load_trained(student, start)
+    if spec.training.compile:
+        compile_layers(fork)
+    return parallelize(fork, spec, dtype=compute_dtype(spec), device=device, weights=lazy)
 
 
 def student_shape(spec: JobSpec) -> dict[str, Any]:

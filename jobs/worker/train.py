@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -20,14 +20,12 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from swiftkv_platform.contract.attempts import Manifest, Parent, StopRequest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, from_rank_0, load_whole_state, on_all_workers
 from swiftkv_platform.distillation.course import CourseNote, Progress
-from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.jobs.attempt.events import ControlWatcher, MetricsBuffer, Reporter, say_placed, told_to_leave
 from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
@@ -36,11 +34,9 @@ from swiftkv_platform.jobs.attempt.tracking import Curve, TrackedRun
 from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig
 from swiftkv_platform.jobs.worker.setup import (
     access_of,
-    compute_dtype,
     find_start,
-    load_student,
-    open_lazy,
     set_up_process,
+    spread_fork,
     teacher_path,
 )
 from swiftkv_platform.logs import configure_logging, get_logger
@@ -91,7 +87,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     with _on_this_machine(worker, stored, local_rank) as (path, rows):
         _fetch_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)
-        parallel = _spread(spec, path, prepared.calibrated)
+        parallel = spread_fork(spec, path, prepared.calibrated, device=ray.train.torch.get_device())
         if parent is not None:
             _start_from_parent(parallel, worker, parent, rows.with_name("parent"), local_rank)
     return Trainer(
@@ -135,23 +131,6 @@ def _start_from_parent(
         load_whole_state(parallel, directory, None if files is None else files.read)
     else:
         check_all_there(parent, parallel.load_trained(trained_tensors(parent, directory, files)))
-
-
-def _spread(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None) -> Parallel:
-    """The fork over the workers. Where parameters are sharded, a worker reads what it shards, module by module."""
-    lazy, dtype = None, compute_dtype(spec)
-    if spec.sharding.shards_parameters:
-        lazy = open_lazy(spec, path, start)
-    student = lazy.model if lazy else load_student(spec, path)
-    device = ray.train.torch.get_device()
-    fork = Fork.of_job(student, spec, device=device)
-    if lazy is not None:
-        lazy.attach(fork)
-    elif start is not None:
-        load_trained(student, start)
-    if spec.training.compile:
-        compile_layers(fork)
-    return parallelize(fork, spec, dtype=dtype, device=device, weights=lazy)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from swiftkv_platform.jobs.worker.setup import (
     compute_dtype,
     load_student,
     open_lazy,
+    spread_fork,
 )
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
@@ -254,12 +255,8 @@ def run(name: str, which: str, *, deterministic: bool = False) -> Recorder:
     sections = {"checkpoint": {"every_steps": 3}, "training": {"micro_batch_size": 2}, "optimizer": {}} | RUNS[name]
     sections["optimizer"] = {"learning_rate": 5e-3, "warmup_ratio": 0.0} | sections["optimizer"]
     spec, path = job_spec("bfloat16", **sections), teacher("llama")[1]
-    lazy = open_lazy(spec, path) if spec.sharding.shards_parameters else None
-    fork = Fork.of_job(lazy.model if lazy else load_student(spec, path), spec, device=DEVICE)
-    if lazy is not None:
-        lazy.attach(fork)
-    parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=DEVICE, weights=lazy)
-    assert {buffer.device for buffer in fork.buffers()} == {DEVICE}
+    parallel = spread_fork(spec, path, None, device=DEVICE)
+    assert {buffer.device for buffer in parallel.module.buffers()} == {DEVICE}
     job_id = f"{name}-{deterministic}-{which.replace('resumed', 'killed')}"
     request = AttemptRequest(job_id=job_id, attempt=1, spec=spec, run_id="r")
     checkpoints = AttemptCheckpoints(open_store(stores().name), request, keep=3)

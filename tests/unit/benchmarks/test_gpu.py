@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import training
 from benchmarks.gpu.__main__ import TINY, main
 from benchmarks.gpu.agreement import Answer, Scores, compare
 
@@ -67,6 +68,13 @@ def test_the_run_writes_what_it_measured(vllm: bool, tmp_path: Path) -> None:
         assert blocks["dense"] == blocks["swiftkv_g1"]
         assert blocks["swiftkv_g2"] > blocks["dense"]
         assert "TPOT" in (tmp_path / f"{engine}.md").read_text()
+
+
+def test_training_steps_stand_beside_their_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    training.main(["--device", "cpu", "--tiny", "--max-length", "128", "--steps", "3"])
+    rows = capsys.readouterr().out.splitlines()[-2:]
+    assert [row.split(" | ")[:2] for row in rows] == [["| shared", "ddp"], ["| own", "fsdp2"]]
+    assert all(int(row.split(" | ")[4].replace(",", "")) > 0 for row in rows)
 
 
 def test_without_a_gpu_it_names_the_options_for_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:

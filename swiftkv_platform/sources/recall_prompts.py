@@ -47,7 +47,7 @@ _KINDS = (
 """Kinds of facts: how a text states one, how one is asked for, what is mentioned, and what is told."""
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 _MOST_COPIED = 12
-_REMARKS_OF_TEXT, _REMARKS_OF_LONG = (0, 2, 5, 10, 18, 24), (40, 60, 80, 100, 120)
+_REMARKS_OF_TEXT, _REMARKS_OF_LONG = (0, 2, 5, 10, 18, 24), (40, 60, 80, 100, 120, 160)
 
 
 def recall_prompts(*, held_out: bool) -> list[str]:
@@ -64,7 +64,7 @@ def recall_prompts(*, held_out: bool) -> list[str]:
 
 
 def long_recall_prompts(*, held_out: bool) -> list[str]:
-    """Requests for a fact of a long text, or for all of its facts; some 500 to 1,600 tokens long."""
+    """Requests for a fact of a long text, or for all of its facts; some 500 to 2,100 tokens long."""
     people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
     prompts = []
     for number in range(_NUM_LONG[held_out]):

@@ -21,7 +21,7 @@ RECALL = pytest.mark.parametrize("prompts", [recall_prompts, long_recall_prompts
     [
         (chat_prompts, "84d1689bcfd48b54", "d214c2f3b64cece5", range(2000, 4000), range(600)),
         (recall_prompts, "d2d3adcf1ed19aa0", "3629167de1f40f17", [2200], range(30, 2048)),
-        (long_recall_prompts, "ce3bf0c52f40baa0", "5345325241b0ad40", [1100], range(1500, 8192)),
+        (long_recall_prompts, "992d1a3dba967b03", "bbdba7237cafc347", [1100], range(1500, 9216)),
     ],
 )
 def test_every_machine_makes_the_same_requests(

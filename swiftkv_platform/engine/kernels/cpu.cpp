@@ -34,11 +34,14 @@ constexpr int64_t kFloats = Floats::size();
 constexpr int64_t kHalves = Halves::size();
 constexpr int64_t kGrain = 16384;  // elements that are worth a thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+constexpr double kLog2OfE = 1.4426950408889634;
 
 constexpr int64_t kMinProductQueries = 16;   // fewer queries of a sequence read the keys one by one
 constexpr int64_t kQueryBlock = 64;          // queries of a tile of scores
 constexpr int64_t kKeyBlock = 256;           // keys of a tile of scores; float32, it stays in the second-level cache
 constexpr int64_t kKeyStep = 64;             // the last tile of a block is cut to a multiple of this
+constexpr int64_t kMinPart = 256;            // queries of a chunk that are worth a task, which lays out keys of its own
+constexpr int64_t kTasksOfThread = 4;        // tasks among which a thread that is done finds another
 constexpr int64_t kRowStep = 16;             // rows of a product are a multiple of this: each shape is a kernel of its own
 constexpr int64_t kColumns = 32;             // outputs of a block of packed weights
 constexpr int64_t kFewRows = 32;             // products of this many rows, or fewer, are multiplied as the weights come
@@ -51,7 +54,7 @@ std::tuple<Floats, Floats> load(const BFloat16* from, int64_t count = kHalves) {
 }
 
 void store(BFloat16* to, Floats low, Floats high, int64_t count = kHalves) {
-  at::vec::convert_float_bfloat16(low, high).store(to, count);
+  Halves(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))).store(to, count);
 }
 
 // How many of the numbers from i on fit into one vector.
@@ -61,10 +64,6 @@ int64_t rest(int64_t size, int64_t i) {
 
 float sum(Floats x) {
   return at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return a + b; }, x);
-}
-
-float largest(Floats x) {
-  return at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return at::vec::maximum(a, b); }, x);
 }
 
 int64_t rows_at_a_time(int64_t row_size) {
@@ -402,26 +401,38 @@ void store(float* to, Floats low, Floats high) {
   high.store(to + kFloats);
 }
 
+// 2^x within 8e-8 of it for x up to 0, by a polynomial on [-1/2, 1/2]; 0 for minus infinity, NaN for NaN.
+Floats power_of_two(Floats x) {
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  const __m512 whole = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_sub_ps(bounded, whole);
+  __m512 power = _mm512_set1_ps(0.001327645150013268f);
+  for (const float next : {0.009675540961325169f, 0.05550713464617729f, 0.24022120237350464f, 0.6931469440460205f, 1.0f}) {
+    power = _mm512_fmadd_ps(power, rest, _mm512_set1_ps(next));
+  }
+  return _mm512_scalef_ps(power, whole);
+}
+
 // The exponentials of count scores (a multiple of kHalves; what is masked is minus infinity, not all of it), and as result
-// the factor for what was summed before them.
+// the factor for what was summed before them. The state is in powers of two: `scaling` has the factor log2(e).
 template <typename Weight>
 float exponentiate(Softmax& state, const float* scores, Weight* weights, int64_t count, float scaling) {
-  Floats top(kMinusInfinity), other_top(kMinusInfinity);
+  __m512 top = _mm512_set1_ps(kMinusInfinity), other_top = top;
   for (int64_t i = 0; i < count; i += kHalves) {
-    top = at::vec::maximum(top, Floats::loadu(scores + i));
-    other_top = at::vec::maximum(other_top, Floats::loadu(scores + i + kFloats));
+    top = _mm512_max_ps(top, _mm512_loadu_ps(scores + i));
+    other_top = _mm512_max_ps(other_top, _mm512_loadu_ps(scores + i + kFloats));
   }
-  const float now = std::max(state.largest, largest(at::vec::maximum(top, other_top)) * scaling);
+  const float now = std::max(state.largest, _mm512_reduce_max_ps(_mm512_max_ps(top, other_top)) * scaling);
   const Floats scale(scaling), shift(-now);
   Floats total(0.0f), other_total(0.0f);
   for (int64_t i = 0; i < count; i += kHalves) {
-    const Floats low = at::vec::fmadd(Floats::loadu(scores + i), scale, shift).exp_u20();
-    const Floats high = at::vec::fmadd(Floats::loadu(scores + i + kFloats), scale, shift).exp_u20();
+    const Floats low = power_of_two(at::vec::fmadd(Floats::loadu(scores + i), scale, shift));
+    const Floats high = power_of_two(at::vec::fmadd(Floats::loadu(scores + i + kFloats), scale, shift));
     store(weights + i, low, high);
     total = total + low;
     other_total = other_total + high;
   }
-  const float factor = std::exp(state.largest - now);
+  const float factor = std::exp2(state.largest - now);
   state.total = state.total * factor + sum(total + other_total);
   state.largest = now;
   return factor;
@@ -557,12 +568,11 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
   }
 }
 
-// A chunk of a prompt, with the query heads that share one key head: tiles of scores by matrix products, softmax as the
-// tiles come.
-void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head, Workspace& space) {
+// Some or all queries of a prompt's chunk, with the query heads that share one key head: tiles of scores by matrix
+// products, softmax as the tiles come. The first tile starts at position `begin`.
+void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head, int64_t begin, Workspace& space) {
   using at::native::cpublas::brgemm;
   const int64_t dim = a.dim, last_query = sequence.first_query + sequence.num_queries;
-  const int64_t begin = a.first_seen(sequence.first_query);
   space.tiles.pack(a, sequence, key_head, begin, a.positions[last_query - 1] + 1);
   space.scratch.resize(kQueryBlock * (dim + kKeyBlock));
   space.queries.resize(kQueryBlock * dim);
@@ -607,6 +617,36 @@ void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head
   }
 }
 
+struct Task {
+  Sequence sequence;
+  int64_t key_head, begin;
+  bool products;
+};
+
+// A task for each sequence and key head; where those are few, a chunk's queries are divided as well, so that no thread
+// waits long for the last task. Queries and tiles stay in the same blocks, so that any number of threads computes the same.
+std::vector<Task> divide(const Attention& a, const Tensor& sequences, int64_t num_kv_heads) {
+  const auto* all = reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int64_t>());
+  const int64_t whole = sequences.size(0) * num_kv_heads, threads = at::get_num_threads();
+  const int64_t parts = threads == 1 ? 1 : (kTasksOfThread * threads + whole - 1) / whole;
+  std::vector<Task> tasks;
+  for (int64_t i = 0; i < sequences.size(0); ++i) {
+    const Sequence& sequence = all[i];
+    const int64_t begin = a.first_seen(sequence.first_query);
+    const bool products = sequence.num_queries >= kMinProductQueries;
+    const int64_t size = std::max(kMinPart, (sequence.num_queries / parts + kQueryBlock - 1) / kQueryBlock * kQueryBlock);
+    // The last queries see most.
+    for (int64_t part = (sequence.num_queries - 1) / size; part >= 0; --part) {
+      Sequence some = sequence;
+      some.first_query += part * size;
+      some.num_queries = std::min(size, sequence.num_queries - part * size);
+      const int64_t before = (a.first_seen(some.first_query) - begin) / kKeyBlock * kKeyBlock;
+      for (int64_t head = 0; head < num_kv_heads; ++head) tasks.push_back({some, head, begin + before, products});
+    }
+  }
+  return tasks;
+}
+
 // Attention of a flat batch to paged contexts.
 //   query      [1, num_heads, num_tokens, head_dim]
 //   keys       [num_kv_heads, num_slots, head_dim, or its bytes in that format], values likewise
@@ -623,25 +663,24 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
       query.const_data_ptr<BFloat16>(), query.stride(1), query.stride(2),
       Rows(keys, dim, static_cast<Format>(format)), Rows(values, dim, static_cast<Format>(format)),
       positions.const_data_ptr<int64_t>(), reinterpret_cast<const Run*>(runs.const_data_ptr<int64_t>()),
-      output.data_ptr<BFloat16>(), num_heads, num_heads / num_kv_heads, dim, window, static_cast<float>(scaling)};
-  const auto* all = reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int64_t>());
-  const int64_t num_tasks = sequences.size(0) * num_kv_heads;
-  std::atomic<int64_t> next{0};
+      output.data_ptr<BFloat16>(), num_heads, num_heads / num_kv_heads, dim, window, static_cast<float>(scaling * kLog2OfE)};
+  const std::vector<Task> tasks = divide(attention, sequences, num_kv_heads);
+  std::atomic<size_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     Workspace space;
-    bool products = false;
-    for (int64_t task = next++; task < num_tasks; task = next++) {
-      const Sequence& sequence = all[task / num_kv_heads];
-      if (sequence.num_queries < kMinProductQueries) {
-        attend_few(attention, sequence, task % num_kv_heads, space);
+    bool multiplied = false;
+    for (size_t i = next++; i < tasks.size(); i = next++) {
+      const auto& [sequence, key_head, begin, products] = tasks[i];
+      if (products) {
+        attend_chunk(attention, sequence, key_head, begin, space);
       } else {
-        attend_chunk(attention, sequence, task % num_kv_heads, space);
-        products = true;
+        attend_few(attention, sequence, key_head, space);
       }
+      multiplied |= products;
     }
-    if (products) at::native::cpublas::brgemm_release();
+    if (multiplied) at::native::cpublas::brgemm_release();
   };
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), num_tasks), 1, work);
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks.size()), 1, work);
   return output;
 }
 

@@ -71,6 +71,24 @@ def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
             torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_any_number_of_threads_attends_the_same(window: int | None, native_kernels: None) -> None:
+    """A chunk whose queries are shared out, up to a part of three, beside a few queries."""
+    chunk, few, context = 2 * 1024 + 3, 5, 2500
+    query, keys, values = numbers(1, 2, chunk + few, 64), numbers(1, context, 64), numbers(1, context, 64)
+    sequences = torch.tensor([[0, chunk, 0, 1], [chunk, few, 1, 1]])
+    positions = torch.cat([torch.arange(context - chunk, context), torch.arange(few)])
+    runs, before, outputs = torch.tensor([[0, context], [0, few]]), torch.get_num_threads(), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        try:
+            outputs.append(kernels.attend(query, keys, values, sequences, positions, runs, scaling=0.3, window=window))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
 @pytest.mark.parametrize("dim", [8, 24, 64, 128])
 def test_rotate_parts_of_a_fused_projection(dim: int, native_kernels: None) -> None:
     heads = numbers(1, 30, 5 * dim).split([2 * dim, 3 * dim], dim=-1)[1].unflatten(-1, (-1, dim)).transpose(1, 2)

@@ -278,22 +278,41 @@ void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
   std::memcpy(row + dim, &stored, sizeof stored);
 }
 
-void dequantize(const uint8_t* row, int64_t dim, Format format, BFloat16* to) {
+// kHalves numbers of a row that is stored in 8 bits, without its scale.
+std::tuple<Floats, Floats> widen(const uint8_t* from, Format format) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  if (format == Format::kFloat8) {
+    const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4);
+    const auto [low, high] =
+        at::vec::convert_bfloat16_float(Halves(_mm512_and_si512(bits, _mm512_set1_epi16(-0x8000 | 0x07F0))));
+    return {low * Floats(kFloat8Shift), high * Floats(kFloat8Shift)};
+  }
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes))),
+          _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)))};
+}
+
+float scale_of(const uint8_t* row, int64_t dim) {
   BFloat16 stored;
   std::memcpy(&stored, row + dim, sizeof stored);
-  const Floats scale{static_cast<float>(stored)};
+  return stored;
+}
+
+void dequantize(const uint8_t* row, int64_t dim, Format format, BFloat16* to) {
+  const Floats scale(scale_of(row, dim));
   for (int64_t d = 0; d < dim; d += kHalves) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d));
-    if (format == Format::kFloat8) {
-      const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4);
-      const auto [low, high] =
-          at::vec::convert_bfloat16_float(Halves(_mm512_and_si512(bits, _mm512_set1_epi16(-0x8000 | 0x07F0))));
-      store(to + d, low * Floats(kFloat8Shift) * scale, high * Floats(kFloat8Shift) * scale);
-    } else {
-      const Floats low(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes))));
-      const Floats high(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1))));
-      store(to + d, low * scale, high * scale);
-    }
+    const auto [low, high] = widen(row + d, format);
+    store(to + d, low * scale, high * scale);
+  }
+}
+
+// kHalves numbers of a row, in any format, without its scale; 8 bits fit into bfloat16.
+template <Format kFormat>
+__m512bh numbers(const uint8_t* row, int64_t d) {
+  if constexpr (kFormat == Format::kBFloat16) {
+    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(row + d * sizeof(BFloat16)));
+  } else {
+    const auto [low, high] = widen(row + d, kFormat);
+    return _mm512_cvtne2ps_pbh(high, low);
   }
 }
 
@@ -331,9 +350,12 @@ struct Rows {
         dim(dim),
         format(format) {}
 
+  // The row of a head in a slot; the next slot's is row_bytes behind it.
+  const uint8_t* at(int64_t head, int64_t slot) const { return data + head * head_bytes + slot * row_bytes; }
+
   // A head's numbers of neighbouring slots, [count, dim]; in `buffer` where they are stored otherwise.
   const BFloat16* read(int64_t head, int64_t slot, int64_t count, std::vector<BFloat16>& buffer) const {
-    const uint8_t* first = data + head * head_bytes + slot * row_bytes;
+    const uint8_t* first = at(head, slot);
     if (format == Format::kBFloat16) return reinterpret_cast<const BFloat16*>(first);
     buffer.resize(count * dim);
     for (int64_t i = 0; i < count; ++i) dequantize(first + i * row_bytes, dim, format, buffer.data() + i * dim);
@@ -485,47 +507,102 @@ class Tiles {
 struct Workspace {
   Tiles tiles;
   std::vector<float> scratch;
-  std::vector<BFloat16> keys, values, queries, weights;
+  std::vector<BFloat16> queries, weights;
 };
 
-// outputs[r] += sum over j of weights[r][j] * values[j], for kRows rows r and the numbers d to d + kHalves - 1 of a head.
-template <int kRows>
-void add_values(float* outputs, int64_t dim, int64_t d, const float* weights, const BFloat16* values, int64_t count) {
-  Floats low[kRows], high[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    low[r] = Floats::loadu(outputs + r * dim + d);
-    high[r] = Floats::loadu(outputs + r * dim + d + kFloats);
+// The sums of 16 vectors, one a lane.
+__m512 sum_each(const __m512* x) {
+  __m512 quarters[8], sums[4];
+  for (int i = 0; i < 8; ++i) {
+    quarters[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
   }
-  for (int64_t j = 0; j < count; ++j) {
-    const auto [value_low, value_high] = load(values + j * dim + d);
+  for (int i = 0; i < 4; ++i) {
+    const __m512d first = _mm512_castps_pd(quarters[2 * i]), second = _mm512_castps_pd(quarters[2 * i + 1]);
+    sums[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                            _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+  }
+  const auto halve = [](__m512 first, __m512 second) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
+  };
+  return halve(halve(sums[0], sums[1]), halve(sums[2], sums[3]));
+}
+
+// scores[r][j] = queries[r] * keys[j] for kRows rows r; up to the next multiple of kFloats behind the last key zeros.
+template <Format kFormat, int kRows>
+void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, int64_t row_bytes, int64_t count,
+           float* scores) {
+  for (int64_t j = 0; j < count; j += kFloats) {
+    __m512 products[kRows][kFloats], scales = _mm512_setzero_ps();
+    for (int64_t i = 0; i < kFloats; ++i) {
+      __m512 sums[kRows];
+      for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
+      if (const uint8_t* key = keys + (j + i) * row_bytes; j + i < count) {
+        if constexpr (kFormat != Format::kBFloat16) {
+          scales = _mm512_mask_mov_ps(scales, 1 << i, _mm512_set1_ps(scale_of(key, dim)));
+        }
+        for (int64_t d = 0; d < dim; d += kHalves) {
+          const __m512bh some = numbers<kFormat>(key, d);
+          for (int r = 0; r < kRows; ++r) {
+            sums[r] = _mm512_dpbf16_ps(sums[r], some, reinterpret_cast<__m512bh>(_mm512_loadu_si512(queries[r] + d)));
+          }
+        }
+      }
+      for (int r = 0; r < kRows; ++r) products[r][i] = sums[r];
+    }
     for (int r = 0; r < kRows; ++r) {
-      const Floats weight(weights[r * kKeyBlock + j]);
-      low[r] = at::vec::fmadd(weight, value_low, low[r]);
-      high[r] = at::vec::fmadd(weight, value_high, high[r]);
+      const __m512 sums = sum_each(products[r]);
+      _mm512_storeu_ps(scores + r * kKeyBlock + j, kFormat == Format::kBFloat16 ? sums : _mm512_mul_ps(sums, scales));
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    low[r].store(outputs + r * dim + d);
-    high[r].store(outputs + r * dim + d + kFloats);
-  }
 }
 
-float dot(const BFloat16* a, const BFloat16* b, int64_t dim) {
-  __m512 products = _mm512_setzero_ps();
+// outputs[r] += sum over j of weights[r][j] * values[j], for kRows rows r. A weight behind an odd number is zero.
+template <Format kFormat, int kRows>
+void add_values(float* outputs, int64_t dim, const BFloat16* weights, const uint8_t* values, int64_t row_bytes,
+                int64_t count) {
+  int16_t places[kHalves];  // 0, 32, 1, 33 ...: a number of the first row and one of the second in turn
+  for (int16_t i = 0; i < kHalves; ++i) places[i] = i / 2 + i % 2 * kHalves;
+  const __m512i ascending = _mm512_loadu_si512(places);
+  const __m512i behind = _mm512_add_epi16(ascending, _mm512_set1_epi16(kHalves / 2));
   for (int64_t d = 0; d < dim; d += kHalves) {
-    products = _mm512_dpbf16_ps(products, reinterpret_cast<__m512bh>(_mm512_loadu_si512(a + d)),
-                                reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + d)));
+    __m512 low[kRows], high[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      low[r] = _mm512_loadu_ps(outputs + r * dim + d);
+      high[r] = _mm512_loadu_ps(outputs + r * dim + d + kFloats);
+    }
+    for (int64_t j = 0; j < count; j += 2) {
+      const __m512i first = reinterpret_cast<__m512i>(numbers<kFormat>(values + j * row_bytes, d));
+      const __m512i second =
+          j + 1 < count ? reinterpret_cast<__m512i>(numbers<kFormat>(values + (j + 1) * row_bytes, d)) : first;
+      const auto pairs_low = reinterpret_cast<__m512bh>(_mm512_permutex2var_epi16(first, ascending, second));
+      const auto pairs_high = reinterpret_cast<__m512bh>(_mm512_permutex2var_epi16(first, behind, second));
+      for (int r = 0; r < kRows; ++r) {
+        const auto weight = reinterpret_cast<__m512bh>(
+            _mm512_set1_epi32(*reinterpret_cast<const Pair*>(weights + r * kKeyBlock + j)));
+        low[r] = _mm512_dpbf16_ps(low[r], pairs_low, weight);
+        high[r] = _mm512_dpbf16_ps(high[r], pairs_high, weight);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      _mm512_storeu_ps(outputs + r * dim + d, low[r]);
+      _mm512_storeu_ps(outputs + r * dim + d + kFloats, high[r]);
+    }
   }
-  return _mm512_reduce_add_ps(products);
 }
 
-// A few queries of one sequence, with the query heads that share one key head: keys and values are read where they lie.
+// A few queries of one sequence, with the query heads that share one key head: keys and values are read where they lie,
+// for up to four rows at a time.
+template <Format kFormat>
 void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, Workspace& space) {
+  static constexpr decltype(&score<kFormat, 1>) score_rows[] = {score<kFormat, 1>, score<kFormat, 2>, score<kFormat, 3>,
+                                                                score<kFormat, 4>};
+  static constexpr decltype(&add_values<kFormat, 1>) add_rows[] = {add_values<kFormat, 1>, add_values<kFormat, 2>,
+                                                                   add_values<kFormat, 3>, add_values<kFormat, 4>};
+  constexpr int64_t kMost = 4;
   const int64_t dim = a.dim, num_rows = sequence.num_queries * a.heads_per_key;
-  space.scratch.resize(num_rows * (dim + kKeyBlock));
-  float* outputs = space.scratch.data();         // [num_rows, dim]
-  float* scores = outputs + num_rows * dim;      // [num_rows, kKeyBlock]
-  std::fill(outputs, scores, 0.0f);
+  space.scratch.assign(num_rows * dim, 0.0f);
+  float* outputs = space.scratch.data();  // [num_rows, dim]
+  space.weights.resize(kMost * kKeyBlock);
   std::vector<Softmax> state(num_rows);
   const auto row_of = [&](int64_t r) { return sequence.first_query + r / a.heads_per_key; };
   const auto head_of = [&](int64_t r) { return key_head * a.heads_per_key + r % a.heads_per_key; };
@@ -535,31 +612,37 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
     for (int64_t done = 0; done < length; done += kKeyBlock) {
       const int64_t count = std::min(kKeyBlock, length - done), start = position + done;
       const int64_t padded = (count + kHalves - 1) / kHalves * kHalves;
-      const BFloat16* keys = a.keys.read(key_head, slot + done, count, space.keys);
-      const BFloat16* values = a.values.read(key_head, slot + done, count, space.values);
-      for (int64_t r = 0; r < num_rows; ++r) {
-        const BFloat16* query = a.query_at(row_of(r), head_of(r));
-        float* own = scores + r * kKeyBlock;
-        const int64_t low = std::clamp<int64_t>(a.first_seen(row_of(r)) - start, 0, count);
-        const int64_t high = std::clamp<int64_t>(a.positions[row_of(r)] + 1 - start, 0, count);
-        if (low >= high) {
-          std::fill(own, own + padded, 0.0f);
-          continue;
+      const uint8_t *keys = a.keys.at(key_head, slot + done), *values = a.values.at(key_head, slot + done);
+      for (int64_t first = 0; first < num_rows; first += kMost) {
+        const int64_t rows = std::min(kMost, num_rows - first);
+        const BFloat16* queries[kMost];
+        float scores[kMost * kKeyBlock];
+        for (int64_t r = 0; r < rows; ++r) queries[r] = a.query_at(row_of(first + r), head_of(first + r));
+        score_rows[rows - 1](queries, dim, keys, a.keys.row_bytes, count, scores);
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t row = row_of(first + r);
+          float* own = scores + r * kKeyBlock;
+          BFloat16* weights = space.weights.data() + r * kKeyBlock;
+          const int64_t low = std::clamp<int64_t>(a.first_seen(row) - start, 0, count);
+          const int64_t high = std::clamp<int64_t>(a.positions[row] + 1 - start, 0, count);
+          if (low >= high) {
+            std::fill(weights, weights + padded, BFloat16(0.0f));
+            continue;
+          }
+          std::fill(own, own + low, kMinusInfinity);
+          std::fill(own + high, own + padded, kMinusInfinity);
+          float* outputs_of_row = outputs + (first + r) * dim;
+          if constexpr (kFormat == Format::kBFloat16) {
+            multiply(outputs_of_row, dim, exponentiate(state[first + r], own, weights, padded, a.scaling));
+          } else {
+            multiply(outputs_of_row, dim, exponentiate(state[first + r], own, own, padded, a.scaling));
+            for (int64_t j = 0; j < count; ++j) own[j] *= scale_of(values + j * a.values.row_bytes, dim);
+            for (int64_t j = 0; j < padded; j += kHalves) {
+              store(weights + j, Floats::loadu(own + j), Floats::loadu(own + j + kFloats));
+            }
+          }
         }
-        std::fill(own, own + low, kMinusInfinity);
-        for (int64_t j = low; j < high; ++j) own[j] = dot(query, keys + j * dim, dim);
-        std::fill(own + high, own + padded, kMinusInfinity);
-        multiply(outputs + r * dim, dim, exponentiate(state[r], own, own, padded, a.scaling));
-      }
-      for (int64_t d = 0; d < dim; d += kHalves) {
-        int64_t r = 0;
-        for (; r + 4 <= num_rows; r += 4) {
-          add_values<4>(outputs + r * dim, dim, d, scores + r * kKeyBlock, values, count);
-        }
-        for (; r + 2 <= num_rows; r += 2) {
-          add_values<2>(outputs + r * dim, dim, d, scores + r * kKeyBlock, values, count);
-        }
-        if (r < num_rows) add_values<1>(outputs + r * dim, dim, d, scores + r * kKeyBlock, values, count);
+        add_rows[rows - 1](outputs + first * dim, dim, space.weights.data(), values, a.values.row_bytes, count);
       }
     }
   });
@@ -665,6 +748,9 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
       positions.const_data_ptr<int64_t>(), reinterpret_cast<const Run*>(runs.const_data_ptr<int64_t>()),
       output.data_ptr<BFloat16>(), num_heads, num_heads / num_kv_heads, dim, window, static_cast<float>(scaling * kLog2OfE)};
   const std::vector<Task> tasks = divide(attention, sequences, num_kv_heads);
+  const auto few = attention.keys.format == Format::kBFloat16 ? attend_few<Format::kBFloat16>
+                   : attention.keys.format == Format::kFloat8 ? attend_few<Format::kFloat8>
+                                                              : attend_few<Format::kInt8>;
   std::atomic<size_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     Workspace space;
@@ -674,7 +760,7 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
       if (products) {
         attend_chunk(attention, sequence, key_head, begin, space);
       } else {
-        attend_few(attention, sequence, key_head, space);
+        few(attention, sequence, key_head, space);
       }
       multiplied |= products;
     }

@@ -29,6 +29,8 @@ from swiftkv_platform.model.selection import TokenSelection
 from tests.parameters import pairwise
 
 HEADS, KV_HEADS, DIM, SLOTS, BLOCK, SCALE = 6, 2, 8, 6000, 4, 0.3
+KERNEL_CHUNK = 16
+"""Queries of a sequence from which on the kernel rounds what a cache has in 8 bits to bfloat16."""
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -75,7 +77,10 @@ class Case:
             for tensor, kept in ((self.key, self.keys), (self.value, self.values)):
                 rows = torch.randn(KV_HEADS, length, dim).to(dtype)
                 tensor.write(slots, rows)
-                kept.append((unpack(pack(rows, payload), payload, dtype) if payload else rows).float())
+                exact = native and len(positions) < KERNEL_CHUNK
+                kept.append(
+                    unpack(pack(rows, payload), payload, torch.float32 if exact else dtype) if payload else rows
+                )
             blocks = tuple(first // BLOCK for first, _ in runs)
             sequences.append(SequenceQueries(positions, () if block_tables else runs, start, blocks))
             start += len(blocks) * BLOCK if block_tables else length
@@ -92,8 +97,8 @@ class Case:
             for position in sequence.positions:
                 seen = slice(0 if window is None else max(position + 1 - window, 0), position + 1)
                 query = self.query[0, :, row].float().unflatten(0, (KV_HEADS, -1))  # [KV_HEADS, group, DIM]
-                weights = (query @ keys[:, seen].transpose(1, 2) * SCALE).softmax(-1)
-                outputs.append((weights @ values[:, seen]).flatten(0, 1))
+                weights = (query @ keys[:, seen].float().transpose(1, 2) * SCALE).softmax(-1)
+                outputs.append((weights @ values[:, seen].float()).flatten(0, 1))
                 row += 1
         return torch.stack(outputs)[None]
 

@@ -259,6 +259,7 @@ def student_shape(spec: JobSpec) -> dict[str, Any]:
         "sharing": spec.swiftkv.sharing,
         "own_output_projection": spec.swiftkv.own_output_projection,
         "decode_key_value": spec.swiftkv.decode_key_value,
+        "prefill_layers": spec.swiftkv.prefill_layers,
     }
 
 

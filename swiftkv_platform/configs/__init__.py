@@ -4,7 +4,8 @@ They derive from transformers' configuration classes, so importing them imports 
 
 Keys that a checkpoint's `config.json` adds to its teacher's (shared with the reference implementation): `swiftkv`,
 `num_key_value_layers`, `key_value_group_size`, `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes
-its own KV; groups of one; the teacher's heads. Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`.
+its own KV; groups of one; the teacher's heads. Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`,
+`swiftkv_prefill_layers`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import AutoConfig
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, Family, find_family
-from swiftkv_platform.planning import DecodeKeyValue, LayerMap
+from swiftkv_platform.planning import DecodeKeyValue, LayerMap, student_layer_map
 
 __all__ = ["CONFIGS", "SwiftKVConfigMixin", "layer_windows", "register"]
 
@@ -42,6 +43,8 @@ class SwiftKVConfigMixin:
     swiftkv_decode_key_value: str = "shared"
     """Where K and V of *deep* tokens, which run through layers >= l, come from: `shared`, from x like a prompt's (the
     paper's form), or `own`, from their own hidden state in the first layer of each group."""
+    swiftkv_prefill_layers: list[int] | None = None
+    """Layers that skipped prompt tokens run through, ascending, the last of them l - 1; None: all layers < l."""
     swiftkv_teacher_weights: bool = True
     """Whether layers >= l keep the projections that only the teacher runs."""
     swiftkv_prefill_only: bool = False
@@ -60,6 +63,23 @@ class SwiftKVConfigMixin:
                 f"swiftkv_decode_key_value is {self.swiftkv_decode_key_value!r}; shared and own are accepted",
                 field="swiftkv.decode_key_value",
                 value=self.swiftkv_decode_key_value,
+            )
+        if self.layer_map.bypassed:
+            self._check_bypassed()
+
+    def _check_bypassed(self) -> None:
+        reason = None
+        if self.swiftkv_decode_key_value != "own":
+            reason = "for students that keep K and V of what they write alone; use swiftkv.decode_key_value own"
+        elif self.family.attention == "latent":
+            reason = f"not for {cast('Any', self).model_type}, which caches latents (MLA); leave it out"
+        elif self.swiftkv_prefill_only:
+            reason = "not for exports with prefill_only; export the whole student"
+        if reason is not None:
+            raise ModelError(
+                f"swiftkv.prefill_layers is {self.swiftkv_prefill_layers}, which is {reason}",
+                field="swiftkv.prefill_layers",
+                value=self.swiftkv_prefill_layers,
             )
 
     def _check_shared_heads(self) -> None:
@@ -104,6 +124,14 @@ class SwiftKVConfigMixin:
     def layer_map(self) -> LayerMap:
         """Map from each layer to the KV-cache layer that it reads."""
         num_hidden_layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
+        if self.swiftkv_prefill_layers is not None:
+            return student_layer_map(
+                num_hidden_layers,
+                num_key_value_layers=self.num_key_value_layers,
+                prefill_reduction=None,
+                key_value_group_size=self.key_value_group_size,
+                prefill_layers=self.swiftkv_prefill_layers,
+            )
         return LayerMap(num_hidden_layers, self.num_key_value_layers or num_hidden_layers, self.key_value_group_size)
 
 

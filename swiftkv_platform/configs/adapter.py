@@ -61,6 +61,7 @@ class AdapterShape(FrozenModel):
     early_exit: bool = False
     own_output_projection: bool = False
     swiftkv_decode_key_value: str = "shared"
+    swiftkv_prefill_layers: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, config: Any) -> AdapterShape:

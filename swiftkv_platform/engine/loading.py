@@ -94,7 +94,7 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
     if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
         model_config.num_key_value_layers, model_config.early_exit = model_config.num_hidden_layers, False
         model_config.num_key_value_heads_swiftkv, model_config.own_output_projection = None, False
-        model_config.swiftkv_decode_key_value = "shared"
+        model_config.swiftkv_decode_key_value, model_config.swiftkv_prefill_layers = "shared", None
     return model_config
 
 

@@ -6,7 +6,7 @@ Source: paper, section 3.1 and 3.2; the calibrated start is described in `calibr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ def convert(
     sharing: Sharing = "gqa",
     own_output_projection: bool = False,
     decode_key_value: DecodeKeyValue = "shared",
+    prefill_layers: Sequence[int] | None = None,
     calibration: Iterable[TokenBatch] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
@@ -56,6 +57,8 @@ def convert(
             values that layers share; copied, it is the teacher's.
         decode_key_value: where deep tokens, which run through layers >= l, take K and V from: x, as in the paper
             (`shared`), or their own hidden state (`own`).
+        prefill_layers: layers that skipped prompt tokens run through, ascending, in place of l, which is behind the
+            last of them; with `decode_key_value` own. None: all layers < l, as in the paper.
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
             projections (k and v: the mean over the group).
         dtype: dtype to load a path in; None keeps the checkpoint's.
@@ -75,6 +78,7 @@ def convert(
         sharing=sharing,
         own_output_projection=own_output_projection,
         decode_key_value=decode_key_value,
+        prefill_layers=prefill_layers,
     )
     if isinstance(teacher, str | Path):
         if is_quantized(config):
@@ -122,7 +126,7 @@ def dense_config(student: Any) -> Any:
     dense = copy.deepcopy(student)
     dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
     dense.num_key_value_heads_swiftkv, dense.early_exit, dense.own_output_projection = None, False, False
-    dense.swiftkv_decode_key_value = "shared"
+    dense.swiftkv_decode_key_value, dense.swiftkv_prefill_layers = "shared", None
     return dense
 
 
@@ -154,6 +158,7 @@ def make_student_config(
     sharing: Sharing,
     own_output_projection: bool = False,
     decode_key_value: DecodeKeyValue = "shared",
+    prefill_layers: Sequence[int] | None = None,
 ) -> Any:
     """The student's configuration from its teacher's. Raises what `convert` raises of a configuration alone."""
     if isinstance(teacher, SwiftKVConfigMixin):
@@ -169,6 +174,7 @@ def make_student_config(
         num_key_value_layers=num_key_value_layers,
         prefill_reduction=prefill_reduction,
         key_value_group_size=key_value_group_size,
+        prefill_layers=prefill_layers,
     )
     heads = None
     if sharing != "gqa":
@@ -183,6 +189,7 @@ def make_student_config(
         early_exit=early_exit,
         own_output_projection=own_output_projection,
         swiftkv_decode_key_value=decode_key_value,
+        swiftkv_prefill_layers=list(layer_map.prefill_layers) if layer_map.bypassed else None,
     )
 
 

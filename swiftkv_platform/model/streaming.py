@@ -8,7 +8,7 @@ calibrated start needs the whole teacher in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ def convert_checkpoint(
     sharing: Sharing = "gqa",
     own_output_projection: bool = False,
     decode_key_value: DecodeKeyValue = "shared",
+    prefill_layers: Sequence[int] | None = None,
     calibration: Iterable[TokenBatch] | None = None,
     revision: str | None = None,
     files: Files = "link",
@@ -97,6 +98,7 @@ def convert_checkpoint(
         "sharing": sharing,
         "own_output_projection": own_output_projection,
         "decode_key_value": decode_key_value,
+        "prefill_layers": prefill_layers,
     }
     config = make_student_config(teacher, **shape)
     quantized = is_quantized(teacher)

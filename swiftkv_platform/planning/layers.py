@@ -34,6 +34,8 @@ class LayerMap:
     num_hidden_layers: int
     num_key_value_layers: int
     key_value_group_size: int
+    bypassed: tuple[int, ...] = ()
+    """Layers below l that skipped prompt tokens bypass: these leave their K and V there and no more."""
 
     def __post_init__(self) -> None:
         _check_integer("num_key_value_layers", self.num_key_value_layers)
@@ -52,6 +54,11 @@ class LayerMap:
                 self.key_value_group_size,
                 f"; with {skipped} layers that compute no KV of their own 1..{skipped} are accepted",
             )
+
+    @property
+    def prefill_layers(self) -> tuple[int, ...]:
+        """The layers that skipped prompt tokens run through."""
+        return tuple(i for i in range(self.num_key_value_layers) if i not in self.bypassed)
 
     @property
     def num_kv_cache_layers(self) -> int:
@@ -94,6 +101,25 @@ def _check_integer(name: str, value: object) -> None:
         )
 
 
+def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = None) -> tuple[int, tuple[int, ...]]:
+    """l and the layers below it that prompts bypass, of a list of the layers that prompts run through. Raises
+    `InvalidInputError`: no ascending list of layers, or one of a layer that the model does not have."""
+    fits = isinstance(prefill_layers, list | tuple) and bool(prefill_layers)
+    layers = list(prefill_layers) if fits else []  # type: ignore[call-overload]
+    numbers = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers)
+    if not fits or not numbers or sorted(set(layers)) != layers:
+        raise InvalidInputError.of(
+            "swiftkv.prefill_layers", prefill_layers, "; an ascending list of layers is accepted, as [0, 1, 2, 4, 5]"
+        )
+    if num_hidden_layers is not None and layers[-1] > num_hidden_layers - 2:
+        raise InvalidInputError.of(
+            "swiftkv.prefill_layers",
+            prefill_layers,
+            f"; this model of {num_hidden_layers} layers accepts layers 0..{num_hidden_layers - 2}: prompts skip the last",
+        )
+    return layers[-1] + 1, tuple(i for i in range(layers[-1]) if i not in layers)
+
+
 def resolve_num_key_value_layers(
     num_hidden_layers: int, num_key_value_layers: int | None, prefill_reduction: float | None
 ) -> int:
@@ -123,9 +149,20 @@ def student_layer_map(
     num_key_value_layers: int | None,
     prefill_reduction: float | None,
     key_value_group_size: int,
+    prefill_layers: Sequence[int] | None = None,
 ) -> LayerMap:
-    """The layer map of a student, which skips one layer at least. Raises `InvalidInputError`: l, its share or g out of
-    range, naming what is accepted."""
+    """The layer map of a student, which skips one layer at least. Raises `InvalidInputError`: l, its share, g or the
+    list of layers that prompts run through out of range, naming what is accepted."""
+    bypassed: tuple[int, ...] = ()
+    if prefill_layers is not None:
+        last, bypassed = read_prefill_layers(prefill_layers, num_hidden_layers)
+        if prefill_reduction is not None or num_key_value_layers not in (None, last):
+            raise InvalidInputError.of(
+                "swiftkv.prefill_layers",
+                list(prefill_layers),
+                f", so that l is {last}; leave num_key_value_layers and prefill_reduction out",
+            )
+        num_key_value_layers = last
     wanted = resolve_num_key_value_layers(num_hidden_layers, num_key_value_layers, prefill_reduction)
     _check_integer("num_key_value_layers", wanted)
     if not 1 <= wanted < num_hidden_layers:
@@ -134,7 +171,7 @@ def student_layer_map(
             wanted,
             f"; the teacher has {num_hidden_layers} layers, so 1..{num_hidden_layers - 1} are accepted",
         )
-    return LayerMap(num_hidden_layers, wanted, key_value_group_size)
+    return LayerMap(num_hidden_layers, wanted, key_value_group_size, bypassed)
 
 
 def shared_key_value_heads(sharing: Sharing, *, num_attention_heads: int, num_key_value_heads: int) -> int:

@@ -79,6 +79,11 @@ class SwiftKVSpec(Spec):
     which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
     x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
     student in this form."""
+    prefill_layers: list[Annotated[int, Range(0, 10**4)]] | None = None
+    """Layers that prompts run through, ascending, in the place of `num_key_value_layers`, which is behind the last of
+    them; for `decode_key_value: own`. Prompts bypass the layers between, where they leave K and V alone, so that for
+    the same prefill compute they can run layers that their reading needs. `swiftkv analyze` measures which those are.
+    Served by our engine."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 

@@ -62,9 +62,7 @@ class DecoderContext:
         )
 
 
-RunLayer = Callable[[torch.Tensor, DecoderContext], torch.Tensor]
-"""One layer over hidden states [batch, num_tokens, hidden_size]."""
-Bypass = Callable[[RunLayer, torch.Tensor, DecoderContext], torch.Tensor]
+Bypass = Callable[["SwiftKVDecoderMixin", int, torch.Tensor, DecoderContext], torch.Tensor]
 """A pass's hidden states behind a layer that skipped tokens bypass, [batch, num_tokens, hidden_size]: it leaves these
 tokens' K and V in the cache and their hidden states as they are, and deep ones go through the layer."""
 
@@ -81,17 +79,17 @@ class _ScaledEmbedding(nn.Embedding):
 
 
 def bypass_before(
-    first_deep: int | torch.Tensor, run: RunLayer, hidden: torch.Tensor, context: DecoderContext
+    first_deep: int | torch.Tensor, decoder: SwiftKVDecoderMixin, i: int, hidden: torch.Tensor, context: DecoderContext
 ) -> torch.Tensor:
     """A `Bypass` for rows that end with their deep tokens, from `first_deep` on (of all rows, or of each, [batch]). The
     others' way through the layer is computed for their K and V, and let go."""
-    output = run(hidden, context)
+    output = decoder.run_layer(i, hidden, context)
     begins = first_deep if isinstance(first_deep, int) else first_deep[:, None]
     deep = torch.arange(hidden.shape[1], device=hidden.device) >= begins
     return torch.where(deep.view(-1, hidden.shape[1], 1), output, hidden)
 
 
-def bypass_all(_run: RunLayer, hidden: torch.Tensor, _context: DecoderContext) -> torch.Tensor:
+def bypass_all(_decoder: SwiftKVDecoderMixin, _i: int, hidden: torch.Tensor, _context: DecoderContext) -> torch.Tensor:
     """A `Bypass` for skipped tokens alone whose K and V nobody reads."""
     return hidden
 
@@ -199,10 +197,24 @@ class SwiftKVDecoderMixin(nn.Module):
         """
         hidden = context.hidden
         for i in range(self.layer_map.num_key_value_layers):
-            run = partial(self.run_layer, i)
-            passed = bypass is not None and i in self.layer_map.bypassed
-            hidden = bypass(run, hidden, context) if bypass is not None and passed else run(hidden, context)
+            if bypass is not None and i in self.layer_map.bypassed:
+                hidden = bypass(self, i, hidden, context)
+            else:
+                hidden = self.run_layer(i, hidden, context)
         return hidden
+
+    def write_key_values(self, i: int, hidden: torch.Tensor, context: DecoderContext) -> None:
+        """Put K and V of layer i into the cache, and compute no more of it than its attention's projections.
+        `context`: its attention function lets attention go where its arguments say so."""
+        layer = self.layers[i]
+        layer.self_attn(
+            layer.input_layernorm(hidden),
+            attention_mask=None,
+            position_ids=context.position_ids,
+            position_embeddings=context.rotation,
+            past_key_values=context.past_key_values,
+            **context.layer_arguments,
+        )
 
     def teacher_upper(
         self, x: torch.Tensor, context: DecoderContext, *, record: list[torch.Tensor] | None = None

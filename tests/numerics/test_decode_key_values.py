@@ -57,9 +57,7 @@ def one_turn(prompt_length: int) -> torch.Tensor:
     return torch.where(torch.arange(len(PROMPT)) >= prompt_length - 1, 0, -1)
 
 
-@pytest.mark.parametrize(
-    ("name", "layer_map"), [*in_turn(FAMILY_CONFIGS, LAYER_MAPS), *in_turn(BY_HEAD, BYPASSING)]
-)
+@pytest.mark.parametrize(("name", "layer_map"), [*in_turn(FAMILY_CONFIGS, LAYER_MAPS), *in_turn(BY_HEAD, BYPASSING)])
 @torch.no_grad()
 def test_the_forward_pass_equals_the_reference(name: str, layer_map: dict[str, Any]) -> None:
     student = make_student(name, layer_map)

@@ -16,8 +16,8 @@ from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
-from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import convert, export
+from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.model import convert, convert_checkpoint, export, load_dense
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.workers import Workers
@@ -292,6 +292,41 @@ class Filled:
 
     def release(self, module: torch.nn.Module) -> None:
         """They stay."""
+
+
+def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
+    """Written, read, exported, and converted on disk; without tensors of its own. What cannot be is refused."""
+    student = make_student("llama", BYPASSING[0])
+    student.save_pretrained(tmp_path / "student")
+    export(tmp_path / "student", tmp_path / "served", teacher=False)
+    for path in ("student", "served"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / path)
+        assert loaded.config.layer_map.prefill_layers == (0, 2, 3)
+        assert torch.equal(loaded(PROMPT[None]).logits, student(PROMPT[None]).logits)
+    dense = load_dense(tmp_path / "student")
+    torch.testing.assert_close(dense(PROMPT[None]).logits, student.swiftkv(False)(PROMPT[None]).logits)
+    family_teacher("llama").save_pretrained(tmp_path / "teacher")
+    convert_checkpoint(tmp_path / "teacher", tmp_path / "converted", prefill_layers=[0, 2, 3], decode_key_value="own")
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    in_memory = convert(tmp_path / "teacher", prefill_layers=[0, 2, 3], decode_key_value="own")
+    assert torch.equal(converted(PROMPT[None]).logits, in_memory(PROMPT[None]).logits)
+    assert converted.state_dict().keys() == convert(tmp_path / "teacher", num_key_value_layers=4).state_dict().keys() | {
+        f"model.layers.4.self_attn.{x}_proj_decode_swiftkv.weight" for x in "kv"
+    }
+    own: dict[str, Any] = {"decode_key_value": "own"}
+    for given, message in (
+        ({"prefill_layers": [0, 2]}, "use swiftkv.decode_key_value own"),
+        ({"prefill_layers": [2, 0], **own}, "an ascending list of layers"),
+        ({"prefill_layers": [], **own}, "an ascending list of layers"),
+        ({"prefill_layers": [0, 4], **own}, "0..3 are accepted"),
+        ({"prefill_layers": [0, 2], "num_key_value_layers": 2, **own}, "so that l is 3"),
+        ({"prefill_layers": [0, 2], "prefill_reduction": 0.5, **own}, "so that l is 3"),
+    ):
+        with pytest.raises((ModelError, InvalidInputError), match=message) as refused:
+            convert(tmp_path / "teacher", **given)
+        assert refused.value.field == "swiftkv.prefill_layers"
+    with pytest.raises(ModelError, match="MLA"):
+        make_student("deepseek_v2", BYPASSING[0])
 
 
 def test_a_checkpoint_says_its_form(tmp_path: Path) -> None:

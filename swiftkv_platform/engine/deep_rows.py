@@ -41,9 +41,9 @@ class BypassRows:
             output: torch.Tensor = decoder.run_layer(i, hidden, context)
             return output
         if self._parts is None:
-            others = sorted(set(range(hidden.shape[1])).difference(self.deep))
+            rest = sorted(set(range(hidden.shape[1])).difference(self.deep))
             nothing_attends = replace(context, layer_arguments={"paged": None})
-            self._parts = _Rows.of(nothing_attends, others), _Rows.of(context, self.deep)
+            self._parts = _Rows.of(nothing_attends, rest), _Rows.of(context, self.deep)
         others, deep = self._parts
         assert others is not None, "some rows are not deep"
         decoder.write_key_values(i, others.kept.take(hidden), others.context)  # which deep rows read

@@ -99,7 +99,7 @@ def test_a_checkpoint_is_evaluated_and_deployed(server: Server, page: Page) -> N
     assert (training["from"], training["max_steps"]) == (f"{job['id']}:ckpt_00000015_0001", 0)
     model = evaluated(server)
     expect(row.get_by_role("link", name="Its model")).to_have_attribute("href", f"#/models?model={model}")
-    expect(row.get_by_role("cell").nth(4)).to_have_text("0.173")
+    expect(row.locator('[data-name="Evaluated KL"]')).to_have_text("0.173")
     expect(row.get_by_role("button", name="Evaluate")).to_have_count(0)
     form = row.get_by_role("form", name="Deploy")
     for answer in ("/step-15 is being started.", "route_prefix"):  # the second one finds the route taken

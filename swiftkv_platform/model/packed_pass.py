@@ -72,7 +72,7 @@ class _LayerKeyValues:
 
 @dataclass(frozen=True)
 class _TurnKeyValues:
-    """Of a layer, K and V of all tokens as a prompt's, and behind them the deep ones' own."""
+    """K and V of a layer of all tokens as a prompt's, and behind them the deep ones' own."""
 
     prompt: _LayerKeyValues
 

@@ -90,7 +90,7 @@ def bypass_before(
 
 
 def bypass_all(_decoder: SwiftKVDecoderMixin, _i: int, hidden: torch.Tensor, _context: DecoderContext) -> torch.Tensor:
-    """A `Bypass` for skipped tokens alone whose K and V nobody reads."""
+    """A `Bypass` for skipped tokens alone, where nobody reads their K and V."""
     return hidden
 
 

@@ -90,7 +90,7 @@ def bypass_before(
 
 
 def bypass_all(_decoder: SwiftKVDecoderMixin, _i: int, hidden: torch.Tensor, _context: DecoderContext) -> torch.Tensor:
-    """A `Bypass` for skipped tokens alone, where nobody reads their K and V."""
+    """Bypass a layer with tokens that are all a prompt's, and without a cache for their K and V."""
     return hidden
 
 

@@ -40,15 +40,13 @@ def tiny_teacher() -> Any:
     return random_teacher(**small, **special, num_attention_heads=4, initializer_range=0.2)
 
 
-def tiny_student(
-    *, group_size: int = 2, early_exit: bool = False, family: str | None = None, decode_key_value: Any = "shared"
-) -> Any:
+def tiny_student(*, group_size: int = 2, early_exit: bool = False, family: str | None = None, **shape: Any) -> Any:
     return convert(
         tiny_teacher() if family is None else family_teacher(family),
         num_key_value_layers=NUM_KEY_VALUE_LAYERS,
         key_value_group_size=group_size,
         early_exit=early_exit,
-        decode_key_value=decode_key_value,
+        **shape,
     )
 
 
@@ -83,6 +81,7 @@ class Run:
     """Stop request that the last worker gets after a step."""
     early_exit: bool = False
     decode_key_value: str = "shared"
+    prefill_layers: list[int] | None = None
     family: str | None = None
     """Family among `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
     teacher: str | None = None
@@ -155,7 +154,10 @@ def run(scenario: Run) -> Outcome:
     lazy, student = (
         None,
         tiny_student(
-            early_exit=scenario.early_exit, family=scenario.family, decode_key_value=scenario.decode_key_value
+            early_exit=scenario.early_exit,
+            family=scenario.family,
+            decode_key_value=scenario.decode_key_value,
+            prefill_layers=scenario.prefill_layers,
         ),
     )
     if scenario.teacher is not None:

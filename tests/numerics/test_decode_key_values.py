@@ -310,9 +310,9 @@ def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
     in_memory = convert(tmp_path / "teacher", prefill_layers=[0, 2, 3], decode_key_value="own")
     assert torch.equal(converted(PROMPT[None]).logits, in_memory(PROMPT[None]).logits)
-    assert converted.state_dict().keys() == convert(tmp_path / "teacher", num_key_value_layers=4).state_dict().keys() | {
-        f"model.layers.4.self_attn.{x}_proj_decode_swiftkv.weight" for x in "kv"
-    }
+    assert converted.state_dict().keys() == convert(
+        tmp_path / "teacher", num_key_value_layers=4
+    ).state_dict().keys() | {f"model.layers.4.self_attn.{x}_proj_decode_swiftkv.weight" for x in "kv"}
     own: dict[str, Any] = {"decode_key_value": "own"}
     for given, message in (
         ({"prefill_layers": [0, 2]}, "use swiftkv.decode_key_value own"),

@@ -16,6 +16,7 @@ import torch
 from swiftkv_platform.distillation.pieces import TrainedTensors
 from tests.numerics.distillation_worker import (
     CHECKPOINTS,
+    NUM_KEY_VALUE_LAYERS,
     Outcome,
     Run,
     assert_equal_weights,
@@ -103,7 +104,7 @@ def _scenarios(path: Path) -> dict[tuple[int, str], Run]:
             sections = {"distillation": {"trainable": trainable}}
             add(f"{family}-{trainable}-{each}", each, sections, family=None if family == "llama" else family)
     for sharding in STRATEGIES if SOAK else STRATEGIES[:2]:
-        own = {"decode_key_value": "own", "early_exit": False}
+        own = {"decode_key_value": "own", "prefill_layers": [NUM_KEY_VALUE_LAYERS - 1], "early_exit": False}
         add(f"{sharding}-own", sharding, **own)
         if sharding == "fsdp2" or SOAK:
             add(f"{sharding}-own-resumed", sharding, after=f"{sharding}-own", **own)

@@ -104,8 +104,12 @@ def test_two_jobs_that_together_do_not_fit_end_one_after_the_other(tmp_path: Pat
             eventually(RayJobs(head.dashboard_url).capacity, "Ray tells its nodes")
             names = ("first", "second")
             ids = [plane.client.jobs.create({**TINY, "name": name}).id for name in names]
-            reason = eventually(lambda: plane.client.jobs.get(ids[1]).status_reason, "the second says why it waits")
-            assert reason.code == "waiting_for_resources"
+
+            def waits_for_resources() -> bool:  # for its turn, until the first has been placed
+                reason = plane.client.jobs.get(ids[1]).status_reason
+                return reason is not None and reason.code == "waiting_for_resources"
+
+            eventually(waits_for_resources, "the second says what it waits for")
             assert plane.client.jobs.get(ids[1]).queue_place == 1, "the first has started"
             first, second = (plane.client.jobs.wait(job_id, timeout=300) for job_id in ids)
         finally:

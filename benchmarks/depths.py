@@ -7,7 +7,8 @@
                                 --points 6:1 6:2:teacher-output 6:2 6:4 --steps 250 --seeds 0 1 2
 
 The spec names the teacher, the data and the loss; a point `l:g[:START][:teacher-output][:own]` replaces its `swiftkv`
-section, but for its `decode_key_value`, which `own` and `shared` replace. Students whose layers share a KV cache
+section, but for its `decode_key_value`, which `own` and `shared` replace. In the place of l may stand the layers that
+prompts run through, as 0-2,4,6-16. Students whose layers share a KV cache
 layer, and those with a refitted start, have output projections of their own, unless `teacher-output` is said;
 `--early-exit` trains an exit head beside. Runs are the trainer's own in this process, with rate search, guard and
 best state as in a job; `--steps 0` measures starts alone. A seed draws the order of the rows, and those of the
@@ -203,12 +204,12 @@ class TrainingRuns:
 def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
     """The spec of one point."""
     layers, group_size, *options = point.split(":")
+    depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": read_layers(layers)}
     [start] = [option for option in options if option not in (TEACHER_OUTPUT, *FORMS)] or ["calibrated"]
     form = "shared" if start == "refitted" else spec.swiftkv.decode_key_value
     form = next((option for option in options if option in FORMS), form)
     own = TEACHER_OUTPUT not in options and (int(group_size) > 1 or start == "refitted")
-    swiftkv = {
-        "num_key_value_layers": int(layers),
+    swiftkv = depth | {
         "key_value_group_size": int(group_size),
         "own_output_projection": own,
         "early_exit": args.early_exit,
@@ -219,6 +220,12 @@ def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -
     document = spec.model_dump(mode="json", exclude_unset=True)
     training = document["training"] | {"max_steps": max(args.steps, 1), "seed": seed}
     return JobSpec.model_validate(document | {"swiftkv": swiftkv, "training": training})
+
+
+def read_layers(text: str) -> list[int]:
+    """Layers of `0-2,4`."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return [i for first, _, last in ends for i in range(int(first), int(last or first) + 1)]
 
 
 def name_of(point: str, args: argparse.Namespace, seed: int) -> str:

@@ -50,17 +50,18 @@ class Subject:
         return cls(load_model(directory, EngineConfig()), plain.eval())
 
     @torch.no_grad()
-    def logits(self, token_ids: list[int], turns: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(self, token_ids: list[int], turns: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """Logits of the independent reference, [num_tokens, vocab_size]."""
         model, ids = self.plain, torch.tensor(token_ids)
         inv_freq = model.model.rotary_emb.inv_freq
-        return reference.logits(model.state_dict(), model.config, ids, inv_freq, swiftkv=True, turns=turns)
+        return reference.logits(model.state_dict(), model.config, ids, inv_freq, swiftkv=True, turns=turns, **options)
 
     @torch.no_grad()
-    def exit_logits(self, token_ids: list[int]) -> torch.Tensor:
+    def exit_logits(self, token_ids: list[int], turns: torch.Tensor) -> torch.Tensor:
         """Logits of the exit head, [num_tokens, vocab_size]."""
-        decoder = self.plain.model
-        return self.plain.exit_logits(decoder.lower(decoder.begin(torch.tensor([token_ids]))))[0]
+        entering: list[torch.Tensor] = []
+        self.logits(token_ids, turns, entering=entering)
+        return self.plain.exit_logits(entering[0])
 
 
 @torch.no_grad()
@@ -192,14 +193,15 @@ def _check_tokens(subject: Subject, params: SamplingParams, output: RequestOutpu
         return
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
     whole = prompt + answer[:-1]
-    turns = torch.where(torch.arange(len(whole)) >= len(prompt) - 1, 0, -1)  # tokens that exit are not deep
+    below = torch.where(torch.arange(len(whole)) >= len(prompt) - 1, 0, -1)
+    turns = below.clone()  # tokens that exit are not deep
     margins = torch.full((len(answer),), -1.0)
     heads = torch.empty(0)
     if params.early_exit.mode == "threshold":
-        heads = subject.exit_logits(whole)[len(prompt) - 1 :]
+        heads = subject.exit_logits(whole, below)[len(prompt) - 1 :]
         margins = heads.softmax(-1).amax(-1) - params.early_exit.threshold
         turns[len(prompt) - 1 :][margins > 0] = -1
-    full = subject.logits(whole, turns)[len(prompt) - 1 :]
+    full = subject.logits(whole, turns, below=below)[len(prompt) - 1 :]
     sources = [[logits] for logits in full]  # by token, the logits that may have chosen it
     num_exits = [0, 0]  # at least, at most
     if params.early_exit.mode == "threshold":

@@ -162,10 +162,15 @@ def logits(
     *,
     swiftkv: bool,
     turns: torch.Tensor | None = None,
+    below: torch.Tensor | None = None,
+    entering: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """[T] token ids -> [T, vocab_size] float32 logits. `turns`: by token, the turn in which it is deep, -1 for a
-    prompt's; None: the last token alone is. That matters where deep tokens keep their own K and V."""
+    prompt's; None: the last token alone is. That matters where deep tokens keep their own K and V. `below`: the same in
+    layers below l, which tokens that exit at l have run through; None: as `turns`. `entering` receives the hidden
+    states with which tokens come to layers >= l, [T, hidden_size]."""
     turns = torch.tensor([-1] * (len(ids) - 1) + [0]) if turns is None else turns
+    below = turns if below is None else below
     keeps_own = swiftkv and getattr(config, "swiftkv_decode_key_value", "shared") == "own"
     own: KeyValue | None = None
     eps, first, group = config.rms_norm_eps, config.num_key_value_layers, config.key_value_group_size
@@ -173,10 +178,17 @@ def logits(
     x = state["model.embed_tokens.weight"][ids] * getattr(config, "embedding_multiplier", 1.0)
     branch = getattr(config, "residual_multiplier", 1.0)
     shared: dict[int, KeyValue] = {}
+    run = getattr(config, "swiftkv_prefill_layers", None)
+    bypassed = set(range(first)) - set(range(first) if run is None or not swiftkv else run)
+    read = x  # of every token as a prompt's
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         if i == first and swiftkv:
-            h = _norm(x, state["model.norm_swiftkv.weight"], eps)
+            exited = (below >= 0) & (turns < 0)
+            h = _norm(torch.where(exited[:, None], x, read), state["model.norm_swiftkv.weight"], eps)
+            own = None
+            if entering is not None:
+                entering.append(x)
             for leader in range(first, config.num_hidden_layers, group):
                 key_value = attention.key_value(h, f"model.layers.{leader}.self_attn", "_swiftkv")
                 shared |= dict.fromkeys(range(leader, leader + group), key_value)
@@ -184,12 +196,27 @@ def logits(
         q = attention.query(normed, f"{layer}.self_attn", "_swiftkv" if i in shared else "")
         if keeps_own and i >= first and (i - first) % group == 0:
             own = attention.key_value(normed, f"{layer}.self_attn", "_decode_swiftkv")
-        key_value = shared[i] if i in shared else attention.key_value(normed, f"{layer}.self_attn", "")
-        attended = _attend(q, key_value, own, turns, attention.scale, _window(config, i))
+        if i in shared:
+            key_value = shared[i]
+        else:
+            reading = _norm(read, state[f"{layer}.input_layernorm.weight"], eps)
+            key_value = attention.key_value(reading, f"{layer}.self_attn", "")
+            own = attention.key_value(normed, f"{layer}.self_attn", "")
+        attended = _attend(q, key_value, own, below if i < first else turns, attention.scale, _window(config, i))
         own_output = i in shared and getattr(config, "own_output_projection", False)
         x = x + branch * _linear(attended, state, f"{layer}.self_attn.o_proj{'_swiftkv' if own_output else ''}")
         normed = _norm(x, state[f"{layer}.post_attention_layernorm.weight"], eps)
         x = x + branch * _feed_forward(normed, state, f"{layer}.mlp", config)
+        if bypassed and i < first:
+            if i not in bypassed:
+                q = attention.query(reading, f"{layer}.self_attn", "")
+                attended = _attend(q, key_value, None, turns, attention.scale, _window(config, i))
+                read = read + branch * _linear(attended, state, f"{layer}.self_attn.o_proj")
+                normed = _norm(read, state[f"{layer}.post_attention_layernorm.weight"], eps)
+                read = read + branch * _feed_forward(normed, state, f"{layer}.mlp", config)
+            x = torch.where(below[:, None] >= 0, x, read)
+        elif i not in shared:
+            read = x
     x = _norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T
     return x / getattr(config, "logits_scaling", 1.0)
 

@@ -5,8 +5,9 @@ and no workers.
                                           └─▶ layers >= l over shared K and V ─────────▶ student
 
 The layers below l are the same in both models and frozen, so they run once; no gradient ever enters them. Only where
-the student's are trained as well (`trainable: all`) does the teacher run its own. And as a prompt's tokens need not
-enter the student's layers >= l, whose K and V come from x, tokens that no loss counts do not either.
+the student's are trained as well (`trainable: all`), or prompts bypass some, does the teacher run its own. And as a
+prompt's tokens need not enter the student's layers >= l, whose K and V come from x, tokens that no loss counts do not
+either.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from swiftkv_platform.model.packed_attention import (
     TOKENS_STEP,
     AttentionImplementation,
 )
-from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
+from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, lower_turns, with_turns
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.planning.layers import split_by_size
 from swiftkv_platform.specs import DistillationSpec, JobSpec
@@ -171,19 +172,20 @@ class Fork(nn.Module):
             counted = loss_mask.flatten().nonzero().squeeze(1)  # [num_counted]
             kept = self._kept(context, loss_mask.flatten(), counted)
         with torch.set_grad_enabled(self.trains_lower and torch.is_grad_enabled()):
-            x = decoder.lower(context)
+            x, entering = lower_turns(decoder, context, own_context, kept)
         teacher = None
         if self._needs_teacher:
             kept_teacher = self.kept_teacher or decoder
             with torch.no_grad():
-                teacher_x = kept_teacher.lower(context) if self.trains_lower else x
+                same = not self.trains_lower and not decoder.layer_map.bypassed
+                teacher_x = x if same else kept_teacher.lower(context)
                 teacher = kept_teacher.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
                 teacher = _rows(teacher, counted)
         writer = None
         if self.student.config.decodes_own:
             writer = DeepTurns(decoder.project_key_values(x, context.rotation))
         record = student_states if recorded else None
-        student = decoder.student_upper(x, own_context, kept=kept, deep=writer, record=record)
+        student = decoder.student_upper(x, own_context, kept=kept, deep=writer, hidden=entering, record=record)
 
         def of_student(state: Tensor) -> Tensor:
             return _rows(state, counted) if kept is None else state[0, : len(counted)]
@@ -204,7 +206,8 @@ class Fork(nn.Module):
             theirs = teacher if last else _rows(teacher_states[self._hidden_index], counted)
             sums["hidden_loss"] = hidden_loss(mine, theirs)
         if self.student.config.early_exit:
-            exit_hidden = self.student.exit_norm(_rows(x.detach(), counted))  # the head reads x, x learns nothing of it
+            # The head reads x, and x learns nothing of it.
+            exit_hidden = self.student.exit_norm(of_student(entering.detach()))
             sums["exit_loss"] = self._kl(exit_hidden, self.student.exit_head.weight, teacher)
         return sums
 

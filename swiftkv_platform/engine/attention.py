@@ -40,7 +40,7 @@ def paged_attention(
     value: PagedTensor | torch.Tensor,
     _attention_mask: torch.Tensor | None,
     *,
-    paged: PagedAttention,
+    paged: PagedAttention | None,
     scaling: float,
     sliding_window: int | None = None,
     **_: Any,
@@ -52,11 +52,14 @@ def paged_attention(
         key: of all slots; or, from a model that expands what it caches, of the sequences' contexts laid end to end,
             [1, num_heads, sum of context lengths, head_dim].
         value: likewise.
+        paged: what each query reads; None: nothing attends, and zeros are the output.
         sliding_window: tokens that a query sees, itself included; None: all before it.
 
     Returns:
         [1, num_tokens, num_heads, head_dim], and no weights.
     """
+    if paged is None:
+        return torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format), None
     if paged.varlen is not None:
         return _varlen(query, key, value, paged.varlen, scaling, sliding_window), None
     if isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):

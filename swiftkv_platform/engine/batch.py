@@ -72,6 +72,8 @@ class Batch:
     """Rows, by index into the schedule, whose logits are asked for as prompt log-probabilities."""
     first_rows: tuple[int, ...]
     """Each sequence's first row, and the number of all."""
+    written_rows: tuple[int, ...]
+    """Rows of tokens from a prompt's last one on, which run through every layer below l."""
     recomputed_rows: dict[int, list[int]]
     """Rows, by index into the schedule, of tokens that go through layers >= l once more, for the K and V that they keep
     there; those of `next_token_rows` are not among them."""
@@ -109,6 +111,7 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, keeps_
     next_token_rows: dict[int, range] = {}
     prompt_rows: dict[int, range] = {}
     recomputed_rows: dict[int, list[int]] = {}
+    written_rows: list[int] = []
     first_rows = [0]
     for index, item in enumerate(scheduled):
         sequence, row = item.sequence, first_rows[-1]
@@ -119,6 +122,8 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, keeps_
         first_rows.append(row + len(token_ids))
         if item.needs_token:
             next_token_rows[index] = range(row + item.num_scheduled_tokens - 1, first_rows[-1])
+        if sequence.generates:
+            written_rows += range(row + max(sequence.num_prompt_tokens - 1 - first, 0), first_rows[-1])
         if keeps_own and sequence.generates:
             stop = first_rows[-1] if index not in next_token_rows else next_token_rows[index].start
             deep = range(max(sequence.num_prompt_tokens - 1, first), first + stop - row)
@@ -130,7 +135,7 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, keeps_
             prompt_rows[index] = range(row + begin - first, row + stop - first)
     rows = _rows(next_token_rows) | _rows(recomputed_rows)
     layout = lay_out(spans, cache, sorted(rows.union(*prompt_rows.values())))
-    return Batch(layout, next_token_rows, prompt_rows, tuple(first_rows), recomputed_rows)
+    return Batch(layout, next_token_rows, prompt_rows, tuple(first_rows), tuple(written_rows), recomputed_rows)
 
 
 def lay_out(spans: Sequence[Span], cache: KVCache, selected: Sequence[int] = ()) -> Layout:

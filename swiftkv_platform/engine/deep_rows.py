@@ -1,4 +1,4 @@
-"""K and V in layers >= l of a student that keeps own ones: which rows of a step write what. It knows no request."""
+"""Rows of a step that write K and V of their own in layers >= l, or bypass layers below l. It knows no request."""
 
 from __future__ import annotations
 
@@ -26,6 +26,48 @@ def write_shared(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: S
         rotation = tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation)
     for group, key_value in enumerate(decoder.project_key_values(x, rotation)):
         cache.write(*key_value, first + group)
+
+
+class BypassRows:
+    """The `Bypass` of a step: rows that are not deep leave K and V alone in a layer."""
+
+    def __init__(self, deep: Sequence[int]) -> None:
+        self.deep = tuple(deep)
+        """Rows, ascending, that run through every layer."""
+        self._parts: tuple[_Rows | None, _Rows | None] | None = None
+
+    def __call__(self, decoder: Any, i: int, hidden: torch.Tensor, context: DecoderContext) -> torch.Tensor:
+        if len(self.deep) == hidden.shape[1]:
+            output: torch.Tensor = decoder.run_layer(i, hidden, context)
+            return output
+        if self._parts is None:
+            rest = sorted(set(range(hidden.shape[1])).difference(self.deep))
+            nothing_attends = replace(context, layer_arguments={"paged": None})
+            self._parts = _Rows.of(nothing_attends, rest), _Rows.of(context, self.deep)
+        others, deep = self._parts
+        assert others is not None, "some rows are not deep"
+        decoder.write_key_values(i, others.kept.take(hidden), others.context)  # which deep rows read
+        if deep is None:
+            return hidden
+        assert isinstance(deep.kept.tokens, torch.Tensor), "rows are selected one by one"
+        return hidden.index_copy(1, deep.kept.tokens, decoder.run_layer(i, deep.kept.take(hidden), deep.context))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a step, and the context that they are computed in by themselves."""
+
+    kept: TokenSelection
+    context: DecoderContext
+
+    @classmethod
+    def of(cls, context: DecoderContext, rows: Sequence[int]) -> _Rows | None:
+        """None without rows."""
+        if not rows:
+            return None
+        cache: Any = context.past_key_values
+        kept = TokenSelection(index_tensor(rows, context.hidden.device), indices=tuple(rows))
+        return cls(kept, replace(context.select(kept), past_key_values=replace(cache, slots=take(cache.slots, rows))))
 
 
 @dataclass(frozen=True)

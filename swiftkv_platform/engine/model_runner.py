@@ -16,7 +16,7 @@ import torch
 
 from swiftkv_platform.engine.attention import PAGED
 from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch, take
-from swiftkv_platform.engine.deep_rows import DeepRows, write_shared
+from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, write_shared
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.ranks import LeadingDecoder
@@ -86,7 +86,7 @@ class ModelRunner:
         """Compute the scheduled tokens' KV, and what follows from them, one result a sequence."""
         batch = make_batch(scheduled, self._cache, keeps_own=self._keeps_own)
         context = self._begin(batch.layout)
-        x = self._decoder.lower(context)  # [1, num_tokens, hidden_size]
+        x = self._decoder.lower(context, BypassRows(batch.written_rows))  # [1, num_tokens, hidden_size]
         exits = exiting(self._model, x, scheduled, batch)
         rows = batch.upper_rows(exits.at)
         deep = batch.deep_rows(exits.at) if self._keeps_own else set()
@@ -112,7 +112,7 @@ class ModelRunner:
 
         def lower(layout: Layout) -> torch.Tensor:
             context = self._begin(layout)
-            drafted: torch.Tensor = self._decoder.lower(context)
+            drafted: torch.Tensor = self._decoder.lower(context, BypassRows(tuple(range(context.num_tokens))))
             if not self._keeps_own:
                 self._decoder.shared_key_values(drafted, context)
             return drafted

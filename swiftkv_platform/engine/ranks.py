@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from swiftkv_platform.engine.batch import PagedAttention, begin_pass, place
-from swiftkv_platform.engine.deep_rows import DeepRows, write_shared
+from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, write_shared
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection
@@ -85,7 +85,8 @@ class Pass:
     kept: tuple[int, ...] | None = None
     """Rows that go on to layers >= l; None: all."""
     deep: tuple[int, ...] = ()
-    """Rows among them that write K and V of their own, of a student that keeps such."""
+    """Rows among them that write K and V of their own, of a student that keeps such; below l those that bypass nothing.
+    """
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,11 @@ class LeadingDecoder:
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self.layer_map = decoder.layer_map
 
-    def lower(self, context: DecoderContext) -> torch.Tensor:
+    def lower(self, context: DecoderContext, bypass: BypassRows) -> torch.Tensor:
         """Run the decoder's `lower`. The others go on to `shared_key_values` by themselves, unless deep tokens keep own
         K and V."""
-        self._announce(context, context.hidden, upper=False)
-        self._x = self._decoder.lower(context)
+        self._announce(context, context.hidden, upper=False, deep=bypass.deep)
+        self._x = self._decoder.lower(context, bypass)
         return self._x
 
     def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Any:
@@ -246,7 +247,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
             shared = [stored.read(decoder.layer_map.cache_layer(i)) for i in decoder.layer_map.leaders]
             decoder.student_upper(hidden, context, kept=kept, shared=shared)
         else:
-            x = decoder.lower(context)
+            x = decoder.lower(context, BypassRows(message.deep))
             if not keeps_own:
                 decoder.shared_key_values(x, context)
 

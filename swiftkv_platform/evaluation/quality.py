@@ -18,7 +18,7 @@ from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.masks import PACKED
 from swiftkv_platform.model.packed_attention import to_tensors
-from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, with_turns
+from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, lower_turns, with_turns
 from swiftkv_platform.model.workers import Workers
 
 _LOGITS_PER_CHUNK = 1 << 22
@@ -205,15 +205,15 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) 
         context = begin_packed(decoder, batch["input_ids"], batch["position_ids"], placed.lengths, dtype=model.dtype)
     else:
         context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
-    x = decoder.lower(context)
-    teacher_x = x if decoder.teacher_lower is None else decoder.teacher_lower(context)
+    turns = with_turns(context, counted.flatten()) if decoder.config.decodes_own else context
+    x, entering = lower_turns(decoder, context, turns, None)
+    teacher_x = x
+    if decoder.teacher_lower is not None or decoder.layer_map.bypassed:
+        teacher_x = (decoder.teacher_lower or decoder.lower)(context)
     teacher = _rows(decoder.teacher_upper(teacher_x, context), counted)  # [num_positions, hidden_size]
-    deep = None
-    if decoder.config.decodes_own:
-        deep = DeepTurns(decoder.project_key_values(x, context.rotation))
-        context = with_turns(context, counted.flatten())
-    student = _rows(decoder.student_upper(x, context, deep=deep), counted)
-    exits = _rows(x, counted) if model.config.early_exit else None
+    deep = DeepTurns(decoder.project_key_values(x, context.rotation)) if decoder.config.decodes_own else None
+    student = _rows(decoder.student_upper(x, turns, deep=deep, hidden=entering), counted)
+    exits = _rows(entering, counted) if model.config.early_exit else None
     places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
     chunks, totals = list[torch.Tensor](), Totals()

@@ -29,6 +29,7 @@ from swiftkv_platform.model.calibration_statistics import (
     Regression,
     ridge_factor,
 )
+from swiftkv_platform.model.decoder import bypass_all
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 
 TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -127,8 +128,9 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
     with recording(layers, method) as recorder:
         for batch in batches:
             context = decoder.begin(**decoder_inputs(batch, decoder))
-            x = decoder.lower(context)
-            final = decoder.teacher_upper(x, context)
+            teacher_x = decoder.lower(context)
+            x = decoder.lower(context, bypass_all) if config.layer_map.bypassed else teacher_x
+            final = decoder.teacher_upper(teacher_x, context)
             hidden = with_intercept(decoder.norm_swiftkv(x))
             sums = CalibrationStatistics(
                 gram=hidden.T @ hidden,
@@ -137,7 +139,7 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
                     i: method.query_statistic(query.unflatten(-1, (config.num_attention_heads, -1)))
                     for i, query in recorder.queries.items()
                 },
-                exits=exit_sums(model.exit_norm(x), final) if config.early_exit else (),
+                exits=exit_sums(model.exit_norm(teacher_x), final) if config.early_exit else (),
                 num_tokens=hidden.shape[0],
                 own=recorder.own_sums(config.layer_map) if config.decodes_own else {},
             )

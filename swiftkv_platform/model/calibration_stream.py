@@ -106,7 +106,9 @@ class _Stream:
         self._positions: list[torch.Tensor] = []
         self._hidden: list[KeptTensor] = []
         self._x: list[KeptTensor] = []
-        """Outputs of layer l - 1, by row."""
+        """Outputs of layer l - 1 where every token is a prompt's, by row."""
+        self._deep_x: list[KeptTensor] = []
+        """Those of the teacher, which deep tokens have where prompts bypass layers below l."""
         self._refits = refit
         self._student: list[KeptTensor] = []
         """The student's hidden states, by row."""
@@ -122,11 +124,18 @@ class _Stream:
         num_tokens = self._embed(batches)
         upper = {i: decoder.layers[i] for i in range(self._first, self._config.num_hidden_layers)}
         self._method = method_of(upper)
+        first_bypassed = min(layer_map.bypassed, default=self._first)
         for i in range(self._first):
+            if i == first_bypassed:
+                self._x = list(self._hidden)
             with self._filled(decoder.layers[i]):
                 for row in range(len(self._hidden)):
-                    self._step(i, row)
-        self._x = list(self._hidden)
+                    self._step(i, self._hidden, row)
+                    if i > first_bypassed and i not in layer_map.bypassed:
+                        self._step(i, self._x, row)
+        self._deep_x = list(self._hidden)
+        if not layer_map.bypassed:
+            self._x = self._deep_x
         self._student = list(self._hidden)
         with self._filled(decoder.norm_swiftkv, own=True):
             if self._workers.is_first:
@@ -168,11 +177,12 @@ class _Stream:
         self._positions.append(context.position_ids)
         self._hidden.append(self._store.keep(context.hidden))
 
-    def _step(self, i: int, row: int) -> None:
+    def _step(self, i: int, states: list[KeptTensor], row: int) -> None:
+        """Run layer i over the hidden states of a row."""
         # Masks are made again: those of all rows together may be larger than the rows.
-        hidden = self._hidden[row].load(self._device)
+        hidden = states[row].load(self._device)
         context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
-        self._hidden[row] = self._store.keep(self._decoder.run_layer(i, context.hidden, context))
+        states[row] = self._store.keep(self._decoder.run_layer(i, context.hidden, context))
 
     def _inputs(self, row: int) -> torch.Tensor:
         """[num_tokens, hidden_size + 1]: h, and 1 for the intercept."""
@@ -196,7 +206,7 @@ class _Stream:
         layer, targets = self._decoder.layers[i], list[KeptTensor]()
         with recording({i: layer}, self._method) as recorder, _inputs_of(layer.post_attention_layernorm) as attended:
             for row in range(len(self._hidden)):
-                self._step(i, row)
+                self._step(i, self._hidden, row)
                 if self._refits:
                     targets.append(self._store.keep(attended[-1]))
                 attended.clear()
@@ -296,7 +306,7 @@ class _Stream:
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
         model, sums = self._source.model, None
         with self._filled(model.exit_norm, own=True), self._filled(self._decoder.norm):
-            for kept, x in zip(self._hidden, self._x, strict=True):
+            for kept, x in zip(self._hidden, self._deep_x, strict=True):
                 final = self._decoder.normalise(kept.load(self._device))
                 inputs = model.exit_norm(x.load(self._device))
                 parts = [part * self._scale for part in exit_sums(inputs, final)]

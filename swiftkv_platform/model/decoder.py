@@ -4,13 +4,15 @@
                     x  ->  token selection  ->  layers >= l  ->  norm       (tokens whose logits are needed)
 
 A prompt token whose logits are not needed never enters the upper layers: its K and V for all of them are already known
-after layer l - 1 (paper, section 3.1). It knows no loss, sampler or scheduler.
+after layer l - 1 (paper, section 3.1). Where a student names the layers that prompts run through, it bypasses others
+below l as well, and leaves its K and V there alone. It knows no loss, sampler or scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -60,6 +62,11 @@ class DecoderContext:
         )
 
 
+Bypass = Callable[["SwiftKVDecoderMixin", int, torch.Tensor, DecoderContext], torch.Tensor]
+"""A pass's hidden states behind a layer that skipped tokens bypass, [batch, num_tokens, hidden_size]: it leaves these
+tokens' K and V in the cache and their hidden states as they are, and deep ones go through the layer."""
+
+
 class _ScaledEmbedding(nn.Embedding):
     """Embeddings times a factor; the weight is the checkpoint's."""
 
@@ -69,6 +76,22 @@ class _ScaledEmbedding(nn.Embedding):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids) * self._scale
+
+
+def bypass_before(
+    first_deep: int | torch.Tensor, decoder: SwiftKVDecoderMixin, i: int, hidden: torch.Tensor, context: DecoderContext
+) -> torch.Tensor:
+    """A `Bypass` for rows that end with their deep tokens, from `first_deep` on (of all rows, or of each, [batch]). The
+    others' way through the layer is computed for their K and V, and let go."""
+    output = decoder.run_layer(i, hidden, context)
+    begins = first_deep if isinstance(first_deep, int) else first_deep[:, None]
+    deep = torch.arange(hidden.shape[1], device=hidden.device) >= begins
+    return torch.where(deep.view(-1, hidden.shape[1], 1), output, hidden)
+
+
+def bypass_all(_decoder: SwiftKVDecoderMixin, _i: int, hidden: torch.Tensor, _context: DecoderContext) -> torch.Tensor:
+    """A `Bypass` for skipped tokens alone whose K and V nobody reads."""
+    return hidden
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):
@@ -166,12 +189,32 @@ class SwiftKVDecoderMixin(nn.Module):
         )
         return output
 
-    def lower(self, context: DecoderContext) -> torch.Tensor:
-        """x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size]."""
+    def lower(self, context: DecoderContext, bypass: Bypass | None = None) -> torch.Tensor:
+        """x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size].
+
+        `bypass` has the layers that skipped tokens bypass, of a student that has such; None: all tokens run through
+        every layer, as the teacher's do.
+        """
         hidden = context.hidden
         for i in range(self.layer_map.num_key_value_layers):
-            hidden = self.run_layer(i, hidden, context)
+            if bypass is not None and i in self.layer_map.bypassed:
+                hidden = bypass(self, i, hidden, context)
+            else:
+                hidden = self.run_layer(i, hidden, context)
         return hidden
+
+    def write_key_values(self, i: int, hidden: torch.Tensor, context: DecoderContext) -> None:
+        """Put K and V of layer i into the cache, and compute no more of it than its attention's projections.
+        `context`: its attention function lets attention go where its arguments say so."""
+        layer = self.layers[i]
+        layer.self_attn(
+            layer.input_layernorm(hidden),
+            attention_mask=None,
+            position_ids=context.position_ids,
+            position_embeddings=context.rotation,
+            past_key_values=context.past_key_values,
+            **context.layer_arguments,
+        )
 
     def teacher_upper(
         self, x: torch.Tensor, context: DecoderContext, *, record: list[torch.Tensor] | None = None
@@ -201,6 +244,7 @@ class SwiftKVDecoderMixin(nn.Module):
         kept: TokenSelection | None = None,
         shared: Sequence[Stored] | None = None,
         deep: DeepWriter | None = None,
+        hidden: torch.Tensor | None = None,
         record: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Layers >= l over shared K and V: final normalised hidden state [num_rows, num_kept, hidden_size].
@@ -210,14 +254,16 @@ class SwiftKVDecoderMixin(nn.Module):
             shared: what `shared_key_values(x, context)` returned, for a caller that computes it apart.
             deep: takes K and V of deep tokens and hands out those of groups, in the place of `shared`; for a student
                 that `decodes_own`, and only for one.
+            hidden: what the kept tokens enter with, [num_rows, num_kept, hidden_size]; None: x.
             record: receives the output of each upper layer, before the final norm.
         """
         assert (deep is not None) == self.config.decodes_own, "a form of its own says which tokens are deep"
         if shared is None:
             shared = self.shared_key_values(x, context) if deep is None else ()
-        hidden, leaders = x, self.layer_map.leaders
+        leaders = self.layer_map.leaders
         if kept is not None:
-            hidden, context = kept.take(x), context.select(kept)
+            hidden, context = kept.take(x) if hidden is None else hidden, context.select(kept)
+        hidden = x if hidden is None else hidden
         if deep is not None and not hidden.numel():
             for group in range(len(leaders)):
                 deep.write_shared(group)
@@ -335,11 +381,14 @@ class SwiftKVDecoderMixin(nn.Module):
             past_key_values=past_key_values,
             **kwargs,
         )
-        lower = self.lower if self.swiftkv_enabled or self.teacher_lower is None else self.teacher_lower
-        x = lower(context)
+        first_deep = context.num_tokens - 1 if first_deep is None else first_deep
+        if self.swiftkv_enabled:
+            x = self.lower(context, partial(bypass_before, first_deep))
+        else:
+            x = (self.teacher_lower or self.lower)(context)
         kept = kept(x) if callable(kept) else kept
         if self.swiftkv_enabled and self.config.decodes_own:
-            hidden = self._own_upper(x, context, kept, context.num_tokens - 1 if first_deep is None else first_deep)
+            hidden = self._own_upper(x, context, kept, first_deep)
         elif self.swiftkv_enabled:
             hidden = self.student_upper(x, context, kept=kept)
         else:

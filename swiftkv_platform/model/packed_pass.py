@@ -21,6 +21,7 @@ from swiftkv_platform.model.packed_attention import (
     choose_operator,
     sample_lengths,
 )
+from swiftkv_platform.model.selection import TokenSelection
 
 
 def begin_packed(
@@ -56,6 +57,56 @@ def with_turns(context: DecoderContext, counts: Tensor) -> DecoderContext:
     answers too, as a prompt; so it is when it is served."""
     samples: PackedSamples = context.layer_arguments[SAMPLES]
     return replace(context, layer_arguments={**context.layer_arguments, SAMPLES: samples.with_turns(counts)})
+
+
+class _LayerKeyValues:
+    """K and V by layer, where a family's attention puts those that it caches."""
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, KeyValue] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any) -> KeyValue:
+        self.by_layer[layer] = key, value
+        return key, value
+
+
+@dataclass(frozen=True)
+class _TurnKeyValues:
+    """Of a layer, K and V of all tokens as a prompt's, and behind them the deep ones' own."""
+
+    prompt: _LayerKeyValues
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any) -> KeyValue:
+        keys, values = self.prompt.by_layer[layer]
+        return torch.cat((keys, key), dim=2), torch.cat((values, value), dim=2)
+
+
+def lower_turns(
+    decoder: Any, context: DecoderContext, turns: DecoderContext, kept: TokenSelection | None
+) -> tuple[Tensor, Tensor]:
+    """Layers < l of a student: x of all tokens as a prompt's, and hidden states of the `kept` ones (None: all) there.
+
+    They differ where prompts bypass layers. From the first of these on deep tokens run once more, over K and V of
+    what lies before their turn and their own, as they do in layers >= l. `turns`: what `with_turns(context)` gave.
+    """
+    layer_map = decoder.layer_map
+    if not layer_map.bypassed:
+        x = decoder.lower(context)
+        return x, x if kept is None else kept.take(x)
+    prompt = _LayerKeyValues()
+    reading = replace(context, past_key_values=cast("Any", prompt))
+    first, x = min(layer_map.bypassed), context.hidden
+    for i in range(first):
+        x = decoder.run_layer(i, x, context)
+    deep = x if kept is None else kept.take(x)
+    writing = replace(
+        turns if kept is None else turns.select(kept), past_key_values=cast("Any", _TurnKeyValues(prompt))
+    )
+    for i in range(first, layer_map.num_key_value_layers):
+        output = decoder.run_layer(i, x, reading)
+        x = x if i in layer_map.bypassed else output
+        deep = decoder.run_layer(i, deep, writing)
+    return x, deep
 
 
 @dataclass(frozen=True)

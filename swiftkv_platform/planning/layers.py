@@ -115,7 +115,7 @@ def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = 
         raise InvalidInputError.of(
             "swiftkv.prefill_layers",
             prefill_layers,
-            f"; this model of {num_hidden_layers} layers accepts layers 0..{num_hidden_layers - 2}: prompts skip the last",
+            f"; of {num_hidden_layers} layers 0..{num_hidden_layers - 2} are accepted, as prompts skip the last",
         )
     return layers[-1] + 1, tuple(i for i in range(layers[-1]) if i not in layers)
 

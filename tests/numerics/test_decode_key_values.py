@@ -16,8 +16,8 @@ from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
-from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import convert, export
+from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.model import convert, convert_checkpoint, export, load_dense
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.workers import Workers
@@ -27,15 +27,25 @@ from tests.parameters import KINDS, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
 
 PROMPT = random_tokens(40)
-LAYER_MAPS = ((2, 2), (2, 1), (1, 2))
-"""l and g, of 5 layers."""
+LAYER_MAPS: tuple[dict[str, Any], ...] = (
+    {"num_key_value_layers": 2, "key_value_group_size": 2},
+    {"num_key_value_layers": 2},
+    {"num_key_value_layers": 1, "key_value_group_size": 2},
+)
+"""Shapes of students of 5 layers."""
+BYPASSING: tuple[dict[str, Any], ...] = (
+    {"prefill_layers": [0, 2, 3]},
+    {"prefill_layers": [1, 2], "key_value_group_size": 2},
+    {"prefill_layers": [0, 3]},
+)
+BY_HEAD = [name for name in FAMILY_CONFIGS if not name.startswith("deepseek")]
+"""Families whose prompts can bypass layers: those that cache heads."""
 NEW_TOKENS = 12
 THRESHOLD = 0.5
 
 
-def make_student(name: str, l: int = 2, g: int = 2, **shape: Any) -> Any:  # noqa: E741  # the paper's l
-    arguments = {"num_key_value_layers": l, "key_value_group_size": g, "decode_key_value": "own", **shape}
-    return disturb(convert(family_teacher(name), **arguments)).eval()
+def make_student(name: str, layer_map: dict[str, Any] = LAYER_MAPS[0], **shape: Any) -> Any:
+    return disturb(convert(family_teacher(name), decode_key_value="own", **layer_map, **shape)).eval()
 
 
 def expected_logits(student: Any, ids: torch.Tensor, turns: torch.Tensor | None) -> torch.Tensor:
@@ -47,10 +57,10 @@ def one_turn(prompt_length: int) -> torch.Tensor:
     return torch.where(torch.arange(len(PROMPT)) >= prompt_length - 1, 0, -1)
 
 
-@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS))
+@pytest.mark.parametrize(("name", "layer_map"), [*in_turn(FAMILY_CONFIGS, LAYER_MAPS), *in_turn(BY_HEAD, BYPASSING)])
 @torch.no_grad()
-def test_the_forward_pass_equals_the_reference(name: str, layer_map: tuple[int, int]) -> None:
-    student = make_student(name, *layer_map)
+def test_the_forward_pass_equals_the_reference(name: str, layer_map: dict[str, Any]) -> None:
+    student = make_student(name, layer_map)
     for implementation in ("sdpa", "eager"):
         student.set_attn_implementation(implementation)
         for length in (1, 17, 40):
@@ -79,11 +89,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "layer_map"), in_turn(FAMILY_CONFIGS, LAYER_MAPS, KINDS))
+@pytest.mark.parametrize(
+    ("name", "layer_map"), [*in_turn(FAMILY_CONFIGS, LAYER_MAPS, KINDS), *in_turn(BY_HEAD, BYPASSING, KINDS[:3])]
+)
 @torch.no_grad()
-def test_generate_writes_the_text_of_the_reference(name: str, layer_map: tuple[int, int]) -> None:
+def test_generate_writes_the_text_of_the_reference(name: str, layer_map: dict[str, Any]) -> None:
     """A token may differ where two are within 1e-4; the prompt is longer than windows."""
-    student = make_student(name, *layer_map)
+    student = make_student(name, layer_map)
     for way, settings in WAYS.items():
         written = student.generate(PROMPT[None], **settings, **GREEDY)[0]
         turns = torch.where(torch.arange(len(written)) >= len(PROMPT) - 1, 0, -1)
@@ -131,7 +143,7 @@ def packed_rows() -> PackedRows:
 
 def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of the KL at temperature 2, times 4, of the student and of its exit head."""
-    decoder, state, inv_freq = student.model, student.state_dict(keep_vars=True), student.model.rotary_emb.inv_freq
+    state, inv_freq = student.state_dict(keep_vars=True), student.model.rotary_emb.inv_freq
     student_loss, exit_loss = torch.zeros(()), torch.zeros(())
     for row in range(len(rows)):
         batch, begin = to_tensors(rows.batch([row])), 0
@@ -142,26 +154,32 @@ def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torc
             turns = torch.where(counted, begins.cumsum(0) - 1, -1)
             with torch.no_grad():
                 teacher = reference.logits(state, student.config, ids, inv_freq, swiftkv=False)[counted]
-                x = decoder.lower(decoder.begin(ids[None]))[0]
             log_p = (teacher / 2.0).log_softmax(-1)
 
             def loss(logits: torch.Tensor, log_p: torch.Tensor = log_p) -> torch.Tensor:
                 return 4.0 * (log_p.exp() * (log_p - (logits / 2.0).log_softmax(-1))).sum()
 
-            mine = reference.logits(state, student.config, ids, inv_freq, swiftkv=True, turns=turns)[counted]
-            student_loss = student_loss + loss(mine)
-            exit_loss = exit_loss + loss(student.exit_logits(x)[counted])
+            entering: list[torch.Tensor] = []
+            mine = reference.logits(state, student.config, ids, inv_freq, swiftkv=True, turns=turns, entering=entering)
+            student_loss = student_loss + loss(mine[counted])
+            exit_loss = exit_loss + loss(student.exit_logits(entering[0].detach())[counted])
     return student_loss, exit_loss
 
 
-STEPS = tuple(product(LAYER_MAPS, ("kept tokens", "all tokens", "operator")))
+WAYS_OF_STEP = ("kept tokens", "all tokens", "operator")
 
 
-@pytest.mark.parametrize(("name", "step"), in_turn(FAMILY_CONFIGS, STEPS))
-def test_a_training_step_equals_the_reference(name: str, step: tuple[tuple[int, int], str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *in_turn(FAMILY_CONFIGS, tuple(product(LAYER_MAPS, WAYS_OF_STEP))),
+        *in_turn(BY_HEAD, tuple(product(BYPASSING, WAYS_OF_STEP))),
+    ],
+)
+def test_a_training_step_equals_the_reference(name: str, step: tuple[dict[str, Any], str]) -> None:
     """Losses and gradients: each turn reads what lies before it as a prompt, and keeps its own."""
     layer_map, way = step
-    student = make_student(name, *layer_map, early_exit=True)
+    student = make_student(name, layer_map, early_exit=True)
     rows = packed_rows()
     fork = Fork(student, DistillationSpec(), dtype=torch.float32)
     fork.keeps_shapes = way == "all tokens"
@@ -190,11 +208,18 @@ PARAMS = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True,
 CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, kv_cache_bytes=1 << 20)
 
 
-@pytest.mark.parametrize(("name", "by_tables"), in_turn(FAMILY_CONFIGS, [False, True], KINDS))
+SERVED = (
+    *in_turn(FAMILY_CONFIGS, tuple(product(LAYER_MAPS[:1], [False, True])), KINDS),
+    *in_turn(BY_HEAD, tuple(product(BYPASSING, [False, True])), BY_HEAD),
+)
+
+
+@pytest.mark.parametrize(("name", "way"), SERVED)
 @torch.no_grad()
-def test_every_family_is_served(name: str, by_tables: bool, tmp_path: Path) -> None:
+def test_every_family_is_served(name: str, way: tuple[dict[str, Any], bool], tmp_path: Path) -> None:
     """Chunks, batches, text drafts; attention reads runs of slots, or block tables. Prompts are scored as prompts."""
-    student = make_student(name)
+    layer_map, by_tables = way
+    student = make_student(name, layer_map)
     student.save_pretrained(tmp_path)
     prompts = [random_tokens(size, seed=size).tolist() for size in (40, 3, 25)]
     with patch.object(memory, "choose_operator", return_value=reference_varlen_attn if by_tables else None):
@@ -226,18 +251,22 @@ def test_blocks_of_an_answer_are_not_shared(tmp_path: Path) -> None:
     assert (first.num_cached_tokens, again.num_cached_tokens, further.num_cached_tokens) == (0, 36, 36)
 
 
-@pytest.mark.parametrize(
-    ("name", "group_size"), in_turn(["llama-biased", "qwen3", "deepseek_v2", "llama", "deepseek_v2-lora"], [1, 2])
+CALIBRATED = (
+    *in_turn(["llama-biased", "qwen3", "deepseek_v2", "llama", "deepseek_v2-lora"], LAYER_MAPS[:2][::-1]),
+    *in_turn(["llama", "qwen3"], BYPASSING[:2]),
 )
+
+
+@pytest.mark.parametrize(("name", "layer_map"), CALIBRATED)
 @torch.no_grad()
-def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, group_size: int) -> None:
+def test_calibration_gives_deep_tokens_what_their_group_reads(name: str, layer_map: dict[str, Any]) -> None:
     """A group of one keeps its teacher's own K and V, so that a text of one prompt token is its teacher's; streamed by
     layers, the start is the same."""
     teacher = family_teacher(name)
     batches = [random_tokens(4, 32, seed=seed) for seed in range(6)]
-    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": group_size, "decode_key_value": "own"}
+    shape: dict[str, Any] = {"decode_key_value": "own", **layer_map}
     student = convert(teacher, **shape, calibration=batches).eval()
-    if group_size == 1 and "deepseek" not in name:
+    if layer_map.get("key_value_group_size", 1) == 1 and "deepseek" not in name:
         ids = random_tokens(1, 48, seed=99)
         ours, theirs = student(ids, prompt_length=1).logits, teacher(ids).logits
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
@@ -263,6 +292,41 @@ class Filled:
 
     def release(self, module: torch.nn.Module) -> None:
         """They stay."""
+
+
+def test_a_checkpoint_says_what_prompts_run_through(tmp_path: Path) -> None:
+    """Written, read, exported, and converted on disk; without tensors of its own. What cannot be is refused."""
+    student = make_student("llama", BYPASSING[0])
+    student.save_pretrained(tmp_path / "student")
+    export(tmp_path / "student", tmp_path / "served", teacher=False)
+    for path in ("student", "served"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / path)
+        assert loaded.config.layer_map.prefill_layers == (0, 2, 3)
+        assert torch.equal(loaded(PROMPT[None]).logits, student(PROMPT[None]).logits)
+    dense = load_dense(tmp_path / "student")
+    torch.testing.assert_close(dense(PROMPT[None]).logits, student.swiftkv(False)(PROMPT[None]).logits)
+    family_teacher("llama").save_pretrained(tmp_path / "teacher")
+    convert_checkpoint(tmp_path / "teacher", tmp_path / "converted", prefill_layers=[0, 2, 3], decode_key_value="own")
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted")
+    in_memory = convert(tmp_path / "teacher", prefill_layers=[0, 2, 3], decode_key_value="own")
+    assert torch.equal(converted(PROMPT[None]).logits, in_memory(PROMPT[None]).logits)
+    assert converted.state_dict().keys() == convert(tmp_path / "teacher", num_key_value_layers=4).state_dict().keys() | {
+        f"model.layers.4.self_attn.{x}_proj_decode_swiftkv.weight" for x in "kv"
+    }
+    own: dict[str, Any] = {"decode_key_value": "own"}
+    for given, message in (
+        ({"prefill_layers": [0, 2]}, "use swiftkv.decode_key_value own"),
+        ({"prefill_layers": [2, 0], **own}, "an ascending list of layers"),
+        ({"prefill_layers": [], **own}, "an ascending list of layers"),
+        ({"prefill_layers": [0, 4], **own}, "0..3 are accepted"),
+        ({"prefill_layers": [0, 2], "num_key_value_layers": 2, **own}, "so that l is 3"),
+        ({"prefill_layers": [0, 2], "prefill_reduction": 0.5, **own}, "so that l is 3"),
+    ):
+        with pytest.raises((ModelError, InvalidInputError), match=message) as refused:
+            convert(tmp_path / "teacher", **given)
+        assert refused.value.field == "swiftkv.prefill_layers"
+    with pytest.raises(ModelError, match="MLA"):
+        make_student("deepseek_v2", BYPASSING[0])
 
 
 def test_a_checkpoint_says_its_form(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "own-g1": {"num_key_value_layers": 3, "early_exit": True, "decode_key_value": "own"},
     "own-g2": {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True, "decode_key_value": "own"},
+    "bypassing": {"prefill_layers": [0, 2], "early_exit": True, "decode_key_value": "own"},
 }
 
 

@@ -52,12 +52,19 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 @starts
-@pytest.mark.parametrize("form", ["own", pytest.param("shared", marks=in_soak)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"prefill_layers": [0, 2], "key_value_group_size": 2, "early_exit": True, "decode_key_value": "own"},
+        pytest.param(STUDENT | {"decode_key_value": "own"}, marks=in_soak),
+        pytest.param(STUDENT, marks=in_soak),
+    ],
+)
 def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_path: Path, form: Any) -> None:
     """Chunks, prefix hits, exits, drafts of both kinds, prompt log-probabilities: as for one rank. When a rank dies the
     step fails, and none is left."""
     teacher = random_teacher(seed=1, attention_bias=True, mlp_bias=True)
-    student = scattered_exits(convert(teacher, **STUDENT, own_output_projection=True, decode_key_value=form))
+    student = scattered_exits(convert(teacher, **form, own_output_projection=True))
     subject = Subject.load(saved(student, tmp_path))
     token = sum(2 * shape.num_heads * shape.dim for shape, _ in layer_shapes(student.config, 2)) * 4
     with sharing(tmp_path, **SMALL, kv_cache_bytes=40 * 4 * token) as engine:

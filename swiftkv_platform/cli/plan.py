@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from swiftkv_platform.cli.output import err, needs_extra, out, print_json, print
 from swiftkv_platform.cli.sources import model_config, model_path
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import size
-from swiftkv_platform.planning import Components, Plan
+from swiftkv_platform.planning import Components, Plan, format_layers, parse_layers
 from swiftkv_platform.planning import plan as make_plan
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ def plan(
         typer.Option(
             "--num-key-value-layers", "-l", help="Layers with a KV of their own; repeat to compare. Default: half."
         ),
+    ] = None,
+    prefill_layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16; repeatable, as -l."),
     ] = None,
     key_value_group_size: Annotated[
         list[int] | None,
@@ -84,15 +88,17 @@ def plan(
         print_plan(Path(model), config=None if config is None else Path(config), num_tokens=tokens, json=json)
         return
     values = model_config(model)
+    shapes: list[dict[str, Any]] = [{"num_key_value_layers": layers} for layers in num_key_value_layers or ()]
+    shapes += [{"prefill_layers": parse_layers(listed)} for listed in prefill_layers or ()]
     plans = [
         make_plan(
             values,
-            num_key_value_layers=layers,
+            **layers,
             key_value_group_size=group_size,
             sequence_length=sequence_length,
             kv_cache_dtype=kv_cache_dtype,
         )
-        for layers in num_key_value_layers or _DEFAULT
+        for layers in shapes or [{}]
         for group_size in key_value_group_size or _DEFAULT
     ]
     if json:
@@ -105,14 +111,20 @@ def plan(
         say(_saved(each))
 
 
+def _name(plan: Plan) -> str:
+    """The student's name in a table: l, the layers that prompts run through unless they are all below l, and g."""
+    bypasses = len(plan.prefill_layers) < plan.num_key_value_layers
+    listed = f" ({format_layers(plan.prefill_layers)})" if bypasses else ""
+    return f"l = {plan.num_key_value_layers}{listed}, g = {plan.key_value_group_size}"
+
+
 def _saved(plan: Plan) -> str:
     """Sentence on what a student saves of one prompt."""
     tokens = plan.sequence_length
     cached, dense = (size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token))
     cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"
     return (
-        f"l = {plan.num_key_value_layers}, g = {plan.key_value_group_size}: {plan.executed_prefill_flops_ratio:.1%} "
-        f"of the prefill's FLOPs, and {cache} for such a prompt."
+        f"{_name(plan)}: {plan.executed_prefill_flops_ratio:.1%} of the prefill's FLOPs, and {cache} for such a prompt."
     )
 
 
@@ -125,7 +137,7 @@ def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
     rows = [("dense", *_components(dense, unit), "100.0%", "100.0%", *teacher)]
     rows += [
         (
-            f"l = {each.num_key_value_layers}, g = {each.key_value_group_size}",
+            _name(each),
             *_components(each.prefill["paper"].swiftkv, unit),
             f"{each.prefill_flops_ratio:.1%}",
             f"{each.executed_prefill_flops_ratio:.1%}",

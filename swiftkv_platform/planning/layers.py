@@ -135,8 +135,9 @@ def parse_layers(text: str) -> list[int]:
 
 def format_layers(layers: Sequence[int]) -> str:
     """Write ascending layers as `parse_layers` reads them."""
-    first = [i for i in layers if i - 1 not in layers]
-    last = [i for i in layers if i + 1 not in layers]
+    listed = frozenset(layers)
+    first = [i for i in layers if i - 1 not in listed]
+    last = [i for i in layers if i + 1 not in listed]
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
 
 

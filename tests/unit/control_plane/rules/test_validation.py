@@ -82,7 +82,7 @@ def test_shapes_that_do_not_fit_the_teacher_are_refused(teacher: dict[str, Any])
     assert (estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (6, 8), "a group may be too large for some"
     listed = check(model=teacher, swiftkv={"prefill_layers": [0, 1, 2, 3, 5, 7]})
     assert (listed.num_key_value_layers, listed.num_kv_cache_layers) == (8, 12)
-    assert listed.prefill_flops_ratio == check(model=teacher, swiftkv={layers: 6}).prefill_flops_ratio, "six layers each"
+    assert listed.prefill_flops_ratio == check(model=teacher, swiftkv={layers: 6}).prefill_flops_ratio, "six each"
     field = "swiftkv.prefill_layers"
     found = refused(InvalidInputError, r"of 12 layers 0\.\.10", model=teacher, swiftkv={"prefill_layers": [0, 11]})
     assert found == (field, [0, 11])

@@ -203,6 +203,12 @@ def analyze(
     depth: Annotated[
         list[int] | None, typer.Option("--depth", "-l", help="An l to measure; repeatable. Default: all.")
     ] = None,
+    num_prefill_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Measure which layers prompts can bypass, and lists of this many that they run; -l: of these."
+        ),
+    ] = None,
     key_value_group_size: Annotated[
         int, typer.Option("--key-value-group-size", "-g", min=1, help="g of the measured students.")
     ] = 1,
@@ -217,7 +223,10 @@ def analyze(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw a picture (needs matplotlib).")] = None,
     json: Json = False,
 ) -> None:
-    """SimScore of each layer's input over real text (paper, equation 1), and which l to cut at."""
+    """SimScore of each layer's input over real text (paper, equation 1), and which l to cut at.
+
+    Or, with --num-prefill-layers, which layers prompts run through.
+    """
     if plot is not None:
         with needs_extra("a picture", "plot"):  # before the work, not after it
             import matplotlib  # noqa: F401
@@ -231,6 +240,7 @@ def analyze(
         max_length=max_length,
         measure=measure,
         depths=tuple(depth or ()),
+        num_prefill_layers=num_prefill_layers,
         key_value_group_size=key_value_group_size,
         max_kl=max_kl,
         needle_length=needle_length,
@@ -242,8 +252,45 @@ def analyze(
         _plot(analysis, plot)
     if json:
         print_json(analysis)
+    elif analysis.lists:
+        _print_lists(analysis)
     else:
         _print_analysis(analysis)
+
+
+def _print_lists(analysis: Analysis) -> None:
+    """What bypassing each layer costs, and the lists that were made of it."""
+    chosen = analysis.recommended_prefill_layers
+    assert chosen is not None, "a list was measured"
+    print_table(
+        ("bypassed layer", "KL (nats)"), [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)], empty=""
+    )
+    columns = ["prompts run", "KL (nats)", "perplexity", "top-1 agreement"]
+    columns += ["needles found"] if analysis.needle_length else []
+    rows = [
+        [
+            format_layers(each.prefill_layers),
+            f"{each.kl:.3f}",
+            f"{each.perplexity:.2f}",
+            f"{each.top1_agreement:.1%}",
+            *([] if each.needles_found is None else [f"{each.needles_found:.0%}"]),
+        ]
+        for each in analysis.lists
+    ]
+    print_table(columns, rows, empty="")
+    lines = [
+        f"{analysis.model}: calibrated starts with g = {analysis.key_value_group_size}, before any training, on text "
+        f"behind prompts; the teacher's perplexity is {analysis.teacher_perplexity:.2f}.",
+        *_needles_sentence(analysis),
+        f"Recommended: --prefill-layers {format_layers(chosen)}, {len(chosen)} layers as -l {len(chosen)} runs.",
+    ]
+    out().print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _needles_sentence(analysis: Analysis) -> list[str]:
+    if not analysis.needle_length:
+        return []
+    return [f"Needles in {analysis.needle_length:,} tokens: the teacher finds {analysis.teacher_needles_found:.0%}."]
 
 
 def _print_analysis(analysis: Analysis) -> None:
@@ -267,10 +314,7 @@ def _print_analysis(analysis: Analysis) -> None:
             f"Calibrated starts with g = {analysis.key_value_group_size}, before any training; "
             f"the teacher's perplexity is {analysis.teacher_perplexity:.2f}."
         )
-    if analysis.needle_length:
-        lines.append(
-            f"Needles in {analysis.needle_length:,} tokens: the teacher finds {analysis.teacher_needles_found:.0%}."
-        )
+    lines += _needles_sentence(analysis)
     chosen = analysis.recommended_num_key_value_layers
     lines.append(f"Recommended l: {'none of these' if chosen is None else chosen} ({analysis.rule}).")
     out().print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -56,8 +56,8 @@ class SwiftKVSpec(Spec):
     prefill_layers: list[Annotated[int, Range(0, 10**4)]] | None = None
     """Layers that prompts run through, ascending, in place of `num_key_value_layers`, which is the last of them + 1.
     Prompts bypass the layers between, where they only write K and V, so that for the same prefill compute they can run
-    layers that they need more; `swiftkv analyze --prefill-layers` measures which. For `decode_key_value: own`. Served
-    by this project's engine, not by vLLM."""
+    layers that they need more; `swiftkv analyze --num-prefill-layers` measures which. For `decode_key_value: own`.
+    Served by this project's engine, not by vLLM."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 

@@ -182,7 +182,10 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
     Without the teacher's `num_hidden_layers` l is compared as it was given.
     """
     parent, theirs = found.parent, found.spec
-    readers = {_LAYERS: partial(_layers, num_hidden_layers=num_hidden_layers), _LISTED: _listed}
+    readers: dict[str, Callable[[JobSpec], Any]] = {
+        _LAYERS: partial(_layers, num_hidden_layers=num_hidden_layers),
+        _LISTED: _listed,
+    }
     for field in _ALIKE:
         read = readers.get(field, attrgetter(field))
         ours, needed = read(spec), read(theirs)

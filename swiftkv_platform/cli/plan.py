@@ -259,7 +259,7 @@ def analyze(
 
 
 def _print_lists(analysis: Analysis) -> None:
-    """What bypassing each layer costs, and the lists that were made of it."""
+    """Print the cost of bypassing each layer, and the lists that were made of it."""
     chosen = analysis.recommended_prefill_layers
     assert chosen is not None, "a list was measured"
     print_table(

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.specs.base import Spec
-from swiftkv_platform.specs.limits import Layers, Range
+from swiftkv_platform.specs.limits import MAX_LAYERS, Layers, Range
 
 _LONGEST_SHOWN = 120
 """Characters of a refused list in a message."""
@@ -53,7 +53,7 @@ class SwiftKVSpec(Spec):
     which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
     x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
     student in this form."""
-    prefill_layers: list[Annotated[int, Range(0, 10**4)]] | None = None
+    prefill_layers: Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)] | None = None
     """Layers that prompts run through, ascending, in place of `num_key_value_layers`, which is the last of them + 1.
     Prompts bypass the layers between, where they only write K and V, so that for the same prefill compute they can run
     layers that they need more; `swiftkv analyze --num-prefill-layers` measures which. For `decode_key_value: own`.

@@ -62,6 +62,7 @@ from swiftkv_platform.jobs.worker.setup import (
     teacher_path,
 )
 from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.planning import parse_layers
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 
@@ -204,7 +205,7 @@ class TrainingRuns:
 def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
     """The spec of one point."""
     layers, group_size, *options = point.split(":")
-    depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": read_layers(layers)}
+    depth = {"num_key_value_layers": int(layers)} if layers.isdecimal() else {"prefill_layers": parse_layers(layers)}
     [start] = [option for option in options if option not in (TEACHER_OUTPUT, *FORMS)] or ["calibrated"]
     form = "shared" if start == "refitted" else spec.swiftkv.decode_key_value
     form = next((option for option in options if option in FORMS), form)
@@ -220,12 +221,6 @@ def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -
     document = spec.model_dump(mode="json", exclude_unset=True)
     training = document["training"] | {"max_steps": max(args.steps, 1), "seed": seed}
     return JobSpec.model_validate(document | {"swiftkv": swiftkv, "training": training})
-
-
-def read_layers(text: str) -> list[int]:
-    """Layers of `0-2,4`."""
-    ends = [part.partition("-") for part in text.split(",")]
-    return [i for first, _, last in ends for i in range(int(first), int(last or first) + 1)]
 
 
 def name_of(point: str, args: argparse.Namespace, seed: int) -> str:

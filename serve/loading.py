@@ -136,6 +136,7 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
         model_type=config.model_type,
         has_exit_head=bool(getattr(config, "early_exit", False)),
         has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
+        bypasses_layers=bool(getattr(config, "swiftkv_prefill_layers", None) and config.layer_map.bypassed),
         is_judged=served.shadow is not None,
     )
 
@@ -172,6 +173,8 @@ class Surroundings:
     """Whether requests may ask for an early exit."""
     has_own_head_count: bool = False
     """Whether the student's shared layers have another number of key-value heads than its teacher's."""
+    bypasses_layers: bool = False
+    """Whether the student's prompts bypass layers below l."""
     is_judged: bool = False
     """Whether a shadow reads its distributions, or judges by them."""
 
@@ -187,6 +190,7 @@ def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
         and is_served_by_vllm(around.model_type)
         and not around.has_exit_head
         and not around.has_own_head_count
+        and not around.bypasses_layers
         and not around.is_judged
         and not config.native_only
     )

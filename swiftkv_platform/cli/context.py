@@ -47,6 +47,10 @@ _SPEC_FILE: Any = typer.Option(
 )
 SpecFile = Annotated[Path, _SPEC_FILE]
 MaybeSpecFile = Annotated[Path | None, _SPEC_FILE]
+PrefillLayers = Annotated[
+    str | None,
+    typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16, in place of -l."),
+]
 Limit = Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")]
 
 

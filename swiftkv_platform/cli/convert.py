@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from swiftkv_platform.cli.context import Json
+from swiftkv_platform.cli.context import Json, PrefillLayers
 from swiftkv_platform.cli.output import err, needs_extra, print_json, say, tell
 from swiftkv_platform.cli.sources import adapter_base, artifact_teacher, base_directory, model_path
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning import equal_cache_group_size
+from swiftkv_platform.planning import equal_cache_group_size, format_layers, parse_layers
 
 if TYPE_CHECKING:
     from swiftkv_platform.model.streaming import Converted
@@ -32,6 +32,7 @@ _DESCRIBED = (
     "early_exit",
     "own_output_projection",
     "swiftkv_decode_key_value",
+    "swiftkv_prefill_layers",
 )
 """Fields of a student's configuration that `convert` prints."""
 Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
@@ -52,6 +53,7 @@ def convert(
     prefill_reduction: Annotated[
         float | None, typer.Option(help="Share of the layers that prefill skips, in place of -l.")
     ] = None,
+    prefill_layers: PrefillLayers = None,
     key_value_group_size: Annotated[
         int, typer.Option("--key-value-group-size", "-g", help="Later layers per KV-cache layer.")
     ] = 1,
@@ -97,18 +99,21 @@ def convert(
             early_exit=early_exit,
             own_output_projection=own_output_projection,
             decode_key_value=decode_key_value,
+            prefill_layers=None if prefill_layers is None else parse_layers(prefill_layers),
             calibration=read_calibration_text(path, calibration, calibration_tokens) if calibration else None,
             files="copy" if copy else "link",
             progress=report,
         )
-    document = _describe(converted)
+    document, listed = _describe(converted), ""
+    if layers := document["swiftkv_prefill_layers"]:
+        listed = f", of which prompts run {format_layers(layers)}"
     if json:
         print_json(document)
         return
     say(
-        "{output}: l = {num_key_value_layers} of {num_hidden_layers} layers, g = {key_value_group_size}, KV cache "
-        "{kv_bytes_ratio:.1%} of the teacher's; {new_tensors} new tensors, {size:,.1f} MiB".format(
-            **document, size=converted.new_bytes / _MIB
+        "{output}: l = {num_key_value_layers} of {num_hidden_layers} layers{listed}, g = {key_value_group_size}, KV "
+        "cache {kv_bytes_ratio:.1%} of the teacher's; {new_tensors} new tensors, {size:,.1f} MiB".format(
+            **document, listed=listed, size=converted.new_bytes / _MIB
         )
     )
     if document["equal_cache_group_size"] not in (None, key_value_group_size):

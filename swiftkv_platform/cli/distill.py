@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import yaml
 
-from swiftkv_platform.cli.context import Json, MaybeSpecFile, checked
+from swiftkv_platform.cli.context import Json, MaybeSpecFile, PrefillLayers, checked
 from swiftkv_platform.cli.jobs import SpecChanges, chosen_spec, spec_change
 from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_json, print_table, say, tell
 from swiftkv_platform.cli.recipes import job_document, save_beside
@@ -18,6 +18,7 @@ from swiftkv_platform.contract.verdicts import undecided, verdict_sentence
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
+from swiftkv_platform.planning import parse_layers
 from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.changes import with_changes
@@ -49,6 +50,7 @@ def distill(
             "--num-key-value-layers", "-l", min=1, help="With --model: layers that prompts run. Default: half."
         ),
     ] = None,
+    prefill_layers: PrefillLayers = None,
     key_value_group_size: Annotated[
         int, typer.Option("--key-value-group-size", "-g", min=1, help="With --model: later layers per KV-cache layer.")
     ] = 1,
@@ -72,6 +74,7 @@ def distill(
             gpus=gpus,
             steps=steps,
             num_key_value_layers=num_key_value_layers,
+            prefill_layers=None if prefill_layers is None else parse_layers(prefill_layers),
             key_value_group_size=key_value_group_size,
         )
         document = with_changes(document, dict(map(spec_change, set_ or ())))

@@ -13,6 +13,7 @@ from swiftkv_platform.client import Estimate
 from swiftkv_platform.control_plane.jobs.estimates import machines
 from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
+from swiftkv_platform.planning import format_layers
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.specs import JobSpec
 
@@ -52,7 +53,8 @@ def _prefill(known: Mapping[str, Any], spec: JobSpec) -> str | None:
     if "prefill_flops_ratio" not in known:
         return None
     tokens = f", prompts of {spec.data.max_length:,} tokens" if spec.data.max_length else ""
-    return f"{known['prefill_flops_ratio']:.1%} of the teacher's FLOPs{tokens}"
+    listed = f", through layers {format_layers(spec.swiftkv.prefill_layers)}" if spec.swiftkv.prefill_layers else ""
+    return f"{known['prefill_flops_ratio']:.1%} of the teacher's FLOPs{tokens}{listed}"
 
 
 def _kv_cache(known: Mapping[str, Any]) -> str | None:

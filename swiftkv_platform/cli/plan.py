@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from swiftkv_platform.cli.output import err, needs_extra, out, print_json, print
 from swiftkv_platform.cli.sources import model_config, model_path
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import size
-from swiftkv_platform.planning import Components, Plan
+from swiftkv_platform.planning import Components, Plan, format_layers, parse_layers
 from swiftkv_platform.planning import plan as make_plan
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ def plan(
         typer.Option(
             "--num-key-value-layers", "-l", help="Layers with a KV of their own; repeat to compare. Default: half."
         ),
+    ] = None,
+    prefill_layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYERS", help="Layers that prompts run through, such as 0-2,4,6-16; repeatable, as -l."),
     ] = None,
     key_value_group_size: Annotated[
         list[int] | None,
@@ -84,15 +88,17 @@ def plan(
         print_plan(Path(model), config=None if config is None else Path(config), num_tokens=tokens, json=json)
         return
     values = model_config(model)
+    shapes: list[dict[str, Any]] = [{"num_key_value_layers": layers} for layers in num_key_value_layers or ()]
+    shapes += [{"prefill_layers": parse_layers(listed)} for listed in prefill_layers or ()]
     plans = [
         make_plan(
             values,
-            num_key_value_layers=layers,
+            **layers,
             key_value_group_size=group_size,
             sequence_length=sequence_length,
             kv_cache_dtype=kv_cache_dtype,
         )
-        for layers in num_key_value_layers or _DEFAULT
+        for layers in shapes or [{}]
         for group_size in key_value_group_size or _DEFAULT
     ]
     if json:
@@ -105,14 +111,20 @@ def plan(
         say(_saved(each))
 
 
+def _name(plan: Plan) -> str:
+    """The student's name in a table: l, the layers that prompts run through unless they are all below l, and g."""
+    bypasses = len(plan.prefill_layers) < plan.num_key_value_layers
+    listed = f" ({format_layers(plan.prefill_layers)})" if bypasses else ""
+    return f"l = {plan.num_key_value_layers}{listed}, g = {plan.key_value_group_size}"
+
+
 def _saved(plan: Plan) -> str:
     """Sentence on what a student saves of one prompt."""
     tokens = plan.sequence_length
     cached, dense = (size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token))
     cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"
     return (
-        f"l = {plan.num_key_value_layers}, g = {plan.key_value_group_size}: {plan.executed_prefill_flops_ratio:.1%} "
-        f"of the prefill's FLOPs, and {cache} for such a prompt."
+        f"{_name(plan)}: {plan.executed_prefill_flops_ratio:.1%} of the prefill's FLOPs, and {cache} for such a prompt."
     )
 
 
@@ -125,7 +137,7 @@ def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]
     rows = [("dense", *_components(dense, unit), "100.0%", "100.0%", *teacher)]
     rows += [
         (
-            f"l = {each.num_key_value_layers}, g = {each.key_value_group_size}",
+            _name(each),
             *_components(each.prefill["paper"].swiftkv, unit),
             f"{each.prefill_flops_ratio:.1%}",
             f"{each.executed_prefill_flops_ratio:.1%}",
@@ -191,6 +203,12 @@ def analyze(
     depth: Annotated[
         list[int] | None, typer.Option("--depth", "-l", help="An l to measure; repeatable. Default: all.")
     ] = None,
+    num_prefill_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Measure which layers prompts can bypass, and lists of this many that they run; -l: of these."
+        ),
+    ] = None,
     key_value_group_size: Annotated[
         int, typer.Option("--key-value-group-size", "-g", min=1, help="g of the measured students.")
     ] = 1,
@@ -205,7 +223,10 @@ def analyze(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw a picture (needs matplotlib).")] = None,
     json: Json = False,
 ) -> None:
-    """SimScore of each layer's input over real text (paper, equation 1), and which l to cut at."""
+    """SimScore of each layer's input over real text (paper, equation 1), and which l to cut at.
+
+    Or, with --num-prefill-layers, which layers prompts run through.
+    """
     if plot is not None:
         with needs_extra("a picture", "plot"):  # before the work, not after it
             import matplotlib  # noqa: F401
@@ -219,6 +240,7 @@ def analyze(
         max_length=max_length,
         measure=measure,
         depths=tuple(depth or ()),
+        num_prefill_layers=num_prefill_layers,
         key_value_group_size=key_value_group_size,
         max_kl=max_kl,
         needle_length=needle_length,
@@ -230,8 +252,45 @@ def analyze(
         _plot(analysis, plot)
     if json:
         print_json(analysis)
+    elif analysis.lists:
+        _print_lists(analysis)
     else:
         _print_analysis(analysis)
+
+
+def _print_lists(analysis: Analysis) -> None:
+    """Print the cost of bypassing each layer, and the lists that were made of it."""
+    chosen = analysis.recommended_prefill_layers
+    assert chosen is not None, "a list was measured"
+    print_table(
+        ("bypassed layer", "KL (nats)"), [(i, f"{kl:.4f}") for i, kl in enumerate(analysis.bypass_kl)], empty=""
+    )
+    columns = ["prompts run", "KL (nats)", "perplexity", "top-1 agreement"]
+    columns += ["needles found"] if analysis.needle_length else []
+    rows = [
+        [
+            format_layers(each.prefill_layers),
+            f"{each.kl:.3f}",
+            f"{each.perplexity:.2f}",
+            f"{each.top1_agreement:.1%}",
+            *([] if each.needles_found is None else [f"{each.needles_found:.0%}"]),
+        ]
+        for each in analysis.lists
+    ]
+    print_table(columns, rows, empty="")
+    lines = [
+        f"{analysis.model}: calibrated starts with g = {analysis.key_value_group_size}, before any training, on text "
+        f"behind prompts; the teacher's perplexity is {analysis.teacher_perplexity:.2f}.",
+        *_needles_sentence(analysis),
+        f"Recommended: --prefill-layers {format_layers(chosen)}, {len(chosen)} layers as -l {len(chosen)} runs.",
+    ]
+    out().print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _needles_sentence(analysis: Analysis) -> list[str]:
+    if not analysis.needle_length:
+        return []
+    return [f"Needles in {analysis.needle_length:,} tokens: the teacher finds {analysis.teacher_needles_found:.0%}."]
 
 
 def _print_analysis(analysis: Analysis) -> None:
@@ -255,10 +314,7 @@ def _print_analysis(analysis: Analysis) -> None:
             f"Calibrated starts with g = {analysis.key_value_group_size}, before any training; "
             f"the teacher's perplexity is {analysis.teacher_perplexity:.2f}."
         )
-    if analysis.needle_length:
-        lines.append(
-            f"Needles in {analysis.needle_length:,} tokens: the teacher finds {analysis.teacher_needles_found:.0%}."
-        )
+    lines += _needles_sentence(analysis)
     chosen = analysis.recommended_num_key_value_layers
     lines.append(f"Recommended l: {'none of these' if chosen is None else chosen} ({analysis.rule}).")
     out().print("\n".join(lines), highlight=False, soft_wrap=True)

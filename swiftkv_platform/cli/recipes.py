@@ -68,6 +68,7 @@ def job_document(
     gpus: int,
     steps: int | None,
     num_key_value_layers: int | None,
+    prefill_layers: Sequence[int] | None = None,
     key_value_group_size: int,
 ) -> dict[str, Any]:
     """A job spec that distils `model` on `data` with what this machine has.
@@ -86,7 +87,8 @@ def job_document(
     """
     context = Fields(model_config(model)).optional_count("max_position_embeddings", "n_positions")
     longest = _GPU_ROW if gpus else _CPU_ROW
-    layers = {} if num_key_value_layers is None else {"num_key_value_layers": num_key_value_layers}
+    shape = {"num_key_value_layers": num_key_value_layers, "prefill_layers": prefill_layers}
+    layers = {name: value for name, value in shape.items() if value is not None}
     document: dict[str, Any] = {
         "name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:100] or "student",
         "model": {"name_or_path": absolute(model, "model", "model"), "dtype": "bfloat16"},
@@ -101,7 +103,7 @@ def job_document(
         "evaluation": {"max_tokens": 16384, "max_kl": None, "min_top1_agreement": None, "max_needle_drop": None},
     }
     if gpus:
-        document["training"] |= {"gradient_checkpointing": True}
+        document["training"] |= {"gradient_checkpointing": prefill_layers is None}
         document["sharding"] = {"strategy": "ddp" if gpus == 1 else "fsdp2"}
         document["resources"] = {"num_workers": gpus, "gpus_per_worker": 1, "cpus_per_worker": 1}
     else:

@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import FAMILIES, Family, find_family
 from swiftkv_platform.planning import DecodeKeyValue, LayerMap, student_layer_map
+from swiftkv_platform.planning.layers import refuse_bypassed_latents
 
 __all__ = ["CONFIGS", "SwiftKVConfigMixin", "layer_windows", "register"]
 
@@ -68,11 +69,11 @@ class SwiftKVConfigMixin:
             self._check_bypassed()
 
     def _check_bypassed(self) -> None:
+        if self.family.attention == "latent":
+            refuse_bypassed_latents(self.swiftkv_prefill_layers, cast("Any", self).model_type)
         reason = None
         if self.swiftkv_decode_key_value != "own":
             reason = "for students that keep K and V of what they write alone; use swiftkv.decode_key_value own"
-        elif self.family.attention == "latent":
-            reason = f"not for {cast('Any', self).model_type}, which caches latents (MLA); leave it out"
         elif self.swiftkv_prefill_only:
             reason = "not for exports with prefill_only; export the whole student"
         if reason is not None:

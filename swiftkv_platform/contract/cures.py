@@ -68,7 +68,7 @@ def _more_epochs(value: Any, spec: JobSpec) -> str | None:
 
 
 def _skip_less(value: Any, spec: JobSpec) -> str | None:
-    return f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.num_key_value_layers is None else None
+    return f"use {(value or 0.5) / 2:.3g}" if spec.swiftkv.given_layers is None else None
 
 
 def _more_layers(value: Any, _spec: JobSpec) -> str | None:

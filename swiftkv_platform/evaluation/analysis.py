@@ -20,7 +20,15 @@ from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.evaluation.depths import Depth, Needles, measure_depths, shallowest
+from swiftkv_platform.evaluation.depths import (
+    Depth,
+    Needles,
+    cheapest_lists,
+    measure_bypasses,
+    measure_depths,
+    measure_lists,
+    shallowest,
+)
 from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
@@ -29,10 +37,11 @@ from swiftkv_platform.model.conversion import load_teacher
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
 from swiftkv_platform.model.tokenizers import load_tokenizer
-from swiftkv_platform.planning import plan
+from swiftkv_platform.planning import format_layers, plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _HELD_OUT = 0.2
+_DEPTHS_TRIED = 4
 _MAY_LOSE = 0.05
 """Share of the needles that a recommended depth may find less than its teacher."""
 
@@ -51,6 +60,18 @@ class DepthReport(FrozenModel):
     top1_agreement: float | None = None
     needles_found: float | None = None
     """Share of the needles that the calibrated start finds; None where it was not asked."""
+
+
+class ListReport(FrozenModel):
+    """One list of layers that prompts run through, and its calibrated start."""
+
+    prefill_layers: tuple[int, ...]
+    kl: float
+    """KL from the teacher on held-out text behind prompts, nats."""
+    perplexity: float
+    top1_agreement: float
+    needles_found: float | None = None
+    """Share of the needles; None where it was not asked."""
 
 
 class Analysis(FrozenModel):
@@ -74,6 +95,12 @@ class Analysis(FrozenModel):
     """Recommended l; None: no measured depth starts within `max_kl`."""
     rule: str
     """Rule that the recommendation was made by."""
+    bypass_kl: tuple[float, ...] = ()
+    """KL of the teacher whose prompts bypass one layer, for layer 0, 1, and so on; empty where it was not measured."""
+    lists: tuple[ListReport, ...] = ()
+    """The first layers, and for each l that was tried those left when the cheapest are bypassed: as many in each."""
+    recommended_prefill_layers: tuple[int, ...] | None = None
+    """The list whose start finds most needles, where the teacher finds them, or is nearest to the teacher."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +113,20 @@ class AnalysisOptions:
     """Tokens a sequence, at most the model's context."""
     measure: bool = False
     """Rewire at each depth and measure."""
+    num_prefill_layers: int | None = None
+    """Layers that prompts run through in the lists to measure; None: none are."""
     depths: Sequence[int] = ()
-    """Depths to measure; empty: all."""
+    """Depths to measure; empty: all. Of lists, l; empty: the next four behind `num_prefill_layers`."""
     key_value_group_size: int = 1
     max_kl: float = 0.2
     """Nats that a recommended depth may start from its teacher."""
     needle_length: int | None = None
     """Tokens of prompts in which measured depths have to find a number; None: they are not asked."""
     needle_samples: int = 20
+
+    @property
+    def measures(self) -> bool:
+        return self.measure or self.num_prefill_layers is not None
 
 
 def analyze(
@@ -116,12 +149,14 @@ def analyze(
         progress: hears what is being done.
 
     Raises:
-        InvalidInputError: a depth out of range, or needles without `measure` or longer than the context.
+        InvalidInputError: a depth or a number of layers out of range, or needles where nothing is measured or longer
+            than the context.
         DataError: text that is missing, empty or, to measure, too short.
         ModelError: an unknown family, or a model that cannot be loaded.
     """
     num_layers = plan(config).num_hidden_layers
     _check_depths(options.depths, num_layers)
+    tried = _tried(options, num_layers)
     progress("Reading")
     model, tokenizer = _load(path, dtype)
     context = getattr(model.config, "max_position_embeddings", None)
@@ -144,14 +179,70 @@ def analyze(
         ):
             measured.append(depth)
             progress(f"Rewired at l = {depth.num_key_value_layers}: KL {depth.calibrated.kl:.3f} nats")
-    return _report(name, config, similarity, measured, teacher_found, options)
+    report = _report(name, config, similarity, measured, teacher_found, options)
+    if options.num_prefill_layers is None:
+        return report
+    costs: list[float] = []
+    for layer, kl in measure_bypasses(model, tried[-1] - 1, held_out=held_out, max_tokens=options.max_tokens):
+        costs.append(kl)
+        progress(f"Prompts bypass layer {layer}: KL {kl:.3f} nats")
+    lists: list[Depth] = []
+    for depth in measure_lists(
+        model,
+        [tuple(range(options.num_prefill_layers)), *cheapest_lists(costs, options.num_prefill_layers, tried)],
+        key_value_group_size=options.key_value_group_size,
+        calibration=batches,
+        held_out=held_out,
+        max_tokens=options.max_tokens,
+        needles=needles,
+    ):
+        lists.append(depth)
+        progress(f"Prompts run layers {format_layers(depth.prefill_layers)}: KL {depth.calibrated.kl:.3f} nats")
+    return report.model_copy(update=_of_lists(costs, lists, teacher_found))
+
+
+def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
+    """Depths whose layers are bypassed until `num_prefill_layers` are left. Raises `InvalidInputError`."""
+    wanted = options.num_prefill_layers
+    if wanted is None:
+        return []
+    if options.measure:
+        raise InvalidInputError.of(
+            "num_prefill_layers", wanted, ", and measure is of depths without a list; leave either out"
+        )
+    if not 1 <= wanted <= num_layers - 2:
+        raise InvalidInputError.of(
+            "num_prefill_layers", wanted, f"; a model of {num_layers} layers accepts 1..{num_layers - 2}"
+        )
+    for depth in options.depths:
+        if depth <= wanted:
+            raise InvalidInputError.of(
+                "depth", depth, f"; to leave {wanted} layers {wanted + 1}..{num_layers - 1} are accepted"
+            )
+    return sorted({*options.depths}) or list(range(wanted + 1, min(wanted + _DEPTHS_TRIED, num_layers - 1) + 1))
+
+
+def _of_lists(costs: Sequence[float], lists: Sequence[Depth], teacher_found: float | None) -> dict[str, Any]:
+    """Fields of the analysis that are of lists."""
+    judges = teacher_found is not None and teacher_found >= TEACHER_FINDS
+    best = min(lists, key=lambda each: (-(each.needles_found or 0.0) if judges else 0.0, each.calibrated.kl))
+    reports = [
+        ListReport(prefill_layers=each.prefill_layers, needles_found=each.needles_found, **each.calibrated.model_dump())
+        for each in lists
+    ]
+    return {
+        "bypass_kl": tuple(costs),
+        "lists": tuple(reports),
+        "recommended_prefill_layers": best.prefill_layers,
+        "teacher_perplexity": lists[0].teacher.perplexity,
+    }
 
 
 def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> Needles | None:
     length = options.needle_length
     if length is None:
         return None
-    if not options.measure:
+    if not options.measures:
         raise InvalidInputError.of(
             "needle_length", length, ", and no depth is measured; with measure the calibrated starts look for needles"
         )
@@ -192,11 +283,11 @@ def _read_text(
     spec = DataSpec(
         sources=tuple(DataSourceSpec(name_or_path=each) for each in text),
         max_length=max_length,
-        validation_fraction=_HELD_OUT if options.measure else 0.0,
+        validation_fraction=_HELD_OUT if options.measures else 0.0,
     )
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:  # its mapped files outlive their names
-        data = prepare_data(spec, tokenizer, Path(directory), seed=0)
-    if len(data.held_out) or not options.measure:
+        data = prepare_data(spec, tokenizer, Path(directory), seed=0, splits=options.num_prefill_layers is not None)
+    if len(data.held_out) or not options.measures:
         return data.train, data.held_out
     samples = data.train.samples
     if len(samples) < 2:

@@ -1,5 +1,5 @@
-"""Cost of each depth l before any training: the teacher rewired there, measured on held-out text and on needles. It
-knows neither training nor where text comes from.
+"""Cost of each depth l, and of layers that prompts bypass, before any training: the teacher rewired there, measured on
+held-out text and on needles. It knows neither training nor where text comes from.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Depth:
     calibrated: Quality
     needles_found: float | None = None
     """Share, by the calibrated start; None: it was not asked for any."""
+    prefill_layers: tuple[int, ...] = ()
+    """Layers that prompts run through."""
 
 
 def measure_depths(
@@ -61,9 +63,68 @@ def measure_depths(
             key_value_group_size=min(key_value_group_size, num_layers - depth),
             calibration=calibration,
         )
-        totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
-        found = None if needles is None else needles.share_found(student)
-        yield Depth(depth, totals.teacher, totals.student, found)
+        yield _measured(student, held_out, max_tokens, needles)
+
+
+def measure_bypasses(
+    teacher: Any, num_layers: int, *, held_out: PackedRows, max_tokens: int
+) -> Iterator[tuple[int, float]]:
+    """Have prompts bypass one of the first `num_layers` layers at a time, and give the layer and the KL in nats of the
+    positions of `held_out` that count, which lie behind prompts. All else is the teacher: prompts leave out its last
+    layer too, whose K and V they have anyway. Raises `DataError`: nothing is held out; `ModelError`: a family whose
+    prompts cannot bypass layers.
+
+    Args:
+        num_layers: at most L - 2.
+    """
+    every = range(teacher.config.num_hidden_layers - 1)
+    for bypassed in range(num_layers):
+        student = convert(teacher, prefill_layers=[i for i in every if i != bypassed], decode_key_value="own")
+        yield bypassed, evaluate(student, held_out, max_tokens=max_tokens, batch_size=1).student.kl
+
+
+def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each l of `depths` the `num_prefill_layers` layers below it that are left when those that cost least are
+    bypassed; layer l - 1 stays.
+
+    Args:
+        costs: of bypassing each layer alone, from layer 0 on.
+    """
+    lists = []
+    for depth in depths:
+        cheapest = sorted(range(depth - 1), key=costs.__getitem__)[: depth - num_prefill_layers]
+        lists.append(tuple(sorted({*range(depth)} - {*cheapest})))
+    return lists
+
+
+def measure_lists(
+    teacher: Any,
+    lists: Sequence[Sequence[int]],
+    *,
+    key_value_group_size: int,
+    calibration: Sequence[Mapping[str, Tensor]],
+    held_out: PackedRows,
+    max_tokens: int,
+    needles: Needles | None = None,
+) -> Iterator[Depth]:
+    """Measure calibrated starts whose deep tokens keep K and V of their own, one for each list of layers that prompts
+    run through. Arguments and errors as `measure_depths`."""
+    for layers in lists:
+        student = convert(
+            teacher,
+            prefill_layers=layers,
+            key_value_group_size=min(key_value_group_size, teacher.config.num_hidden_layers - 1 - layers[-1]),
+            decode_key_value="own",
+            calibration=calibration,
+        )
+        yield _measured(student, held_out, max_tokens, needles)
+
+
+def _measured(student: Any, held_out: PackedRows, max_tokens: int, needles: Needles | None) -> Depth:
+    totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
+    found = None if needles is None else needles.share_found(student)
+    layers = student.config.layer_map.prefill_layers
+    return Depth(layers[-1] + 1, totals.teacher, totals.student, found, layers)
 
 
 def shallowest(depths: Sequence[Depth], *, max_kl: float, min_found: float = 0.0) -> int | None:

@@ -1,5 +1,5 @@
-"""Cost of prefill with and without SwiftKV, counted and timed on real forward passes of the same weights. Knows no
-estimate: those are in `planning`.
+"""Cost of prefill with and without SwiftKV, counted and timed on real forward passes of the same weights.
+Estimates are in `planning`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluation_mode
 from swiftkv_platform.model.cache import cache_bytes
+from swiftkv_platform.planning import read_architecture
+from swiftkv_platform.planning.flops import prefill_flops
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,12 @@ class ModeCost:
     """One mode of a model on a prompt of which only the last token's logits are asked for."""
 
     flops_per_token: float
-    """Multiplications and additions of all matrix products, attention over the whole square included."""
+    """Multiplications and additions of all matrix products, attention over the whole square included; in layers that
+    prompts bypass, those that serving runs."""
     kv_bytes_per_token: float
     """Bytes in the cache, in the model's own dtype."""
     ttft_ms: float
-    """Median milliseconds from the prompts to the ids of their first tokens."""
+    """Median milliseconds from the prompts to the ids of their first tokens, through bypassed layers as well."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,20 @@ def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
     with _plain_attention(model), counter:
         outputs = model(prompt, use_cache=True, logits_to_keep=1)
     num_tokens = prompt.numel()
-    return counter.get_total_flops() / num_tokens, cache_bytes(outputs.past_key_values) / num_tokens
+    total = counter.get_total_flops() - (_let_go(model.config, prompt) if model.model.swiftkv_enabled else 0)
+    return total / num_tokens, cache_bytes(outputs.past_key_values) / num_tokens
+
+
+def _let_go(config: Any, prompt: torch.Tensor) -> float:
+    """FLOPs of a pass that serving leaves out: a prompt's way through the layers that it bypasses."""
+    if not config.layer_map.bypassed:
+        return 0
+    model, layer_map = read_architecture(config.to_dict()), config.layer_map
+    whole, served = (
+        prefill_flops(model, each, prompt.shape[1], "executed", square=True).total
+        for each in (replace(layer_map, bypassed=()), layer_map)
+    )
+    return len(prompt) * (whole - served)
 
 
 def _time_first_token(model: Any, prompt: torch.Tensor) -> float:

@@ -109,6 +109,8 @@ class Architecture:
     dtype: str
     num_key_value_layers: int | None
     """l of a student's configuration; None in a teacher's."""
+    prefill_layers: tuple[int, ...] | None
+    """Layers that prompts of a student run through, where its configuration lists them."""
     key_value_group_size: int
     early_exit: bool
     decodes_own: bool

@@ -3,7 +3,7 @@
 Two conventions:
 
 - `executed`: what our forward pass runs. The embedding is a look-up; the head runs for the positions whose logits are
-  asked for; of a prompt, only those positions run through layers >= l.
+  asked for; of a prompt, only those positions run through layers >= l and those below that prompts bypass.
 - `paper` (table 1): the vocabulary counts for every token, embedding and head, and no prompt token enters layers >= l.
 
 Attention counts the pairs of query and key that the causal mask (and a window) lets through, as kernels that skip
@@ -69,18 +69,19 @@ def forward_flops(
 
     Args:
         num_tokens: new tokens of one sequence.
-        num_kept: the last of them that run through layers >= l.
+        num_kept: the last of them that run through layers >= l, and those that the others bypass.
         num_logits: positions whose logits are computed.
         past: tokens in the cache before them.
         square: count attention as plain matrix products run it, over every key that the cache holds.
     """
     total = Flops(vocabulary=num_logits * Linear(model.hidden_size, model.vocab_size).flops)
-    leaders = frozenset(layer_map.leaders)
+    leaders, bypassed = frozenset(layer_map.leaders), frozenset(layer_map.bypassed)
     cache = cache_layers(model, layer_map)
     for i, layer in enumerate(model.layers):
         upper = i >= layer_map.num_key_value_layers
+        deep_only = upper or i in bypassed
         attention, cache_window = cache[layer_map.cache_layer(i)]
-        num_queries = num_kept if upper else num_tokens
+        num_queries = num_kept if deep_only else num_tokens
         if square:
             cached = past if cache_window is None else min(past, cache_window - 1)
             pairs = num_queries * (cached + num_tokens)

@@ -26,7 +26,7 @@ from swiftkv_platform.planning.phases import (
     waiting_activations,
 )
 from swiftkv_platform.planning.steering import MAX_TRIALS, RunSchedule, num_measured_rows, steps_of_trial
-from swiftkv_platform.planning.training import TrainingFlops, measuring_flops, training_flops
+from swiftkv_platform.planning.training import TrainingFlops, calibrating_flops, measuring_flops, training_flops
 from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.planning.volumes import BYTES_PER_TOKEN, MAX_SHARD_BYTES, Inputs, Volumes, volumes
 from swiftkv_platform.specs import JobSpec
@@ -160,7 +160,7 @@ class _Job:
         tokens = self.spec.swiftkv.calibration_tokens
         # Refitted, the student's layers run behind the teacher's, at most twice: to be fitted without their MLPs.
         refits = 2 * setup.refitted * self._measuring_flops.student
-        flops = self._measuring_flops.lower + self._measuring_flops.teacher + refits
+        flops = calibrating_flops(self.model, self.layer_map, setup) + refits
         activations = waiting_activations(self.model, self.layer_map, setup, tokens)
         waiting = max(activations - MAX_ACTIVATION_BYTES, 0)
         fetched = self._teacher(self.num_nodes)
@@ -226,7 +226,8 @@ class _Job:
         rows = -(-self.spec.evaluation.max_tokens // (setup.sequence_length * self.num_workers))
         flops = self._measuring_flops
         head = 2 * Linear(self.model.hidden_size, self.model.vocab_size).flops
-        per_token = 2 * flops.lower + flops.teacher + flops.student + head
+        # Where prompts bypass layers, the teacher's share has its way through layers < l.
+        per_token = (1 if self.layer_map.bypassed else 2) * flops.lower + flops.teacher + flops.student + head
         fetched = self._teacher(self.num_nodes)
         brought = own.rows + own.start + (own.trained // self.num_nodes if self._divides else own.trained)
         fetched = replace(fetched, hub=0, store=fetched.store + brought)  # the hub's cache has the teacher

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, ModelError
 
 Sharing = Literal["gqa", "mqa", "mha"]
 """Heads that layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
@@ -58,7 +58,7 @@ class LayerMap:
     @property
     def prefill_layers(self) -> tuple[int, ...]:
         """The layers that skipped prompt tokens run through."""
-        return tuple(i for i in range(self.num_key_value_layers) if i not in self.bypassed)
+        return tuple(sorted({*range(self.num_key_value_layers)} - {*self.bypassed}))
 
     @property
     def num_kv_cache_layers(self) -> int:
@@ -117,7 +117,37 @@ def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = 
             prefill_layers,
             f"; of {num_hidden_layers} layers 0..{num_hidden_layers - 2} are accepted, as prompts skip the last",
         )
-    return layers[-1] + 1, tuple(i for i in range(layers[-1]) if i not in layers)
+    return layers[-1] + 1, tuple(sorted({*range(layers[-1])} - {*layers}))
+
+
+_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+_MOST_DIGITS = 5
+
+
+def parse_layers(text: str) -> list[int]:
+    """Read layers written as `0-2,4,6-16`. Raises `InvalidInputError`: another form."""
+    written = text.replace(" ", "")
+    if not _RANGES.fullmatch(written) or any(len(number) > _MOST_DIGITS for number in re.findall(r"\d+", written)):
+        raise InvalidInputError.of("prefill_layers", text, "; layers and ranges of them are accepted, as 0-2,4,6-16")
+    ranges = [part.partition("-") for part in written.split(",")]
+    return [i for first, _, last in ranges for i in range(int(first), int(last or first) + 1)]
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Write ascending layers as `parse_layers` reads them."""
+    listed = frozenset(layers)
+    first = [i for i in layers if i - 1 not in listed]
+    last = [i for i in layers if i + 1 not in listed]
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def refuse_bypassed_latents(prefill_layers: object, model_type: str) -> None:
+    """Refuse layers that prompts bypass in a model that caches latents. Raises `ModelError`."""
+    raise ModelError.of(
+        "swiftkv.prefill_layers",
+        prefill_layers,
+        f", which is not for {model_type}, a family that caches latents (MLA); use swiftkv.num_key_value_layers",
+    )
 
 
 def resolve_num_key_value_layers(

@@ -88,12 +88,14 @@ def calibration_rows(setup: TrainingSetup, calibration_tokens: int) -> int:
 
 
 def waiting_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, calibration_tokens: int) -> int:
-    """Bytes of the activations of a worker's rows that wait for the next layer, with those of layer l; for a refitted
-    start also the student's, and the teacher's behind the attention of each layer of a group; where deep tokens keep
-    their own K and V, the inputs of a group's leader."""
+    """Bytes of the activations of a worker's rows that wait for the next layer, with those of layer l, which prompts
+    and deep tokens have of their own where prompts bypass layers; for a refitted start also the student's, and the
+    teacher's behind the attention of each layer of a group; where deep tokens keep their own K and V, the inputs of a
+    group's leader."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     several = layer_map.key_value_group_size > 1
     states = 2 + setup.refitted * (1 + layer_map.key_value_group_size) + (setup.decodes_own and several)
+    states += bool(layer_map.bypassed)
     return calibration_rows(setup, calibration_tokens) * setup.sequence_length * states * narrow * model.hidden_size
 
 

@@ -5,6 +5,7 @@ Source: paper, table 1 and section 4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
@@ -13,7 +14,7 @@ from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.flops import Convention, Flops, decode_flops, prefill_flops
 from swiftkv_platform.planning.kv_cache import QUANTIZED, check_kv_cache_dtype, kv_bytes
-from swiftkv_platform.planning.layers import LayerMap, student_layer_map
+from swiftkv_platform.planning.layers import LayerMap, refuse_bypassed_latents, student_layer_map
 from swiftkv_platform.planning.reading import read_architecture
 
 
@@ -51,6 +52,8 @@ class Plan(FrozenModel):
     model_type: str
     num_hidden_layers: int
     num_key_value_layers: int
+    prefill_layers: tuple[int, ...]
+    """Layers that prompts run through: all below l unless they bypass some."""
     key_value_group_size: int
     num_kv_cache_layers: int
     sequence_length: int
@@ -78,6 +81,7 @@ def plan(
     *,
     num_key_value_layers: int | None = None,
     key_value_group_size: int | None = None,
+    prefill_layers: Sequence[int] | None = None,
     sequence_length: int | None = None,
     kv_cache_dtype: str = "bfloat16",
     num_key_value_heads_swiftkv: int | None = None,
@@ -89,12 +93,13 @@ def plan(
         config: path of a `config.json`, the directory it lies in, or its content; a teacher's or a student's.
         num_key_value_layers: l; default: what a student's configuration says, else half of the layers.
         key_value_group_size: g; default: what a student's configuration says, else 1.
+        prefill_layers: layers that prompts run through, ascending, in place of l; default: as for l.
         sequence_length: tokens of the prompt; default: the model's context.
         kv_cache_dtype: float32, bfloat16, float16, fp8 or int8.
         num_key_value_heads_swiftkv: KV heads of the student's groups (appendix C); default: the configuration's.
     """
     model = read_architecture(config, num_key_value_heads_swiftkv=num_key_value_heads_swiftkv)
-    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
+    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size, prefill_layers)
     sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
     if sequence_length < 1:
         raise InvalidInputError.of("sequence_length", sequence_length, "; 1 or more is accepted")
@@ -115,6 +120,7 @@ def plan(
         model_type=model.model_type,
         num_hidden_layers=layer_map.num_hidden_layers,
         num_key_value_layers=layer_map.num_key_value_layers,
+        prefill_layers=layer_map.prefill_layers,
         key_value_group_size=layer_map.key_value_group_size,
         num_kv_cache_layers=layer_map.num_kv_cache_layers,
         sequence_length=sequence_length,
@@ -127,19 +133,30 @@ def plan(
     )
 
 
-def resolve_layer_map(model: Architecture, num_key_value_layers: int | None, group_size: int | None) -> LayerMap:
+def resolve_layer_map(
+    model: Architecture,
+    num_key_value_layers: int | None,
+    group_size: int | None,
+    prefill_layers: Sequence[int] | None = None,
+) -> LayerMap:
     """The layer map that arguments, else a student's configuration, else half of the layers give.
 
     l = L is the teacher itself, the baseline of table 1.
     """
     if num_key_value_layers == len(model.layers) and group_size in (None, 1):
         return dense_layer_map(model)
-    return student_layer_map(
+    if num_key_value_layers is None and prefill_layers is None:
+        num_key_value_layers, prefill_layers = model.num_key_value_layers, model.prefill_layers
+    layer_map = student_layer_map(
         len(model.layers),
-        num_key_value_layers=model.num_key_value_layers if num_key_value_layers is None else num_key_value_layers,
+        num_key_value_layers=num_key_value_layers,
         prefill_reduction=None,
         key_value_group_size=model.key_value_group_size if group_size is None else group_size,
+        prefill_layers=prefill_layers,
     )
+    if layer_map.bypassed and model.shared_attention.expansion:
+        refuse_bypassed_latents(list(layer_map.prefill_layers), model.model_type)
+    return layer_map
 
 
 def dense_layer_map(model: Architecture) -> LayerMap:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from swiftkv_platform.errors import ModelError
+from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.families import Family, find_family
 from swiftkv_platform.planning.architecture import Architecture, AttentionShape, Entry, Layer, Linear
 from swiftkv_platform.planning.config import ConfigSource, Fields, read_config
 from swiftkv_platform.planning.config_values import check_values
+from swiftkv_platform.planning.layers import read_prefill_layers
 
 _MOST_LAYERS = 10_000
 """Layers of a model; each is an object here."""
@@ -178,6 +179,18 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def _prefill_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
+    """Layers that a student's prompts run through. Raises `ModelError`: no ascending list of layers that there are."""
+    layers = fields.sequence("swiftkv_prefill_layers")
+    if layers is None:
+        return None
+    try:
+        read_prefill_layers(layers, num_layers)
+    except InvalidInputError as error:
+        raise ModelError(error.message, field=error.field, value=error.value) from error
+    return tuple(layers)
+
+
 _ATTENTION: Mapping[str, Callable[[Family, Fields, int | None], AttentionShape]] = {"head": _by_head, "latent": _latent}
 _FEED_FORWARD: Mapping[str, Callable[[Family, Fields, int], tuple[Linear, ...]]] = {
     "gated": _gated_mlp,
@@ -212,6 +225,7 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
         max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),
         dtype=fields.text("dtype", "torch_dtype", default="bfloat16"),
         num_key_value_layers=fields.optional_count("num_key_value_layers"),
+        prefill_layers=_prefill_layers(fields, num_layers),
         key_value_group_size=fields.count("key_value_group_size", default=1),
         early_exit=fields.flag("early_exit"),
         decodes_own=fields.text("swiftkv_decode_key_value", default="shared") == "own",

@@ -6,6 +6,8 @@ layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear
@@ -22,7 +24,7 @@ class TrainingFlops(FrozenModel):
     """FLOPs per trained token."""
 
     lower: float
-    """Layers below l, once for both."""
+    """Layers below l, once for both; once more of the student's deep tokens where its prompts bypass some."""
     teacher: float
     student: float
     backward: float
@@ -56,6 +58,7 @@ def plan_training(
     *,
     num_key_value_layers: int | None = None,
     key_value_group_size: int | None = None,
+    prefill_layers: Sequence[int] | None = None,
     num_tokens: int | None = None,
     flops_per_second: float | None = None,
 ) -> TrainingPlan:
@@ -77,7 +80,7 @@ def plan_training(
             setup.batch_size,
             f"; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = {setup.rows_per_pass}",
         )
-    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
+    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size, prefill_layers)
     parameters = setup.student_parameters(model, layer_map)
     flops = training_flops(model, layer_map, setup)
     total = None if num_tokens is None else num_tokens * flops.total
@@ -122,9 +125,16 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     student = backward = recomputed = 0.0
     own, tail = model.shared_attention, setup.trainable != "qkv"
     share = setup.counted_share if setup.skips_uncounted else 1.0
-    if setup.trainable == "all":  # the teacher runs layers of its own
+    if setup.trainable == "all" or layer_map.bypassed:  # the teacher's way through them is its own
         teacher += setup.needs_teacher * lower
-        backward, recomputed = 2 * lower, lower
+    # Prompts' way through the layers that they bypass is computed with the rest, and let go behind K and V.
+    deep_lower = sum(
+        _deep_layer(layer, setup, share) for layer in model.layers[min(layer_map.bypassed, default=first) : first]
+    )
+    if setup.trainable == "all":
+        let_go = sum(_behind_key_value(model.layers[i], setup) for i in layer_map.bypassed)
+        backward, recomputed = 2 * (lower - let_go + deep_lower), lower + deep_lower
+    lower += deep_lower
     for i, layer in enumerate(model.layers[first:], start=first):
         query = share * maps_flops(own.query)
         attention = _attention(layer, setup, setup.counted_share if setup.decodes_own else 1.0)
@@ -161,10 +171,29 @@ def measuring_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSet
     return step.lower + step.teacher + step.student + head
 
 
+def calibrating_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> float:
+    """FLOPs per token of the teacher's layers, and once more of those that prompts run through behind the first that
+    they bypass."""
+    bypassed = min(layer_map.bypassed, default=len(model.layers))
+    layers = [*range(len(model.layers)), *(i for i in layer_map.prefill_layers if i > bypassed)]
+    return sum(_layer(model.layers[i], setup) for i in layers)
+
+
 def _layer(layer: Layer, setup: TrainingSetup) -> float:
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
     return maps_flops(maps) + _attention(layer, setup)
+
+
+def _behind_key_value(layer: Layer, setup: TrainingSetup) -> float:
+    return _layer(layer, setup) - maps_flops(layer.attention.key_value)
+
+
+def _deep_layer(layer: Layer, setup: TrainingSetup, share: float) -> float:
+    """A layer of deep tokens, which come behind all others of their sample."""
+    attention = layer.attention
+    maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
+    return share * maps_flops(maps) + _attention(layer, setup, setup.counted_share)
 
 
 def _attention(layer: Layer, setup: TrainingSetup, asking: float = 1.0) -> float:

@@ -158,10 +158,20 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
             per_token += narrow * hidden
             continue
         per_token += _layer(model, layer, setup, narrow, has_gradient=i > begin)
+    if setup.trainable == "all":  # deep tokens' second way through the layers from the first that prompts bypass on
+        for i in range(min(layer_map.bypassed, default=first), first):
+            deep = _layer(model, model.layers[i], setup, narrow, has_gradient=True)
+            per_token += round(setup.counted_share * (deep + narrow * cached)) + narrow * cached
+            per_token -= (i in layer_map.bypassed) * _let_go(model, model.layers[i], setup, narrow)
     recomputed = 0
     if setup.gradient_checkpointing:
         recomputed = _layer(model, model.layers[-1], setup, narrow, has_gradient=True)
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
+
+
+def _let_go(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int) -> int:
+    """Bytes a token that a layer of prompts which bypass it does not keep: all but its normalised input's."""
+    return _layer(model, layer, setup, narrow, has_gradient=True) - (narrow + WIDE) * model.hidden_size
 
 
 def layer_buffers(model: Architecture, setup: TrainingSetup, *, num_tokens: int) -> tuple[int, int]:

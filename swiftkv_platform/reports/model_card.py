@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftkv_platform.contract.verdicts import verdict_of, verdict_sentence
+from swiftkv_platform.planning import format_layers
 
 
 def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
@@ -30,7 +31,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
         _limits(report),
         _origin(lineage, report),
         _licence(teacher, licence),
-        _serving(name),
+        _serving(name, bypasses=_bypasses(lineage)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -104,6 +105,8 @@ def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     layers = swiftkv.get("num_key_value_layers")
     skipped = swiftkv.get("prefill_reduction") or 0.5
     shape = f"{layers} layers" if layers is not None else f"all but {skipped:.0%} of the layers"
+    if listed := swiftkv.get("prefill_layers"):
+        shape = f"layers {format_layers(listed)}"
     data = ", ".join(f"`{each['name_or_path']}`" for each in sources)
     lines = ["## How it was made", "", f"- data: {data or 'unknown'}"]
     lines.append(f"- prompts run {shape}; {swiftkv.get('key_value_group_size', 1)} layers share a KV cache layer")
@@ -136,16 +139,27 @@ def _keeps_own(lineage: Mapping[str, Any]) -> bool:
     return swiftkv.get("decode_key_value") == "own"
 
 
-def _serving(name: str) -> str:
+def _bypasses(lineage: Mapping[str, Any]) -> bool:
+    """Whether prompts bypass layers, so that vLLM does not serve the student."""
+    layers = ((lineage.get("spec") or {}).get("swiftkv") or {}).get("prefill_layers") or ()
+    return len(layers) <= max(layers, default=-1)
+
+
+def _serving(name: str, *, bypasses: bool) -> str:
+    if bypasses:
+        engine = "With SwiftKV Platform's own engine (vLLM does not serve it), or with transformers:"
+        commands = ["pip install 'swiftkv-platform[serve]'", f"swiftkv serve ./{name}"]
+    else:
+        engine = "With vLLM and SwiftKV Platform's plugin, or with transformers:"
+        commands = ["pip install 'swiftkv-platform[vllm]'", f"vllm serve ./{name}"]
     return "\n".join(
         [
             "## Use",
             "",
-            "With vLLM and SwiftKV Platform's plugin, or with transformers:",
+            engine,
             "",
             "```bash",
-            "pip install 'swiftkv-platform[vllm]'",
-            f"vllm serve ./{name}",
+            *commands,
             "```",
             "",
             "```python",

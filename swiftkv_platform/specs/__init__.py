@@ -26,13 +26,13 @@ from swiftkv_platform.specs.job import (
     JobSpec,
     LimitsSpec,
     ModelSpec,
-    SwiftKVSpec,
     TrackingSpec,
     WandbSpec,
     load_spec,
 )
 from swiftkv_platform.specs.publish import PublishSpec
 from swiftkv_platform.specs.resources import ElasticSpec, FaultToleranceSpec, ResourcesSpec, ShardingSpec
+from swiftkv_platform.specs.swiftkv import SwiftKVSpec
 from swiftkv_platform.specs.training import EarlyStoppingSpec, GuardSpec, OptimizerSpec, TrainingSpec, ValidationSpec
 
 __all__ = [

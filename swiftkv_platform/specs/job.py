@@ -21,7 +21,6 @@ from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.specs.limits import (
     STORED,
     Count,
-    Layers,
     Positive,
     Range,
     Size,
@@ -29,6 +28,7 @@ from swiftkv_platform.specs.limits import (
 )
 from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
 from swiftkv_platform.specs.resources import FaultToleranceSpec, ResourcesSpec, ShardingSpec
+from swiftkv_platform.specs.swiftkv import SwiftKVSpec, refused_list
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
@@ -48,85 +48,6 @@ class ModelSpec(Spec):
     """Hub revision."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of forward and backward; trained weights and optimizer state are always float32."""
-
-
-class SwiftKVSpec(Spec):
-    """The transformation (paper, section 3)."""
-
-    num_key_value_layers: Layers | None = None
-    """l: layers that compute their own KV, 1..L-1. Exclusive with `prefill_reduction`."""
-    prefill_reduction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the layers that prefill skips; l = L - round(share x L). Default 0.5 where neither is given."""
-    key_value_group_size: Layers = 1
-    """AcrossKV: consecutive layers that share one KV cache layer; 1 shares nothing."""
-    sharing: Literal["gqa", "mqa", "mha"] = "gqa"
-    """Key-value heads of layers >= l (paper, appendix C): the teacher's, one, or one for each query head. The cache
-    grows with them; the g of equal size is `planning.equal_cache_group_size`."""
-    early_exit: bool = False
-    """Train an exit head at layer l."""
-    own_output_projection: bool = False
-    """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
-    which is trained with q, k and v. It makes up for most of what a group loses, and costs nothing when it is served;
-    engines other than this project's do not know it."""
-    initialization: Literal["calibrated", "copied", "refitted"] = "calibrated"
-    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
-    `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's
-    own states; for `own_output_projection`."""
-    decode_key_value: Literal["shared", "own"] = "own"
-    """Origin of K and V in layers >= l of tokens that run through them: of a prompt's last token and of all that is
-    generated. `own`: their own hidden state in the first layer of each group, as in the teacher, by
-    projections that are trained too; prefill costs the same, and far less of the teacher's quality is lost. A text of
-    which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
-    x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
-    student in this form."""
-    prefill_layers: list[Annotated[int, Range(0, 10**4)]] | None = None
-    """Layers that prompts run through, ascending, in the place of `num_key_value_layers`, which is behind the last of
-    them; for `decode_key_value: own`. Prompts bypass the layers between, where they leave K and V alone, so that for
-    the same prefill compute they can run layers that their reading needs. `swiftkv analyze` measures which those are.
-    Served by our engine."""
-    calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
-    """Tokens used for the calibrated start."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refits_the_papers_form(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("initialization") == "refitted":
-            return {"decode_key_value": "shared", **value}
-        return value
-
-    @model_validator(mode="after")
-    def _one_way_to_say_l(self) -> Self:
-        if self.num_key_value_layers is not None and self.prefill_reduction is not None:
-            raise ValueError("give num_key_value_layers or prefill_reduction, not both")
-        return self
-
-    @model_validator(mode="after")
-    def _refits_what_is_its_own(self) -> Self:
-        if self.initialization == "refitted" and not self.own_output_projection:
-            raise PydanticCustomError(
-                "initialization",
-                "swiftkv.initialization is 'refitted', which fits output projections of the student's own; "
-                "use swiftkv.own_output_projection true, or swiftkv.initialization calibrated",
-                {"field": "swiftkv.initialization", "value": self.initialization},
-            )
-        if self.initialization == "refitted" and self.decode_key_value == "own":
-            raise PydanticCustomError(
-                "initialization",
-                "swiftkv.initialization is 'refitted', which fits to students whose tokens all share K and V; use "
-                "calibrated, or swiftkv.decode_key_value shared",
-                {"field": "swiftkv.initialization", "value": self.initialization},
-            )
-        return self
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the start is fitted to activations of the teacher."""
-        return self.initialization != "copied"
-
-    @property
-    def is_refitted(self) -> bool:
-        """Whether output projections are fitted to the student's own states, too."""
-        return self.initialization == "refitted"
 
 
 class DistillationSpec(Spec):
@@ -267,6 +188,26 @@ class JobSpec(Spec):
             "sharding.sequence_parallel_size is {value}: {problem}",
             {"field": "sharding.sequence_parallel_size", "value": size, "problem": problem},
         )
+
+    @model_validator(mode="after")
+    def _bypassed_layers_can_be_trained(self) -> Self:
+        size, strategy = self.sharding.sequence_parallel_size, self.sharding.strategy
+        if not self.swiftkv.bypassed:
+            return self
+        if size > 1:
+            problem = f"it does not go with sharding.sequence_parallel_size {size}; use 1"
+        elif self.training.gradient_checkpointing:
+            problem = "it does not go with training.gradient_checkpointing true; use false"
+        elif self.distillation.trainable == "all" and strategy != "ddp":
+            problem = (
+                f"it does not go with distillation.trainable 'all' under sharding.strategy {strategy!r}; use "
+                "distillation.trainable qkv, or sharding.strategy ddp"
+            )
+        elif self.sweep is not None and self.sweep.num_key_value_layers:
+            problem = "it does not go with sweep.num_key_value_layers; leave either out"
+        else:
+            return self
+        raise refused_list(self.swiftkv.prefill_layers or [], problem)
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:

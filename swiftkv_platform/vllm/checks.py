@@ -56,6 +56,13 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 "num_key_value_heads_swiftkv",
                 heads,
             )
+        if config.swiftkv and config.layer_map.bypassed:
+            raise _refusal(
+                f"swiftkv_prefill_layers is {config.swiftkv_prefill_layers}, and vLLM runs every token of a batch "
+                f"through all layers below l; {_NATIVE} (engine.backend native) serves this student",
+                "swiftkv_prefill_layers",
+                config.swiftkv_prefill_layers,
+            )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
             raise _refusal(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",

@@ -247,6 +247,24 @@ def test_continuations_are_plain_greedy_whatever_the_model_ships(student: Any) -
         assert compare_continuations(student, rows, num_prompts=num_prompts, num_tokens=4, batch_size=4) is None
 
 
+def test_prefill_cost_leaves_out_what_serving_bypasses() -> None:
+    shapes: list[dict[str, Any]] = [{"num_key_value_layers": 3}, {"prefill_layers": [0, 2]}]
+    through, around = (
+        measure_prefill(
+            convert(LlamaForCausalLM(LlamaConfig(**TEACHER)).eval(), **shape, decode_key_value="own"),
+            prompt_length=40,
+            rounds=1,
+            batch_size=2,
+        )
+        for shape in shapes
+    )
+    hidden, inner, num_tokens = TEACHER["hidden_size"], TEACHER["intermediate_size"], 40
+    spared = 2 * (2 * hidden * hidden + 3 * hidden * inner + 2 * num_tokens * hidden)  # Q and O, MLP, attention
+    found = through.swiftkv.flops_per_token - around.swiftkv.flops_per_token
+    assert found == pytest.approx(spared * (num_tokens - 1) / num_tokens)
+    assert around.dense.flops_per_token == through.dense.flops_per_token
+
+
 @pytest.mark.parametrize(("implementation", "group_size", "batch_size"), [("sdpa", 1, 3), ("eager", 2, 1)])
 def test_prefill_cost_is_counted_right(implementation: str, group_size: int, batch_size: int) -> None:
     model, num_tokens = make_student(2, group_size), 40

@@ -138,6 +138,24 @@ def test_analysis_of_a_model(tmp_path: Path) -> None:
     assert (analysis.depths[0].kl, analysis.depths[0].needles_found) == (None, None)
 
 
+def test_layers_that_prompts_can_bypass(tmp_path: Path) -> None:
+    model, text = save_teacher(tmp_path / "model", max_position_embeddings=512), tmp_path / "text.txt"
+    text.write_text("Some text that is long enough to be cut into several windows of thirty-two bytes each.\n" * 8)
+    options = AnalysisOptions(max_length=32, num_prefill_layers=3, depths=(4, 5), needle_length=256, needle_samples=2)
+    found = analyze("tiny", read_config(model), str(model), [str(text)], options, dtype="float32")
+    assert len(found.bypass_kl) == 4, "layers 0 to 3, below the last of the deepest list"
+    assert min(found.bypass_kl) > 1e-6
+    cheapest = sorted(range(4), key=found.bypass_kl.__getitem__)
+    lists = [each.prefill_layers for each in found.lists]
+    assert lists[0] == (0, 1, 2)
+    assert lists[2] == tuple(i for i in range(5) if i not in cheapest[:2])
+    assert [len(each) for each in lists] == [3, 3, 3]
+    assert (lists[1][-1], lists[2][-1]) == (3, 4)
+    best = min(found.lists, key=lambda each: each.kl)
+    assert found.recommended_prefill_layers == best.prefill_layers
+    assert best.kl > 0.0 == best.needles_found == found.teacher_needles_found
+
+
 def test_what_an_analysis_refuses(tmp_path: Path) -> None:
     model, text = save_teacher(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("One document.")
@@ -146,6 +164,13 @@ def test_what_an_analysis_refuses(tmp_path: Path) -> None:
         (AnalysisOptions(depths=(6,)), InvalidInputError, r"depth is 6; a model of 6 layers accepts 1\.\.5"),
         (AnalysisOptions(measure=True), DataError, "measuring holds some out"),
         (AnalysisOptions(needle_length=256), InvalidInputError, "needle_length is 256, and no depth is measured"),
+        (AnalysisOptions(num_prefill_layers=5), InvalidInputError, r"num_prefill_layers is 5; .* accepts 1\.\.4"),
+        (
+            AnalysisOptions(num_prefill_layers=3, depths=(3,)),
+            InvalidInputError,
+            r"depth is 3; to leave 3 .* 4\.\.5",
+        ),
+        (AnalysisOptions(num_prefill_layers=3, measure=True), InvalidInputError, "leave either out"),
         (too_long, InvalidInputError, "needle_length is 4096, .* context is of"),
     ):
         with pytest.raises(error, match=message):

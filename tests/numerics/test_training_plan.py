@@ -118,6 +118,21 @@ def test_flops_of_students_that_keep_their_own(name: str, trainable: Any) -> Non
 
 
 @pytest.mark.usefixtures("squares")
+@pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
+def test_flops_where_prompts_bypass_layers(trainable: Any) -> None:
+    """The second half of each sample is deep."""
+    student = convert(random_teacher(), prefill_layers=[0, 2], decode_key_value="own")
+    batch = make_batch(student.config.vocab_size, 1, 20, packed=False)
+    batch["loss_mask"][:, :10] = False
+    rows: Any = {"sequence_length": 20, "counted_share": 0.5, "dtype": "float32"}
+    setup = TrainingSetup(**rows, trainable=trainable, decodes_own=True)
+    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
+    planned = plan_training(student.config.to_dict(), setup)
+    assert count_step(fork, batch) == pytest.approx(20 * planned.flops_per_token.total, rel=1e-12)
+    assert planned.parameters == sum(p.numel() for p in fork.parameters())
+
+
+@pytest.mark.usefixtures("squares")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flops_of_every_family(name: str) -> None:
     student = countable(convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2))
@@ -160,6 +175,7 @@ def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype,
         {"early_exit": True, "num_micro_batches": 2},
         {"trainable": "all", "gradient_checkpointing": True},
         {"trainable": "tail", "sequence_length": 16},
+        {"trainable": "all", "prefill_layers": [0, 2, 4], "decodes_own": True},
         *(
             pytest.param(case, marks=WIDE)
             for case in (
@@ -183,11 +199,12 @@ def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
     options = {"dtype": "float32", "sequence_length": 192, **case}
     options.pop("num_micro_batches", None)
     packed = options.pop("packed", False)
-    group_size = options.pop("key_value_group_size", 2)
+    group_size, prefill_layers = options.pop("key_value_group_size", 2), options.pop("prefill_layers", None)
     setup = TrainingSetup(micro_batch_size=2, batch_size=2 * num_micro_batches, strategy="ddp", device="cpu", **options)
     dtype = getattr(torch, setup.dtype)
     shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 1024}
-    layers = {"num_key_value_layers": 4, "key_value_group_size": group_size}
+    layers: Any = {"num_key_value_layers": 4} if prefill_layers is None else {"prefill_layers": prefill_layers}
+    layers |= {"key_value_group_size": group_size, "decode_key_value": "own" if setup.decodes_own else "shared"}
     student = convert(random_teacher(**shape), **layers, early_exit=setup.early_exit)
     spec = DistillationSpec(trainable=setup.trainable)
     fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=setup.gradient_checkpointing)

@@ -113,17 +113,18 @@ def estimate(
     setup, steps = training_setup(spec), spec.training.max_steps
     tokens_per_step = setup.batch_size * setup.sequence_length
     max_tokens = None if steps is None else steps * tokens_per_step
-    num_key_value_layers, group_size = _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size
+    shape: Any = {
+        "num_key_value_layers": _num_key_value_layers(spec, config),
+        "key_value_group_size": spec.swiftkv.key_value_group_size,
+        "prefill_layers": spec.swiftkv.prefill_layers,
+    }
     prefill = plan(
         config,
-        num_key_value_layers=num_key_value_layers,
-        key_value_group_size=group_size,
+        **shape,
         sequence_length=spec.data.max_length,
         num_key_value_heads_swiftkv=_shared_heads(spec, config),
     )
-    training = plan_training(
-        config, setup, num_key_value_layers=num_key_value_layers, key_value_group_size=group_size, num_tokens=max_tokens
-    )
+    training = plan_training(config, setup, **shape, num_tokens=max_tokens)
     refuse_writers_without_room(spec, config)
     planned = _planned(spec, config, Inputs(_origin(spec), _text_bytes(sources), num_tokens), machines)
     return JobEstimate(
@@ -156,7 +157,8 @@ def memory_by_phase(spec: JobSpec, config: dict[str, Any]) -> tuple[PhaseMemory,
 def _student(spec: JobSpec, config: dict[str, Any]) -> tuple[Architecture, LayerMap, Parameters, TrainingSetup]:
     """Shape of a job's student, and the settings of its training."""
     model, setup = read_architecture(config), training_setup(spec)
-    layer_map = LayerMap(len(model.layers), _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size)
+    l, size = _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size  # noqa: E741  # the paper's l
+    layer_map = LayerMap(len(model.layers), l, size, spec.swiftkv.bypassed)
     return model, layer_map, setup.student_parameters(model, layer_map), setup
 
 
@@ -203,7 +205,7 @@ def _resolved(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
 
 def _num_key_value_layers(spec: JobSpec, config: dict[str, Any]) -> int:
     return resolve_num_key_value_layers(
-        config["num_hidden_layers"], spec.swiftkv.num_key_value_layers, spec.swiftkv.prefill_reduction
+        config["num_hidden_layers"], spec.swiftkv.given_layers, spec.swiftkv.prefill_reduction
     )
 
 

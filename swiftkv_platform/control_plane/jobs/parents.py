@@ -29,9 +29,11 @@ FROM = "training.from"
 _LONGEST_STEM = 80
 """Characters of a job's name that go into the name of a model of its checkpoint."""
 _LAYERS = "swiftkv.num_key_value_layers"
+_LISTED = "swiftkv.prefill_layers"
 _ALIKE = (
     "model.name_or_path",
     "model.revision",
+    _LISTED,
     _LAYERS,
     "swiftkv.key_value_group_size",
     "swiftkv.sharing",
@@ -180,8 +182,12 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
     Without the teacher's `num_hidden_layers` l is compared as it was given.
     """
     parent, theirs = found.parent, found.spec
+    readers: dict[str, Callable[[JobSpec], Any]] = {
+        _LAYERS: partial(_layers, num_hidden_layers=num_hidden_layers),
+        _LISTED: _listed,
+    }
     for field in _ALIKE:
-        read = partial(_layers, num_hidden_layers=num_hidden_layers) if field == _LAYERS else attrgetter(field)
+        read = readers.get(field, attrgetter(field))
         ours, needed = read(spec), read(theirs)
         if ours != needed:
             raise _unlike(field, ours, needed, parent)
@@ -227,10 +233,15 @@ def _check_optimizer(spec: JobSpec, found: FoundParent) -> None:
 def _layers(spec: JobSpec, num_hidden_layers: int | None) -> Any:
     own = spec.swiftkv
     if num_hidden_layers is not None:
-        return resolve_num_key_value_layers(num_hidden_layers, own.num_key_value_layers, own.prefill_reduction)
-    if own.num_key_value_layers is not None:
-        return own.num_key_value_layers
+        return resolve_num_key_value_layers(num_hidden_layers, own.given_layers, own.prefill_reduction)
+    if own.given_layers is not None:
+        return own.given_layers
     return f"prefill_reduction {0.5 if own.prefill_reduction is None else own.prefill_reduction}"
+
+
+def _listed(spec: JobSpec) -> list[int] | None:
+    """A list of all layers below l says no more than l."""
+    return spec.swiftkv.prefill_layers if spec.swiftkv.bypassed else None
 
 
 def _trained_by(model: Model, job: Job | None) -> JobSpec:

@@ -87,6 +87,7 @@ def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
         num_key_value_layers=spec.swiftkv.num_key_value_layers,
         prefill_reduction=spec.swiftkv.prefill_reduction,
         key_value_group_size=spec.swiftkv.key_value_group_size,
+        prefill_layers=spec.swiftkv.prefill_layers,
     )
 
 

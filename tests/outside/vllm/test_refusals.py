@@ -98,6 +98,14 @@ def test_shared_heads_of_another_count(sharing: str, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
+def test_prompts_that_bypass_layers(tmp_path: Path) -> None:
+    make_student(tmp_path, shape={"prefill_layers": [0, 2], "decode_key_value": "own"})
+    with pytest.raises(ModelError, match=r"swiftkv_prefill_layers is \[0, 2\].*engine\.backend native") as caught:
+        configure(tmp_path)
+    assert caught.value.field == "swiftkv_prefill_layers"
+    configure(tmp_path, hf_overrides={"swiftkv": False})
+
+
 @pytest.mark.parametrize(
     ("options", "runner", "message"),
     [

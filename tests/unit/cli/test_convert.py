@@ -40,6 +40,19 @@ def test_convert_then_export(tiny_teacher: Path, tmp_path: Path) -> None:
     assert part.num_parameters() < whole.num_parameters()
 
 
+def test_prompts_bypass_layers(tiny_teacher: Path, tmp_path: Path) -> None:
+    student = tmp_path / "student"
+    result = run("convert", tiny_teacher, student, "--prefill-layers", "0-1,3", "--decode-key-value", "own")
+    assert result.exit_code == 0, result.output
+    assert "l = 4 of 6 layers, of which prompts run 0-1,3, g = 1" in result.stdout
+    assert AutoModelForCausalLM.from_pretrained(student).config.layer_map.bypassed == (2,)
+    planned = json.loads(run("plan", student, "--json").output)
+    assert planned["prefill_layers"] == [0, 1, 3]
+    asked = run("plan", tiny_teacher, "-l", "3", "--prefill-layers", "0-1,3")
+    assert "l = 4 (0-1,3), g = 1: " in asked.output
+    assert asked.output.count("l = 3, g = 1") == 2, "a row and a sentence"
+
+
 def header_bytes(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
@@ -70,6 +83,9 @@ def test_bad_input_is_one_message_and_leaves_nothing(tiny_teacher: Path, tmp_pat
     for options, message in (
         (["-l", "6"], "1..5 are accepted"),
         (["-l", "2", "--prefill-reduction", "0.5"], "not both"),
+        (["--prefill-layers", "0,2"], "use swiftkv.decode_key_value own"),
+        (["--prefill-layers", "0;2"], "'0;2'; layers and ranges of them are accepted, as 0-2,4,6-16"),
+        (["--prefill-layers", "0,2", "-l", "2"], "so that l is 3"),
         (["--calibration", "no-such-file.txt"], "no-such-file.txt"),
     ):
         result = run("convert", tiny_teacher, tmp_path / "student", *options)

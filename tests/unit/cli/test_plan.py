@@ -9,7 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.planning import plan
+from swiftkv_platform.planning import format_layers, plan
 from tests.tiny_models import save_teacher
 
 LLAMA_70B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-70b.json"
@@ -129,6 +129,19 @@ def test_table_json_and_picture_agree(model: Path, text: Path, tmp_path: Path) -
     assert rows[0] == ["l", "SimScore", "prefill", "FLOPs"]
     assert [row[1] for row in rows[1:5]] == [f"{score:.3f}" for score in document["sim_scores"][1:]]
     assert f"Recommended l: {document['recommended_num_key_value_layers']} (" in table
+
+
+def test_lists_of_layers_that_prompts_run_through(model: Path, text: Path) -> None:
+    given = (model, "--text", text, "--max-length", "64", "--num-prefill-layers", "3", "-l", "4")
+    document = json.loads(analyze(*given, "--json").stdout)
+    lines = analyze(*given).stdout.splitlines()
+    assert [line.split() for line in lines[1:4]] == [
+        [f"{i}", f"{kl:.4f}"] for i, kl in enumerate(document["bypass_kl"])
+    ]
+    listed = [format_layers(each["prefill_layers"]) for each in document["lists"]]
+    assert [line.split()[0] for line in lines[5:7]] == listed
+    chosen = format_layers(document["recommended_prefill_layers"])
+    assert lines[-1] == f"Recommended: --prefill-layers {chosen}, 3 layers as -l 3 runs."
 
 
 def test_without_matplotlib_nothing_is_read(model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import pytest
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.planning import (
     LayerMap,
+    format_layers,
+    parse_layers,
     plan,
     resolve_num_key_value_layers,
     shared_key_value_heads,
@@ -20,6 +22,7 @@ from swiftkv_platform.planning import (
 )
 from swiftkv_platform.planning.flops import attention_pairs
 from swiftkv_platform.planning.layers import split_by_size
+from tests.model_configs import llama_config
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 LLAMA_8B = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
@@ -41,6 +44,15 @@ def test_layer_maps() -> None:
     cases: list[tuple[list[int], list[list[int]]]] = [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]])]
     for sizes, runs in (*cases, ([3, 12, 3, 7], [[3], [12], [3, 7]])):
         assert [sizes[run] for run in split_by_size(sizes, 10)] == runs
+
+
+@pytest.mark.parametrize("text", ["0-2,4,6-16", "3", "0,2"])
+def test_layers_are_written_as_they_are_read(text: str) -> None:
+    assert format_layers(parse_layers(text)) == text
+    assert parse_layers("0-2, 4") == [0, 1, 2, 4]
+    for wrong in ("", "a", "1-", "-1", "1,,2", "1-2-3", "0-9999999"):
+        with pytest.raises(InvalidInputError, match="as 0-2,4,6-16"):
+            parse_layers(wrong)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +125,24 @@ def test_last_token_alone_meets_upper_layers_and_head() -> None:
     assert result.num_kv_cache_layers == 32
 
 
+def test_prompts_only_write_key_values_where_they_bypass_a_layer() -> None:
+    """By hand: 2 query heads and a KV head of size 4, hidden size 8, MLP of 16; prompts of 5 tokens bypass layer 1."""
+    config = llama_config(4, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+    config |= {"intermediate_size": 16, "vocab_size": 10}
+    found = plan(config, prefill_layers=[0, 2], sequence_length=5)
+    key_value, rest, pair, head = 128, 128 + 128 + 768, 32, 160
+    whole = 5 * (key_value + rest) + 15 * pair
+    last_alone = 5 * key_value + rest + 5 * pair  # in layers 1 and 3
+    flops = {name: 5 * each.swiftkv.total for name, each in found.prefill.items()}
+    assert flops["executed"] == pytest.approx(2 * whole + 2 * last_alone + head)
+    assert flops["paper"] == pytest.approx(2 * whole + 2 * 5 * key_value + 5 * 2 * head)
+    assert found.decode.swiftkv == found.decode.dense
+    assert (found.num_key_value_layers, found.prefill_layers) == (3, (0, 2))
+    student = config | {"model_type": "llama_swiftkv", "num_key_value_layers": 3, "swiftkv_prefill_layers": [0, 2]}
+    assert plan(student, sequence_length=5) == found
+    assert plan(student, num_key_value_layers=3).prefill_layers == (0, 1, 2), "an argument goes before what is read"
+
+
 def test_a_window_caps_attention_and_cache() -> None:
     windowed = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
     full, capped = (plan(config, num_key_value_layers=16, sequence_length=65536) for config in (LLAMA_8B, windowed))
@@ -155,6 +185,18 @@ def test_a_directory_a_file_and_a_mapping_are_the_same(tmp_path: Path) -> None:
             plan(tmp_path)
 
 
+LATENT = llama_config(32, model_type="deepseek_v2", first_k_dense_replace=32, q_lora_rank=None)
+LISTS: list[tuple[Any, dict[str, Any], str]] = [
+    ([], {}, r"is \[\]; an ascending list"),
+    ([0, 2, 2], {}, "an ascending list"),
+    ([0, True], {}, "an ascending list"),
+    ([-1, 2], {}, "an ascending list"),
+    ([0, 31], {}, r"of 32 layers 0\.\.30 are accepted"),
+    ([0, 2], {"num_key_value_layers": 4}, "so that l is 3; leave num_key_value_layers"),
+    ([0, 2], LATENT, r"not for deepseek_v2, a family that caches latents \(MLA\); use"),
+]
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "message"),
     [
@@ -169,6 +211,10 @@ def test_a_directory_a_file_and_a_mapping_are_the_same(tmp_path: Path) -> None:
         ({"num_key_value_heads": 7}, "num_key_value_heads", "7; a divisor of num_attention_heads 32 is accepted"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers", "1 no_rope_layers for 32 layers"),
         ({"num_key_value_layers": 33}, "swiftkv.num_key_value_layers", r"1\.\.31 are accepted"),
+        *(
+            ({"swiftkv_prefill_layers": layers, **others}, "swiftkv.prefill_layers", message)
+            for layers, others, message in LISTS
+        ),
     ],
 )
 def test_a_configuration_that_makes_no_sense(changes: dict[str, Any], field: str, message: str) -> None:

@@ -245,6 +245,15 @@ def test_a_student_that_keeps_its_own_says_so() -> None:
     assert "what is measured stands behind prompts" in text
 
 
+def test_layers_that_prompts_run_through_are_listed() -> None:
+    """A list of all layers below l leaves none out, and vLLM serves it."""
+    for listed, said, serves in (([0, 1, 3], "prompts run layers 0-1,3;", "swiftkv"), ([0, 1], "layers 0-1;", "vllm")):
+        spec = {**MADE_FROM["spec"], "swiftkv": {"prefill_layers": listed, "decode_key_value": "own"}}
+        _, text = parts(model_card(MADE_FROM | {"spec": spec}, REPORT, licence=None))
+        assert said in text
+        assert f"\n{serves} serve ./" in text
+
+
 def test_a_licence_that_is_not_named_is_not_made_up() -> None:
     front, text = parts(model_card(MADE_FROM | {"teacher": "/models/own"}, REPORT | {"gates": []}, licence=None))
     assert "license" not in front

@@ -221,6 +221,7 @@ GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has
         ({}, {"model_type": "gpt2"}, "native"),
         ({}, {"has_exit_head": True}, "native"),
         ({}, {"has_own_head_count": True}, "native"),
+        ({}, {"bypasses_layers": True}, "native"),
         ({}, {"is_judged": True}, "native"),
         ({"kv_cache_dtype": "int8"}, {}, "native"),
         ({"native_kernels": False}, {}, "native"),

@@ -21,6 +21,10 @@ def spec(**fields: Any) -> JobSpec:
     return JobSpec.model_validate({"name": "n", **fields})
 
 
+BYPASSING = {"prefill_layers": [0, 2, 4]}
+LISTED = ("swiftkv.prefill_layers",)
+
+
 @pytest.mark.parametrize(
     ("accepted", "refused", "field", "message"),
     [
@@ -36,6 +40,27 @@ def spec(**fields: Any) -> JobSpec:
             "swiftkv.initialization",
             "own_output_projection true",
         ),
+        *(
+            ({"swiftkv": BYPASSING, **accepted}, {"swiftkv": {**BYPASSING, **swiftkv}, **refused}, *LISTED, message)
+            for accepted, swiftkv, refused, message in (
+                ({}, {"prefill_layers": []}, {}, r"is \[\]: use an ascending list"),
+                ({}, {"prefill_layers": [0, 2, 2]}, {}, r"is \[0, 2, 2\]: use an ascending list without repeats"),
+                ({}, {"prefill_layers": [2, 0]}, {}, "use an ascending list"),
+                ({}, {"num_key_value_layers": 6}, {}, "makes num_key_value_layers 5, not 6; leave that out"),
+                ({}, {"prefill_reduction": 0.5}, {}, "does not go with prefill_reduction 0.5"),
+                ({}, {"decode_key_value": "shared"}, {}, "'shared'; use own"),
+                ({}, {"initialization": "refitted", "own_output_projection": True}, {}, "use calibrated"),
+                ({}, {}, {"sharding": {"sequence_parallel_size": 2}}, "sequence_parallel_size 2; use 1"),
+                ({}, {}, {"training": {"gradient_checkpointing": True}}, "use false"),
+                ({}, {}, {"sweep": {"num_key_value_layers": [4, 5]}}, "sweep.num_key_value_layers; leave either out"),
+                (
+                    {"distillation": {"trainable": "all"}, "sharding": {"strategy": "ddp"}},
+                    {},
+                    {"distillation": {"trainable": "all"}},
+                    "under sharding.strategy 'fsdp2'; use distillation.trainable qkv, or sharding.strategy ddp",
+                ),
+            )
+        ),
     ],
 )
 def test_a_field_that_needs_another_is_refused_without_it(
@@ -45,6 +70,15 @@ def test_a_field_that_needs_another_is_refused_without_it(
     with pytest.raises(ValidationError, match=message) as caught:
         spec(**refused)
     assert caught.value.errors()[0]["ctx"]["field"] == field
+
+
+def test_a_list_without_gaps_is_another_name_of_l() -> None:
+    listed = spec(
+        swiftkv={"prefill_layers": [0, 1, 2], "num_key_value_layers": 3, "decode_key_value": "shared"}
+    ).swiftkv
+    assert (listed.given_layers, listed.bypassed) == (3, ())
+    bypassing = spec(swiftkv=BYPASSING).swiftkv
+    assert (bypassing.given_layers, bypassing.bypassed) == (5, (1, 3))
 
 
 @pytest.mark.parametrize(

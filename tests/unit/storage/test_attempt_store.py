@@ -52,6 +52,9 @@ def checkpoint(store: ObjectStore, attempt: int, name: str, *, complete: bool = 
     return key
 
 
+BYPASSING = {"prefill_layers": [0, 2], "decode_key_value": "own"}
+
+
 def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     """Workers of an older version refuse fields that they do not know."""
     for recipe in RECIPES:
@@ -63,6 +66,10 @@ def test_a_request_leaves_out_what_stands_at_its_default(store: InMemoryObjectSt
     stored = json.loads(store.get_bytes(SECOND.request_key))
     assert stored == {"job_id": JOB, "attempt": 2, "spec": {"name": "x"}, "run_id": "r"}
     assert attempts.read_request(SECOND).spec == everything, "who names no form means the paper's"
+    listed = AttemptRequest.model_validate(
+        {"job_id": JOB, "attempt": 2, "run_id": "r", "spec": {"name": "x", "swiftkv": BYPASSING}}
+    )
+    assert json.loads(listed.to_json())["spec"]["swiftkv"] == BYPASSING, "older workers refuse what they do not know"
 
 
 def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:

@@ -58,6 +58,15 @@ def test_a_job_has_its_parents_form_unless_it_names_another(server: Server) -> N
     assert "use 'shared'" in error["message"]
 
 
+def test_a_job_bypasses_what_its_parent_bypasses(server: Server) -> None:
+    parent = server.succeed(swiftkv={"prefill_layers": [0, 2, 5]})["distilled_model"]
+    server.submit(**continuing(parent, swiftkv={"prefill_layers": [0, 2, 5]}))
+    for swiftkv in ({}, SIX, {"prefill_layers": [0, 3, 5]}):
+        error = refusal(server.client.post("/jobs", json=continuing(parent, swiftkv=swiftkv)))
+        assert error["field"] == "swiftkv.prefill_layers"
+        assert "use [0, 2, 5]" in error["message"]
+
+
 REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("nonsense", {}, "training.from", "JOB:STEP"),
     ("mdl_nobodys", L6, "training.from", "there is no such model"),
@@ -68,6 +77,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("{job}:2", {}, "swiftkv.num_key_value_layers", "use 6"),
     ("{job}:2", {"swiftkv": {**SIX, "key_value_group_size": 2}}, "swiftkv.key_value_group_size", "use 1"),
     ("{job}:2", {"swiftkv": {**SIX, "own_output_projection": True}}, "swiftkv.own_output_projection", "use False"),
+    ("{job}:2", {"swiftkv": {"prefill_layers": [0, 2, 5]}}, "swiftkv.prefill_layers", "use None"),
     ("{job}:2", {**L6, "model": {"name_or_path": "org/other"}}, "model.name_or_path", "use 'org/teacher'"),
     (
         "{job}:2",

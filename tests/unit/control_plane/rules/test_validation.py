@@ -19,6 +19,9 @@ DATA = "data.sources[0].name_or_path"
 BUILTIN = SourceEstimate("builtin:python-stdlib", formats=("text",))
 
 
+LATENT = llama_config(12, model_type="deepseek_v2", first_k_dense_replace=12, q_lora_rank=None)
+
+
 def read_nothing(store: str, key: str) -> bytes:
     raise ObjectNotFoundError(f"there is no object {key!r} in {store}")
 
@@ -77,6 +80,15 @@ def test_shapes_that_do_not_fit_the_teacher_are_refused(teacher: dict[str, Any])
     sweep = {layers: [9, 6], group: [4]}
     estimate = check(model=teacher, sweep=sweep, evaluation={"max_kl": 0.2})
     assert (estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (6, 8), "a group may be too large for some"
+    listed = check(model=teacher, swiftkv={"prefill_layers": [0, 1, 2, 3, 5, 7]})
+    assert (listed.num_key_value_layers, listed.num_kv_cache_layers) == (8, 12)
+    assert listed.prefill_flops_ratio == check(model=teacher, swiftkv={layers: 6}).prefill_flops_ratio, "six each"
+    field = "swiftkv.prefill_layers"
+    found = refused(InvalidInputError, r"of 12 layers 0\.\.10", model=teacher, swiftkv={"prefill_layers": [0, 11]})
+    assert found == (field, [0, 11])
+    Path(teacher["name_or_path"], "config.json").write_text(json.dumps(LATENT))
+    assert refused(ModelError, "MLA", model=teacher, swiftkv={"prefill_layers": [0, 2]}) == (field, [0, 2])
+    Path(teacher["name_or_path"], "config.json").write_text(json.dumps(llama_config(12)))
     # 8 of 16 query heads: six lower layers cache 8 heads; six groups above cache 1 (mqa), three 16 (mha).
     assert check(model=teacher, swiftkv={"sharing": "mqa"}).kv_bytes_ratio == pytest.approx(54 / 96)
     assert check(model=teacher, swiftkv={"sharing": "mha", group: 2}).kv_bytes_ratio == 1.0

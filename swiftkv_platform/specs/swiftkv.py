@@ -1,0 +1,136 @@
+"""The job spec's section on the student's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from swiftkv_platform.specs.base import Spec
+from swiftkv_platform.specs.limits import MAX_LAYERS, Layers, Range
+
+_LONGEST_SHOWN = 120
+"""Characters of a refused list in a message."""
+
+
+def refused_list(layers: list[int], problem: str) -> PydanticCustomError:
+    """An error about `swiftkv.prefill_layers`."""
+    shown = str(layers) if len(str(layers)) <= _LONGEST_SHOWN else f"{str(layers)[:_LONGEST_SHOWN]}...]"
+    return PydanticCustomError(
+        "prefill_layers",
+        "swiftkv.prefill_layers is {shown}: {problem}",
+        {"field": "swiftkv.prefill_layers", "value": layers, "shown": shown, "problem": problem},
+    )
+
+
+class SwiftKVSpec(Spec):
+    """The transformation (paper, section 3)."""
+
+    num_key_value_layers: Layers | None = None
+    """l: layers that compute their own KV, 1..L-1. Exclusive with `prefill_reduction`."""
+    prefill_reduction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Share of the layers that prefill skips; l = L - round(share x L). Default 0.5 where neither is given."""
+    key_value_group_size: Layers = 1
+    """AcrossKV: consecutive layers that share one KV cache layer; 1 shares nothing."""
+    sharing: Literal["gqa", "mqa", "mha"] = "gqa"
+    """Key-value heads of layers >= l (paper, appendix C): the teacher's, one, or one for each query head. The cache
+    grows with them; the g of equal size is `planning.equal_cache_group_size`."""
+    early_exit: bool = False
+    """Train an exit head at layer l."""
+    own_output_projection: bool = False
+    """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
+    which is trained with q, k and v. It makes up for most of what a group loses, and costs nothing when it is served;
+    engines other than this project's do not know it."""
+    initialization: Literal["calibrated", "copied", "refitted"] = "calibrated"
+    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
+    `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's
+    own states; for `own_output_projection`."""
+    decode_key_value: Literal["shared", "own"] = "own"
+    """Origin of K and V in layers >= l of tokens that run through them: of a prompt's last token and of all that is
+    generated. `own`: their own hidden state in the first layer of each group, as in the teacher, by
+    projections that are trained too; prefill costs the same, and far less of the teacher's quality is lost. A text of
+    which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
+    x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
+    student in this form."""
+    prefill_layers: Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)] | None = None
+    """Layers that prompts run through, ascending, in place of `num_key_value_layers`, which is the last of them + 1.
+    Prompts bypass the layers between, where they only write K and V, so that for the same prefill compute they can run
+    layers that they need more; `swiftkv analyze --num-prefill-layers` measures which. For `decode_key_value: own`.
+    Served by this project's engine, not by vLLM."""
+    calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
+    """Tokens used for the calibrated start."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refits_the_papers_form(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("initialization") == "refitted":
+            return {"decode_key_value": "shared", **value}
+        return value
+
+    @model_validator(mode="after")
+    def _one_way_to_say_l(self) -> Self:
+        if self.num_key_value_layers is not None and self.prefill_reduction is not None:
+            raise ValueError("give num_key_value_layers or prefill_reduction, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _refits_what_is_its_own(self) -> Self:
+        if self.initialization == "refitted" and not self.own_output_projection:
+            raise PydanticCustomError(
+                "initialization",
+                "swiftkv.initialization is 'refitted', which fits output projections of the student's own; "
+                "use swiftkv.own_output_projection true, or swiftkv.initialization calibrated",
+                {"field": "swiftkv.initialization", "value": self.initialization},
+            )
+        if self.initialization == "refitted" and self.decode_key_value == "own":
+            raise PydanticCustomError(
+                "initialization",
+                "swiftkv.initialization is 'refitted', which fits to students whose tokens all share K and V; use "
+                "calibrated, or swiftkv.decode_key_value shared",
+                {"field": "swiftkv.initialization", "value": self.initialization},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_run_what_is_listed(self) -> Self:
+        layers = self.prefill_layers
+        if layers is None:
+            return self
+        if not layers or sorted(set(layers)) != layers:
+            problem = "use an ascending list without repeats, such as [0, 1, 2, 4, 5]"
+        elif self.prefill_reduction is not None:
+            problem = f"it does not go with prefill_reduction {self.prefill_reduction}; leave that out"
+        elif self.num_key_value_layers not in (None, layers[-1] + 1):
+            problem = (
+                f"its last layer makes num_key_value_layers {layers[-1] + 1}, not {self.num_key_value_layers}; leave "
+                "that out"
+            )
+        elif self.bypassed and self.is_refitted:
+            problem = "it does not go with initialization 'refitted'; use calibrated"
+        elif self.bypassed and self.decode_key_value != "own":
+            problem = f"it does not go with decode_key_value {self.decode_key_value!r}; use own"
+        else:
+            return self
+        raise refused_list(layers, problem)
+
+    @property
+    def bypassed(self) -> tuple[int, ...]:
+        """Layers below the last of `prefill_layers` that are not in it."""
+        layers = self.prefill_layers or [0]
+        return tuple(sorted({*range(layers[-1])} - {*layers}))
+
+    @property
+    def given_layers(self) -> int | None:
+        """l, where it is given by itself or by `prefill_layers`."""
+        return self.num_key_value_layers if self.prefill_layers is None else self.prefill_layers[-1] + 1
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the start is fitted to activations of the teacher."""
+        return self.initialization != "copied"
+
+    @property
+    def is_refitted(self) -> bool:
+        """Whether output projections are fitted to the student's own states, too."""
+        return self.initialization == "refitted"

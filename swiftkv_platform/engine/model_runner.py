@@ -86,7 +86,8 @@ class ModelRunner:
         """Compute the scheduled tokens' KV, and what follows from them, one result a sequence."""
         batch = make_batch(scheduled, self._cache, keeps_own=self._keeps_own)
         context = self._begin(batch.layout)
-        x = self._decoder.lower(context, BypassRows(batch.written_rows))  # [1, num_tokens, hidden_size]
+        bypass = BypassRows(batch.written_rows) if self._decoder.layer_map.bypassed else None
+        x = self._decoder.lower(context, bypass)  # [1, num_tokens, hidden_size]
         exits = exiting(self._model, x, scheduled, batch)
         rows = batch.upper_rows(exits.at)
         deep = batch.deep_rows(exits.at) if self._keeps_own else set()
@@ -112,7 +113,7 @@ class ModelRunner:
 
         def lower(layout: Layout) -> torch.Tensor:
             context = self._begin(layout)
-            drafted: torch.Tensor = self._decoder.lower(context, BypassRows(tuple(range(context.num_tokens))))
+            drafted: torch.Tensor = self._decoder.lower(context)  # all are deep
             if not self._keeps_own:
                 self._decoder.shared_key_values(drafted, context)
             return drafted

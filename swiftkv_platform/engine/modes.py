@@ -12,8 +12,9 @@ import torch
 
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.model.bypass import Bypass
 from swiftkv_platform.model.conversion import dense_config
-from swiftkv_platform.model.decoder import Bypass, DecoderContext
+from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
@@ -74,7 +75,7 @@ class _TeacherDecoder:
         owners = [getattr(layers, "__self__", None) for layers in kept]
         return [self._decoder, *(owner for owner in owners if owner is not None)]
 
-    def lower(self, context: DecoderContext, _bypass: Bypass) -> torch.Tensor:
+    def lower(self, context: DecoderContext, _bypass: Bypass | None = None) -> torch.Tensor:
         x = (self._decoder.teacher_lower or self._decoder.lower)(context)
         hidden: torch.Tensor = self._decoder.teacher_upper(x, context)
         return hidden

@@ -106,10 +106,11 @@ class LeadingDecoder:
         self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
         self.layer_map = decoder.layer_map
 
-    def lower(self, context: DecoderContext, bypass: BypassRows) -> torch.Tensor:
+    def lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
         """Run the decoder's `lower`. The others go on to `shared_key_values` by themselves, unless deep tokens keep own
         K and V."""
-        self._announce(context, context.hidden, upper=False, deep=bypass.deep)
+        deep = tuple(range(context.num_tokens)) if bypass is None else bypass.deep
+        self._announce(context, context.hidden, upper=False, deep=deep)
         self._x = self._decoder.lower(context, bypass)
         return self._x
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.bypass import bypass_all
 from swiftkv_platform.model.calibration_heads import HEADS
 from swiftkv_platform.model.calibration_latent import LATENTS
 from swiftkv_platform.model.calibration_statistics import (
@@ -29,7 +30,6 @@ from swiftkv_platform.model.calibration_statistics import (
     Regression,
     ridge_factor,
 )
-from swiftkv_platform.model.decoder import bypass_all
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 
 TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]

@@ -25,6 +25,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin
+from swiftkv_platform.model.bypass import Bypass, bypass_before
 from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
 from swiftkv_platform.model.deep_tokens import DeepGroup, DeepSuffix, DeepWriter
 from swiftkv_platform.model.masks import Masks, make_masks, select_queries
@@ -62,11 +63,6 @@ class DecoderContext:
         )
 
 
-Bypass = Callable[["SwiftKVDecoderMixin", int, torch.Tensor, DecoderContext], torch.Tensor]
-"""A pass's hidden states behind a layer that skipped tokens bypass, [batch, num_tokens, hidden_size]: it leaves these
-tokens' K and V in the cache and their hidden states as they are, and deep ones go through the layer."""
-
-
 class _ScaledEmbedding(nn.Embedding):
     """Embeddings times a factor; the weight is the checkpoint's."""
 
@@ -76,22 +72,6 @@ class _ScaledEmbedding(nn.Embedding):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(input_ids) * self._scale
-
-
-def bypass_before(
-    first_deep: int | torch.Tensor, decoder: SwiftKVDecoderMixin, i: int, hidden: torch.Tensor, context: DecoderContext
-) -> torch.Tensor:
-    """A `Bypass` for rows that end with their deep tokens, from `first_deep` on (of all rows, or of each, [batch]). The
-    others' way through the layer is computed for their K and V, and let go."""
-    output = decoder.run_layer(i, hidden, context)
-    begins = first_deep if isinstance(first_deep, int) else first_deep[:, None]
-    deep = torch.arange(hidden.shape[1], device=hidden.device) >= begins
-    return torch.where(deep.view(-1, hidden.shape[1], 1), output, hidden)
-
-
-def bypass_all(_decoder: SwiftKVDecoderMixin, _i: int, hidden: torch.Tensor, _context: DecoderContext) -> torch.Tensor:
-    """Bypass a layer with tokens that are all a prompt's, and without a cache for their K and V."""
-    return hidden
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):

@@ -148,7 +148,10 @@ def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_bfloat16_runs_on_a_processor_without_such_products(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, greedy = EngineConfig(dtype="bfloat16", native_kernels=False), SamplingParams(max_tokens=8)
+    options, greedy = (
+        EngineConfig(dtype="bfloat16", native_kernels=False),
+        SamplingParams(max_tokens=8, ignore_eos=True),
+    )
     monkeypatch.setattr("swiftkv_platform.engine.weights.onednn_packs_bfloat16", lambda: False)
     [output] = LLMEngine.from_pretrained(swiftkv_dir, options).generate([[1, 2, 3]], greedy)
     assert len(output.token_ids) == 8

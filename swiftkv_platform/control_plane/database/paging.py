@@ -17,8 +17,9 @@ from swiftkv_platform.control_plane.database.tables import Base, DeploymentRow, 
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, UnreadableRowError
 from swiftkv_platform.logs import get_logger
 
-PAGE_BYTES = 4 << 20
-"""Characters of documents in a page of a list; as objects they take some ten times as much memory."""
+PAGE_BYTES = 1 << 19
+"""Characters of documents in a page of a list, of which a client with the largest specs asks for many: a page is made in
+one go, while others wait, and takes some ten times as much memory as objects."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")

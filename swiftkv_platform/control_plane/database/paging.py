@@ -18,8 +18,8 @@ from swiftkv_platform.errors import InvalidInputError, NotFoundError, Unreadable
 from swiftkv_platform.logs import get_logger
 
 PAGE_BYTES = 1 << 19
-"""Characters of documents in a page of a list, of which a client with the largest specs asks for many: a page is made in
-one go, while others wait, and takes some ten times as much memory as objects."""
+"""Characters of documents in a page of a list. A page is made in one go, while other requests wait, and takes some ten
+times as much memory as objects."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")

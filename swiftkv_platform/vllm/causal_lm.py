@@ -72,6 +72,15 @@ class SwiftKVForCausalLM(nn.Module):
         logits: torch.Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
 
+    def get_model_state_cls(self) -> type[Any]:
+        """The state that vLLM's second model runner (V2) keeps of a batch."""
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+        from swiftkv_platform.vllm.model_state import OwnState
+
+        keeps_own = self.model.layer_map.leaders and self.config.decodes_own and not self.model.prefill_only
+        return OwnState if keeps_own else DefaultModelState
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint in the common format, ours or the reference's; an adapter with its base's after its own.
         Raises `ModelError`: SwiftKV tensors that are missing or that the configuration has no place for; another base

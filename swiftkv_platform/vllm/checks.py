@@ -5,6 +5,7 @@ vLLM looks the class up by architecture in `MODELS_CONFIG_MAP`, before it reads 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import vllm
@@ -16,9 +17,10 @@ from swiftkv_platform.families import find_family
 from swiftkv_platform.vllm.quantized import ACCEPTED, is_accepted
 from swiftkv_platform.vllm.versions import check_version
 
-_REQUEST_CHECK = "swiftkv_platform.vllm.requests:RefusePromptLogprobs"
-_PREFILL_CHECK = "swiftkv_platform.vllm.requests:OneToken"
+_FIRST_RUNNER, _SECOND_RUNNER = "swiftkv_platform.vllm.requests", "swiftkv_platform.vllm.second_runner"
+_REQUEST_CHECK, _PREFILL_CHECK = "RefusePromptLogprobs", "OneToken"
 _FIRST_DEEP_TOKENS = "swiftkv_platform.vllm.deep_tokens:FirstDeepTokens"
+_SECOND_PROCESSORS = "vllm.v1.worker.gpu.sample.logits_processor"
 _SCHEDULER = "swiftkv_platform.vllm.scheduler.make_scheduler"
 _CONNECTORS = ("ExampleConnector", "NixlConnector")
 _NATIVE = "this project's own engine"
@@ -82,7 +84,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         vllm_config.cache_config.kv_sharing_fast_prefill = skips
         if prefill_only:
             _check_prefill_only(vllm_config)
-            _add_logits_processor(vllm_config, _PREFILL_CHECK)
+            _add_request_check(vllm_config, _PREFILL_CHECK)
         elif skips and config.decodes_own:
             _keep_own(vllm_config)
         elif skips:
@@ -127,11 +129,14 @@ def _keep_own(vllm_config: VllmConfig) -> None:
             True,
         )
     scheduler.scheduler_cls = _SCHEDULER
+    if _takes_second_processors(vllm_config):  # there `OwnState` tells where prompts end
+        _add_request_check(vllm_config, _REQUEST_CHECK)
+        return
     _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS)
     if vllm_config.use_v2_model_runner:
         raise _refusal(
-            "swiftkv_decode_key_value is 'own', and model runner V2 does not tell where prompts end; leave "
-            "VLLM_USE_V2_MODEL_RUNNER unset",
+            f"swiftkv_decode_key_value is 'own', and model runner V2 of vLLM {vllm.__version__} does not tell where "
+            "prompts end; leave VLLM_USE_V2_MODEL_RUNNER unset, or use vLLM 0.32 or later",
             "VLLM_USE_V2_MODEL_RUNNER",
             "1",
         )
@@ -150,6 +155,22 @@ def check_graphs_with_own(compilation: CompilationConfig) -> None:
         )
 
 
+def has_second_processors() -> bool:
+    """Whether this vLLM has logits processors for its second model runner (V2): from 0.32 on."""
+    return find_spec(_SECOND_PROCESSORS) is not None
+
+
+def _takes_second_processors(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM runs its second model runner, as it does on GPUs, and has logits processors for it."""
+    return vllm_config.use_v2_model_runner and has_second_processors()
+
+
+def _add_request_check(vllm_config: VllmConfig, name: str) -> None:
+    """Validate requests by a class of this name, of the kind that the model runner takes."""
+    module = _SECOND_RUNNER if _takes_second_processors(vllm_config) else _FIRST_RUNNER
+    _add_logits_processor(vllm_config, f"{module}:{name}")
+
+
 def _add_logits_processor(vllm_config: VllmConfig, name: str) -> None:
     config = vllm_config.model_config
     config.logits_processors = [*(config.logits_processors or ()), name]
@@ -158,11 +179,12 @@ def _add_logits_processor(vllm_config: VllmConfig, name: str) -> None:
 def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
     """Validate requests, where a logits processor costs nothing.
 
-    Beside speculative decoding vLLM takes no processors, and with one it gives up model runner V2; there vLLM's server
-    refuses such requests, and what slips through meets an assertion (V1) or comes out as NaN (V2).
+    Beside speculative decoding vLLM takes no processors, and with one vLLM 0.30 gives up model runner V2; there its
+    server refuses such requests, and what slips through meets an assertion (V1) or comes out as NaN (V2).
     """
-    if vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner:
-        _add_logits_processor(vllm_config, _REQUEST_CHECK)
+    keeps_runner = _takes_second_processors(vllm_config) or not vllm_config.use_v2_model_runner
+    if vllm_config.speculative_config is None and keeps_runner:
+        _add_request_check(vllm_config, _REQUEST_CHECK)
 
 
 def _keep_graphs_piecewise(vllm_config: VllmConfig) -> None:

@@ -2,7 +2,8 @@
 
 A deep token is its prompt's last one or a later one. The attention metadata of a step tell where a row stands in its
 request, not where the request's prompt ended; vLLM tells that to logits processors, before each forward pass and in the
-order of its rows. So one of them keeps the position of each row's first deep token where the model reads it.
+order of its rows. So one of them keeps the position of each row's first deep token where the model reads it. In the
+second model runner (V2) a `ModelState` does (`model_state.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class FirstDeepTokens(RefusePromptLogprobs):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
-        self._layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+        self._vllm_config = vllm_config
         self._is_pin_memory = is_pin_memory
         self._prompt_lengths: dict[int, int] = {}
         """By row of the batch."""
@@ -35,8 +36,16 @@ class FirstDeepTokens(RefusePromptLogprobs):
             return
         process_dict_updates(self._prompt_lengths, batch_update, lambda _params, prompt, _output: len(prompt or ()))
         first = [self._prompt_lengths.get(row, 1) - 1 for row in range(batch_update.batch_size)]
-        target = next(layer.first_deep for layer in self._layers.values() if hasattr(layer, "first_deep"))
-        target[: len(first)].copy_(torch.tensor(first, pin_memory=self._is_pin_memory), non_blocking=True)
+        first_deep_tokens(self._vllm_config)[: len(first)].copy_(
+            torch.tensor(first, pin_memory=self._is_pin_memory), non_blocking=True
+        )
+
+
+def first_deep_tokens(vllm_config: Any) -> torch.Tensor:
+    """Where the model reads the position of each row's first deep token [max_num_batched_tokens]."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    target: torch.Tensor = next(layer.first_deep for layer in layers if hasattr(layer, "first_deep"))
+    return target
 
 
 def own_slots(

@@ -105,3 +105,12 @@ def rotary_embedding(config: Any, heads: Heads) -> nn.Module:
         heads.head_dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
     )
     return rotary
+
+
+def rotate(rotary: nn.Module, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """RoPE on queries or keys alone, [num_tokens, num_heads * head_dim].
+
+    In PyTorch's operations: a pass of vLLM's compiler for GPUs takes its own operator to have both.
+    """
+    rotated: torch.Tensor = rotary.forward_native(positions, x)[0]  # type: ignore[operator]
+    return rotated

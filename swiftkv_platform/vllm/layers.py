@@ -31,7 +31,7 @@ from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import write_own
-from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
+from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding, rotate
 from swiftkv_platform.vllm.quantized import GROUPS, OWN_QKV, QKV, check_blocks
 
 
@@ -105,7 +105,7 @@ class SharedAttention(nn.Module):
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; `num_tokens` may be those that need logits."""
         query = self.q_norm(self.query(hidden_states)[0])
-        query = self.heads.pad(self.rotary_emb(positions, query)[0])
+        query = self.heads.pad(rotate(self.rotary_emb, positions, query))
         # A layer that shares its KV cache reads no keys and values, but the operator's signature asks for tensors.
         unread = query[..., : self.heads.num_kv_heads * self.heads.stored_dim]
         output: torch.Tensor = self.o_proj(self.heads.trim(self.attn(query, unread, unread)))[0]
@@ -210,7 +210,7 @@ class GroupProjections(nn.Module):
         if self.normalises_heads:
             parts = keys.chunk(self.num_groups, dim=-1)
             keys = torch.cat([norm(part) for norm, part in zip(self.k_norms, parts, strict=True)], dim=-1)
-        keys, _ = self.rotary_emb(positions, keys)
+        keys = rotate(self.rotary_emb, positions, keys)
         shape = (self.num_groups, self.heads.num_kv_heads, self.heads.stored_dim)
         return self.heads.pad(keys).unflatten(-1, shape), self.heads.pad(values).unflatten(-1, shape)
 

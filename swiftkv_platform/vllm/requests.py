@@ -1,7 +1,8 @@
 """Check of each request to a student before vLLM queues it: prompt log-probabilities are refused.
 
 The logits of skipped prompt tokens do not exist. vLLM itself would notice in the model runner, where the engine dies.
-A logits processor is the hook that sees a request's parameters; this one touches no logits.
+A logits processor is the hook that sees a request's parameters; these touch no logits. They are of the class that the
+first model runner takes; `second_runner.py` has those of the second one.
 """
 
 from __future__ import annotations
@@ -14,19 +15,35 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 
+def refuse_prompt_logprobs(params: SamplingParams) -> None:
+    """Raise the error that vLLM's server answers with HTTP 400."""
+    if params.prompt_logprobs is not None:
+        raise VLLMValidationError(
+            f"prompt_logprobs is {params.prompt_logprobs}, but a SwiftKV model skips prompt tokens and has no logits "
+            "for them; leave it out, or serve the teacher with hf_overrides={'swiftkv': false}",
+            parameter="prompt_logprobs",
+            value=params.prompt_logprobs,
+        )
+
+
+def require_one_token(params: SamplingParams) -> None:
+    """Raise the error that a server which prefills only answers with HTTP 400."""
+    refuse_prompt_logprobs(params)
+    if params.max_tokens != 1 or params.logprobs is not None:
+        raise VLLMValidationError(
+            f"max_tokens is {params.max_tokens} and logprobs {params.logprobs}, but this server prefills only; send "
+            "max_tokens 1 without logprobs, and the prompt to a server that decodes",
+            parameter="max_tokens",
+            value=params.max_tokens,
+        )
+
+
 class RefusePromptLogprobs(LogitsProcessor):
     """A logits processor that validates parameters and does nothing else."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise the error that vLLM's server answers with HTTP 400."""
-        if sampling_params.prompt_logprobs is not None:
-            raise VLLMValidationError(
-                f"prompt_logprobs is {sampling_params.prompt_logprobs}, but a SwiftKV model skips prompt tokens and "
-                "has no logits for them; leave it out, or serve the teacher with hf_overrides={'swiftkv': false}",
-                parameter="prompt_logprobs",
-                value=sampling_params.prompt_logprobs,
-            )
+        refuse_prompt_logprobs(sampling_params)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         pass
@@ -46,12 +63,4 @@ class OneToken(RefusePromptLogprobs):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise the error that vLLM's server answers with HTTP 400."""
-        super().validate_params(sampling_params)
-        if sampling_params.max_tokens != 1 or sampling_params.logprobs is not None:
-            raise VLLMValidationError(
-                f"max_tokens is {sampling_params.max_tokens} and logprobs {sampling_params.logprobs}, but this server "
-                "prefills only; send max_tokens 1 without logprobs, and the prompt to a server that decodes",
-                parameter="max_tokens",
-                value=sampling_params.max_tokens,
-            )
+        require_one_token(sampling_params)

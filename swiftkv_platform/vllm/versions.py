@@ -18,7 +18,7 @@ from swiftkv_platform.errors import ModelError
 TESTED_VERSIONS = ("0.29", "0.30", "0.32")
 """Minor versions that the plugin's tests ran with, the oldest first."""
 
-_MODULES = ("swiftkv_platform.vllm.causal_lm", "swiftkv_platform.vllm.scheduler")
+_MODULES = ("swiftkv_platform.vllm.causal_lm", "swiftkv_platform.vllm.scheduler", "swiftkv_platform.vllm.model_state")
 """Modules that import, directly or not, every name of vLLM that the plugin uses."""
 
 _LAYERS, _SCHEDULER = "vllm.model_executor.layers", "vllm.v1.core.sched.scheduler:Scheduler"
@@ -46,6 +46,7 @@ CALLS: Mapping[str, str] = {
     f"{_SCHEDULER}._update_request_as_session": "self session update",
     f"{_SCHEDULER}.add_request": "self request",
     "vllm.v1.sample.logits_processor:LogitsProcessor.update_state": "self batch_update",
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
     "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "req_entries batch_update new_state",
 }
 """Functions that the plugin calls or overrides, each with the arguments that it gives or takes: these must be there,

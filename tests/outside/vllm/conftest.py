@@ -16,6 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.outside.vllm.interpreted import SECOND_RUNNER, take_second_runner
+
+if SECOND_RUNNER:
+    take_second_runner()
+
 from tests.outside.vllm.engines import OWN, make_student
 
 GOLDEN = Path(__file__).parents[4] / "shared" / "golden"

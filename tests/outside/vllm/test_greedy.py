@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from vllm import SamplingParams
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from swiftkv_platform.families import is_served_by_vllm
 from swiftkv_platform.model import export
@@ -23,6 +22,7 @@ from tests.outside.vllm.engines import (
     runner,
     serving,
 )
+from tests.outside.vllm.interpreted import SECOND_RUNNER
 from tests.tiny_models import FAMILY_CONFIGS
 
 SERVED = [name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0])]
@@ -41,7 +41,7 @@ def test_every_family(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
     make_student(tmp_path, name, shape=shape)
     batch = prompts()
     with serving(tmp_path) as llm:
-        assert type(runner(llm)) is CPUModelRunner  # a runner of the first generation (V1)
+        assert runner(llm).vllm_config.use_v2_model_runner == SECOND_RUNNER
         with recorded_sizes(llm) as sizes:
             assert complete(llm, batch) == expected(tmp_path, batch)
     num_tokens = sum(map(len, batch))

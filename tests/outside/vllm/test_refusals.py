@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
-from swiftkv_platform.vllm.checks import _keep_graphs_piecewise, check_graphs_with_own
+from swiftkv_platform.vllm.checks import _keep_graphs_piecewise, check_graphs_with_own, has_second_processors
 from tests.outside.vllm.engines import complete, configure, expected, make_student, prompts, serving
 
 
@@ -112,7 +113,12 @@ def test_prompts_that_bypass_layers(tmp_path: Path) -> None:
         ({"speculative_config": NGRAM}, None, "beside drafts vLLM does not tell where prompts end"),
         ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, None, "leave scheduler_cls out"),
         ({"enable_prompt_embeds": True}, None, "leave enable_prompt_embeds off"),
-        ({}, "1", "leave VLLM_USE_V2_MODEL_RUNNER unset"),
+        pytest.param(
+            {},
+            "1",
+            "leave VLLM_USE_V2_MODEL_RUNNER unset",
+            marks=pytest.mark.skipif(has_second_processors(), reason="its second runner serves them, or needs Triton"),
+        ),
     ],
 )
 def test_beside_own_keys_and_values(
@@ -126,6 +132,18 @@ def test_beside_own_keys_and_values(
     monkeypatch.undo()
     taught = configure(own, hf_overrides={"swiftkv": False}, **options)
     assert taught.scheduler_config.scheduler_cls == options.get("scheduler_cls")
+
+
+@pytest.mark.parametrize("form", ["shared", "own"])
+def test_a_server_that_prefills_only_gives_one_token(form: str, llama: Path, own: Path) -> None:
+    transfer = {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}
+    student = llama if form == "shared" else own
+    (name,) = configure(student, hf_overrides={"swiftkv_prefill_only": True}, **transfer).model_config.logits_processors
+    check = resolve_obj_by_qualname(name.replace(":", ".")).validate_params
+    check(SamplingParams(max_tokens=1))
+    for wrong in ({"max_tokens": 2}, {"prompt_logprobs": 1}):
+        with pytest.raises(VLLMValidationError, match=next(iter(wrong))):
+            check(SamplingParams(**{"max_tokens": 1} | wrong))
 
 
 def test_own_keys_and_values_have_full_graphs_of_decode_steps_alone() -> None:

@@ -29,7 +29,9 @@ from tests.outside.vllm.engines import (
     recorded_sizes,
     serving,
 )
+from tests.outside.vllm.interpreted import SECOND_RUNNER
 
+in_this_process = pytest.mark.skipif(SECOND_RUNNER, reason="vLLM's own processes do not have Triton's interpreter")
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
 
 
@@ -110,6 +112,7 @@ def test_answers_that_keep_their_own_are_read_as_prompts(own: Path) -> None:
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 96, 32, 64]
 
 
+@in_this_process
 def test_a_streamed_prompt_is_read_from_its_beginning(own: Path) -> None:
     """Tokens that were written between its parts, but for the last one, are a prompt's then."""
     first, more = prompts((40, 9))
@@ -179,6 +182,7 @@ def test_speculation(speculative: dict[str, Any], options: dict[str, Any], llama
     assert any(lower == upper > len(batch) for lower, upper in sizes), "drafts run through all layers"
 
 
+@in_this_process
 @pytest.mark.parametrize("shape", [SHAPE, OWN], ids=["shared", "own"])
 @pytest.mark.parametrize("num_key_value_heads", [2, 1], ids=["sharded", "replicated"])
 def test_two_ranks(num_key_value_heads: int, shape: dict[str, Any], tmp_path: Path) -> None:

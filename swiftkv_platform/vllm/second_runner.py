@@ -1,0 +1,36 @@
+"""The checks of requests as vLLM's second model runner (V2) takes them: logits processors of another class.
+
+vLLM takes that runner wherever Triton runs, which is on GPUs. It has fast prefill from 0.30 on and these processors
+from 0.32 on; before, a student that needs one gets the first runner. A server's frontend imports this module too, so it
+imports nothing of the runner itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
+
+from swiftkv_platform.vllm.requests import refuse_prompt_logprobs, require_one_token
+
+
+class RefusePromptLogprobs(LogitsProcessor):
+    """A logits processor that validates parameters and does nothing else."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        refuse_prompt_logprobs(sampling_params)
+
+    def add_request(self, _slot: int, _params: SamplingParams) -> bool:
+        return False
+
+    def apply(self, logits: torch.Tensor, _context: LogitsContext) -> torch.Tensor:
+        return logits
+
+
+class OneToken(RefusePromptLogprobs):
+    """The same for a server that prefills only: its one token says that the prompt is done."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        require_one_token(sampling_params)

@@ -61,8 +61,8 @@ from swiftkv_platform.jobs.worker.setup import (
     task_device,
     teacher_path,
 )
+from swiftkv_platform.layer_lists import parse_layers
 from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.planning import parse_layers
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 

@@ -12,8 +12,8 @@ from swiftkv_platform.cli.sources import read_stored
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.control_plane.jobs.estimates import machines
 from swiftkv_platform.control_plane.jobs.validation import validate
+from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
-from swiftkv_platform.planning import format_layers
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.specs import JobSpec
 

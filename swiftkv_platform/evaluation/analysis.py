@@ -32,12 +32,13 @@ from swiftkv_platform.evaluation.depths import (
 from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.conversion import load_teacher
 from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
 from swiftkv_platform.model.tokenizers import load_tokenizer
-from swiftkv_platform.planning import format_layers, plan
+from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _HELD_OUT = 0.2

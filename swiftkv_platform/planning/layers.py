@@ -120,27 +120,6 @@ def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = 
     return layers[-1] + 1, tuple(sorted({*range(layers[-1])} - {*layers}))
 
 
-_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
-_MOST_DIGITS = 5
-
-
-def parse_layers(text: str) -> list[int]:
-    """Read layers written as `0-2,4,6-16`. Raises `InvalidInputError`: another form."""
-    written = text.replace(" ", "")
-    if not _RANGES.fullmatch(written) or any(len(number) > _MOST_DIGITS for number in re.findall(r"\d+", written)):
-        raise InvalidInputError.of("prefill_layers", text, "; layers and ranges of them are accepted, as 0-2,4,6-16")
-    ranges = [part.partition("-") for part in written.split(",")]
-    return [i for first, _, last in ranges for i in range(int(first), int(last or first) + 1)]
-
-
-def format_layers(layers: Sequence[int]) -> str:
-    """Write ascending layers as `parse_layers` reads them."""
-    listed = frozenset(layers)
-    first = [i for i in layers if i - 1 not in listed]
-    last = [i for i in layers if i + 1 not in listed]
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
-
-
 def refuse_bypassed_latents(prefill_layers: object, model_type: str) -> None:
     """Refuse layers that prompts bypass in a model that caches latents. Raises `ModelError`."""
     raise ModelError.of(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.layer_lists import LONGEST, parse_layers
 from swiftkv_platform.specs.base import Spec
 from swiftkv_platform.specs.limits import MAX_LAYERS, Layers, Range
 
@@ -14,14 +16,31 @@ _LONGEST_SHOWN = 120
 """Characters of a refused list in a message."""
 
 
-def refused_list(layers: list[int], problem: str) -> PydanticCustomError:
+def refused_list(layers: list[int] | str, problem: str) -> PydanticCustomError:
     """An error about `swiftkv.prefill_layers`."""
-    shown = str(layers) if len(str(layers)) <= _LONGEST_SHOWN else f"{str(layers)[:_LONGEST_SHOWN]}...]"
+    written = repr(layers)
+    shown = written if len(written) <= _LONGEST_SHOWN else f"{written[:_LONGEST_SHOWN]}...{written[-1]}"
     return PydanticCustomError(
         "prefill_layers",
         "swiftkv.prefill_layers is {shown}: {problem}",
         {"field": "swiftkv.prefill_layers", "value": layers, "shown": shown, "problem": problem},
     )
+
+
+def _read_layers(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_layers(value)
+    except InvalidInputError as error:
+        raise refused_list(value, "use ascending layers and ranges, such as 0-2,4,6-16") from error
+
+
+_LayerList = Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)]
+_PrefillLayers = Annotated[
+    _LayerList | None,
+    BeforeValidator(_read_layers, json_schema_input_type=_LayerList | Annotated[str, Field(max_length=LONGEST)] | None),
+]
 
 
 class SwiftKVSpec(Spec):
@@ -53,11 +72,11 @@ class SwiftKVSpec(Spec):
     which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
     x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
     student in this form."""
-    prefill_layers: Annotated[list[Annotated[int, Range(0, MAX_LAYERS)]], Field(max_length=MAX_LAYERS)] | None = None
-    """Layers that prompts run through, ascending, in place of `num_key_value_layers`, which is the last of them + 1.
-    Prompts bypass the layers between, where they only write K and V, so that for the same prefill compute they can run
-    layers that they need more; `swiftkv analyze --num-prefill-layers` measures which. For `decode_key_value: own`.
-    Served by this project's engine, not by vLLM."""
+    prefill_layers: _PrefillLayers = None
+    """Layers that prompts run through, ascending, as a list or as `0-2,4,6-16`, in place of `num_key_value_layers`,
+    which is the last of them + 1. Prompts bypass the layers between, where they only write K and V, so that for the
+    same prefill compute they can run layers that they need more; `swiftkv analyze --num-prefill-layers` measures which.
+    For `decode_key_value: own`. Served by this project's engine, not by vLLM."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 

@@ -9,7 +9,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.planning import format_layers, plan
+from swiftkv_platform.layer_lists import format_layers
+from swiftkv_platform.planning import plan
 from tests.tiny_models import save_teacher
 
 LLAMA_70B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-70b.json"

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.layer_lists import format_layers, parse_layers
 from swiftkv_platform.planning import (
     LayerMap,
-    format_layers,
-    parse_layers,
     plan,
     resolve_num_key_value_layers,
     shared_key_value_heads,
@@ -50,7 +49,7 @@ def test_layer_maps() -> None:
 def test_layers_are_written_as_they_are_read(text: str) -> None:
     assert format_layers(parse_layers(text)) == text
     assert parse_layers("0-2, 4") == [0, 1, 2, 4]
-    for wrong in ("", "a", "1-", "-1", "1,,2", "1-2-3", "0-9999999"):
+    for wrong in ("", "a", "1-", "-1", "1,,2", "1-2-3", "0-9999999", "4,2", "2,2", "3-1", "0-4,4-6"):
         with pytest.raises(InvalidInputError, match="as 0-2,4,6-16"):
             parse_layers(wrong)
 

@@ -46,6 +46,8 @@ LISTED = ("swiftkv.prefill_layers",)
                 ({}, {"prefill_layers": []}, {}, r"is \[\]: use an ascending list"),
                 ({}, {"prefill_layers": [0, 2, 2]}, {}, r"is \[0, 2, 2\]: use an ascending list without repeats"),
                 ({}, {"prefill_layers": [2, 0]}, {}, "use an ascending list"),
+                ({}, {"prefill_layers": "2,0"}, {}, "is '2,0': use ascending layers and ranges, such as 0-2,4,6-16"),
+                ({}, {"prefill_layers": "0-99999" * 400}, {}, "use ascending layers and ranges"),
                 ({}, {"num_key_value_layers": 6}, {}, "makes num_key_value_layers 5, not 6; leave that out"),
                 ({}, {"prefill_reduction": 0.5}, {}, "does not go with prefill_reduction 0.5"),
                 ({}, {"decode_key_value": "shared"}, {}, "'shared'; use own"),
@@ -73,9 +75,7 @@ def test_a_field_that_needs_another_is_refused_without_it(
 
 
 def test_a_list_without_gaps_is_another_name_of_l() -> None:
-    listed = spec(
-        swiftkv={"prefill_layers": [0, 1, 2], "num_key_value_layers": 3, "decode_key_value": "shared"}
-    ).swiftkv
+    listed = spec(swiftkv={"prefill_layers": "0-2", "num_key_value_layers": 3, "decode_key_value": "shared"}).swiftkv
     assert (listed.given_layers, listed.bypassed) == (3, ())
     bypassing = spec(swiftkv=BYPASSING).swiftkv
     assert (bypassing.given_layers, bypassing.bypassed) == (5, (1, 3))

@@ -237,9 +237,13 @@ def test_a_large_body_that_needs_a_look_is_walked_by_values_not_characters(monke
     assert len(seen) == 3, "two keys and a string; a million integers are compared at once"
 
 
-@pytest.mark.parametrize("part", ["[]", "{}", "1", '""', '{"a":1}', "[[]]", '"[,"', "null", '"\\\\"'])
-def test_values_are_counted_as_a_parser_would_count_them(part: str) -> None:
-    """Beside a string of commas and brackets, which are none."""
+@pytest.mark.parametrize("piece", [2, 3, 7, 1 << 18])
+@pytest.mark.parametrize("part", ["[]", "{}", "1", '""', '{"a":1}', "[[]]", '"[,"', "null", '"\\\\"', '"\\\\\\"["'])
+def test_values_are_counted_as_a_parser_would_count_them(
+    part: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a string of commas and brackets, which are none, and wherever a piece of the body ends."""
+    monkeypatch.setattr(hostile_json, "_PIECE_BYTES", piece)
     body = f'["{"[,{" * 1000}", {", ".join([part] * 500)}]'.encode()
     values = [len(found) for found in _kinds(json.loads(body))]
     num_strings, num_others = values

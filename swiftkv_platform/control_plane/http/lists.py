@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Query, Request
 
@@ -24,7 +24,7 @@ class PageTurns:
         return self._locks[tenant]
 
 
-def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., AsyncIterator[Page]]:
+def paged(default: int, first: Order, *, most: int = 1000) -> Any:
     """The part of a list that a query asks for, of `default` items without a word, once it is the tenant's turn. A
     route's caller comes before it in the parameters."""
 
@@ -38,10 +38,10 @@ def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Asyn
         async with turns.of(request.state.caller.tenant):
             yield Page(after, limit, order)
 
-    return page
+    return Depends(page, scope="function")  # an answer that is streamed comes after its turn
 
 
-NewestFirst = Annotated[Page, Depends(paged(20, "desc"))]
+NewestFirst = Annotated[Page, paged(20, "desc")]
 
 
-OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]
+OldestFirst = Annotated[Page, paged(100, "asc")]

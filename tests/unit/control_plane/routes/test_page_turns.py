@@ -2,10 +2,12 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import httpx
 from fastapi import Depends, FastAPI, Request
+from fastapi.responses import StreamingResponse
 
 from swiftkv_platform.control_plane.http.lists import NewestFirst, PageTurns
 
@@ -28,11 +30,18 @@ async def test_a_tenants_pages_take_turns_and_keep_no_other_tenant_waiting() -> 
         running[tenant] -= 1
         return page.limit
 
+    @app.get("/streamed")
+    async def streamed(page: NewestFirst) -> StreamingResponse:
+        async def numbers() -> AsyncIterator[str]:
+            yield (await client.get("/", headers={"tenant": "a"})).text
+
+        return StreamingResponse(numbers())
+
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         sent = [client.get("/?limit=7", headers={"tenant": tenant}) for tenant in "ab" * 4]
         answers = await asyncio.gather(*sent)
         refused = await client.get("/?limit=0", headers={"tenant": "a"})
-        after = await client.get("/", headers={"tenant": "a"})
+        after = await client.get("/streamed", headers={"tenant": "a"})
     assert [answer.json() for answer in answers] == [7] * 8
     assert most == {"a": 1, "b": 1, "all": 2}
     assert (refused.status_code, after.json()) == (422, 20)

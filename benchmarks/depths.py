@@ -202,6 +202,25 @@ class TrainingRuns:
         return TrainedTensors(directory / key)
 
 
+class RunsByForm(dict[str, TrainingRuns]):
+    """Runs by `decode_key_value`, on which the rows depend: with `own` a text is divided into a prompt and an answer.
+
+    Args:
+        spec, answers: as of `TrainingRuns`.
+        directory: of all runs' files.
+    """
+
+    def __init__(self, spec: JobSpec, directory: Path, answers: AnswerStore) -> None:
+        self._spec, self._directory, self._answers = spec, directory, answers
+
+    def __missing__(self, form: str) -> TrainingRuns:
+        document = self._spec.model_dump(mode="json", exclude_unset=True)
+        swiftkv = document.get("swiftkv", {}) | {"decode_key_value": form}
+        spec = JobSpec.model_validate(document | {"swiftkv": swiftkv})
+        self[form] = TrainingRuns(spec, self._directory / form, self._answers)
+        return self[form]
+
+
 def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -> JobSpec:
     """The spec of one point."""
     layers, group_size, *options = point.split(":")
@@ -283,14 +302,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.directory) as name, one_worker(Path(name)):
         if any(source.complete is not None for source in spec.data.sources):
             write(request, store_uri, worker=0)
-        runs = TrainingRuns(spec, Path(name) / "runs", AttemptAnswers(open_store(store_uri), request))
-        tokenizer = load_tokenizer(spec, runs.path)
+        by_form = RunsByForm(spec, Path(name), AttemptAnswers(open_store(store_uri), request))
+        tokenizer = load_tokenizer(spec, by_form[spec.swiftkv.decode_key_value].path)
         needles = [Needles.create(tokenizer, length, args.needle_samples) for length in args.needle_lengths]
         for seed, point in ((seed, point) for seed in args.seeds for point in args.points):
             done = args.directory / f"{name_of(point, args, seed)}.json"
             if not done.is_file():
                 with tempfile.TemporaryDirectory(dir=name) as trained:
                     settled = point_spec(spec, point, args, seed)
+                    runs = by_form[settled.swiftkv.decode_key_value]
                     run = runs.train(settled, Path(trained)) if args.steps else runs.untrained(settled)
                     write_report(measure(runs, run, needles), done)
                     if needles and not teacher.is_file():

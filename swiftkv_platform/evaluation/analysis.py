@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from swiftkv_platform.evaluation.depths import (
     Needles,
     cheapest_lists,
     measure_bypasses,
-    measure_depths,
-    measure_lists,
+    measure_starts,
     shallowest,
+    shape_at,
+    shape_listed,
 )
 from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
 from swiftkv_platform.evaluation.quality import evaluation_rows
@@ -166,18 +168,20 @@ def analyze(
     batches = [to_tensors(seen.batch([i])) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
     progress("Comparing the layers' inputs")
     similarity = collect_similarity(model, batches)
+    group_size = options.key_value_group_size
+    measured_starts = partial(
+        measure_starts,
+        model,
+        calibration=batches,
+        held_out=held_out,
+        max_tokens=options.max_tokens,
+        needles=needles,
+    )
     measured: list[Depth] = []
     teacher_found = needles.share_found(model) if needles else None
     if options.measure:
-        for depth in measure_depths(
-            model,
-            options.depths or range(1, num_layers),
-            key_value_group_size=options.key_value_group_size,
-            calibration=batches,
-            held_out=held_out,
-            max_tokens=options.max_tokens,
-            needles=needles,
-        ):
+        depths = options.depths or range(1, num_layers)
+        for depth in measured_starts(shape_at(depth, num_layers, group_size) for depth in depths):
             measured.append(depth)
             progress(f"Rewired at l = {depth.num_key_value_layers}: KL {depth.calibrated.kl:.3f} nats")
     report = _report(name, config, similarity, measured, teacher_found, options)
@@ -188,15 +192,8 @@ def analyze(
         costs.append(kl)
         progress(f"Prompts bypass layer {layer}: KL {kl:.3f} nats")
     lists: list[Depth] = []
-    for depth in measure_lists(
-        model,
-        [tuple(range(options.num_prefill_layers)), *cheapest_lists(costs, options.num_prefill_layers, tried)],
-        key_value_group_size=options.key_value_group_size,
-        calibration=batches,
-        held_out=held_out,
-        max_tokens=options.max_tokens,
-        needles=needles,
-    ):
+    listed = [tuple(range(options.num_prefill_layers)), *cheapest_lists(costs, options.num_prefill_layers, tried)]
+    for depth in measured_starts(shape_listed(layers, num_layers, group_size) for layers in listed):
         lists.append(depth)
         progress(f"Prompts run layers {format_layers(depth.prefill_layers)}: KL {depth.calibrated.kl:.3f} nats")
     return report.model_copy(update=_of_lists(costs, lists, teacher_found))

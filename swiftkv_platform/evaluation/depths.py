@@ -5,7 +5,7 @@ held-out text and on needles. It knows neither training nor where text comes fro
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -36,34 +36,44 @@ class Depth:
     """Layers that prompts run through."""
 
 
-def measure_depths(
+def measure_starts(
     teacher: Any,
-    depths: Sequence[int],
+    shapes: Iterable[Mapping[str, Any]],
     *,
-    key_value_group_size: int,
     calibration: Sequence[Mapping[str, Tensor]],
     held_out: PackedRows,
     max_tokens: int,
     needles: Needles | None = None,
 ) -> Iterator[Depth]:
-    """Rewire `teacher` at each of `depths` and compare it with itself on held-out rows. Raises `DataError`: nothing is
+    """Rewire `teacher` in each of `shapes` and compare it with itself on held-out rows. Raises `DataError`: nothing is
     held out; `ModelError`: an unknown family.
 
     Args:
         teacher: a causal language model of a known family; its weights are shared with the students, never changed.
-        key_value_group_size: g; where fewer layers are left than that, they form one group.
+        shapes: arguments of `convert`, such as `shape_at` and `shape_listed` make.
         calibration: batches with `input_ids` and `position_ids` for the calibrated start.
         max_tokens: held-out tokens to measure.
     """
-    num_layers = teacher.config.num_hidden_layers
-    for depth in depths:
-        student = convert(
-            teacher,
-            num_key_value_layers=depth,
-            key_value_group_size=min(key_value_group_size, num_layers - depth),
-            calibration=calibration,
-        )
-        yield _measured(student, held_out, max_tokens, needles)
+    for shape in shapes:
+        student = convert(teacher, **shape, calibration=calibration)
+        totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
+        found = None if needles is None else needles.share_found(student)
+        layers = student.config.layer_map.prefill_layers
+        yield Depth(layers[-1] + 1, totals.teacher, totals.student, found, layers)
+
+
+def shape_at(depth: int, num_layers: int, key_value_group_size: int) -> dict[str, Any]:
+    """A student at l = `depth` of `num_layers` layers; where fewer than g are left, they form one group."""
+    return {
+        "num_key_value_layers": depth,
+        "key_value_group_size": min(key_value_group_size, num_layers - depth),
+    }
+
+
+def shape_listed(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> dict[str, Any]:
+    """A student whose prompts run through a list of layers, and whose deep tokens keep K and V of their own."""
+    upper = shape_at(layers[-1] + 1, num_layers, key_value_group_size)["key_value_group_size"]
+    return {"prefill_layers": layers, "key_value_group_size": upper, "decode_key_value": "own"}
 
 
 def measure_bypasses(
@@ -95,36 +105,6 @@ def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequ
         cheapest = sorted(range(depth - 1), key=costs.__getitem__)[: depth - num_prefill_layers]
         lists.append(tuple(sorted({*range(depth)} - {*cheapest})))
     return lists
-
-
-def measure_lists(
-    teacher: Any,
-    lists: Sequence[Sequence[int]],
-    *,
-    key_value_group_size: int,
-    calibration: Sequence[Mapping[str, Tensor]],
-    held_out: PackedRows,
-    max_tokens: int,
-    needles: Needles | None = None,
-) -> Iterator[Depth]:
-    """Measure calibrated starts whose deep tokens keep K and V of their own, one for each list of layers that prompts
-    run through. Arguments and errors as `measure_depths`."""
-    for layers in lists:
-        student = convert(
-            teacher,
-            prefill_layers=layers,
-            key_value_group_size=min(key_value_group_size, teacher.config.num_hidden_layers - 1 - layers[-1]),
-            decode_key_value="own",
-            calibration=calibration,
-        )
-        yield _measured(student, held_out, max_tokens, needles)
-
-
-def _measured(student: Any, held_out: PackedRows, max_tokens: int, needles: Needles | None) -> Depth:
-    totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
-    found = None if needles is None else needles.share_found(student)
-    layers = student.config.layer_map.prefill_layers
-    return Depth(layers[-1] + 1, totals.teacher, totals.student, found, layers)
 
 
 def shallowest(depths: Sequence[Depth], *, max_kl: float, min_found: float = 0.0) -> int | None:

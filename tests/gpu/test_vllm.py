@@ -1,4 +1,7 @@
-"""The plugin in a vLLM that runs on a GPU: run by an interpreter that has vLLM, which `make gpu` skips without one.
+"""The plugin in a vLLM that runs on a GPU. The interpreter has vLLM and not this project's own environment, so
+`make gpu` skips it:
+
+    PYTHON -m pytest --noconftest -c /dev/null --rootdir . --import-mode=importlib tests/gpu/test_vllm.py
 
 In float32, by Triton's attention and in IEEE arithmetic, greedy text is that of the project's own forward pass; in
 bfloat16, by FlashAttention, log-probabilities are as near to it as PyTorch's own. Heads have 32 dimensions at least,

@@ -197,7 +197,7 @@ def _life(form: FormData) -> int | None:
 def list_files(
     parts: Parts,
     caller: Reader,
-    page: Annotated[Page, paged(1000, "desc", most=10_000)],
+    page: Annotated[Page, Depends(paged(1000, "desc", most=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListAnswer[FileAnswer]:
     """Files, newest first."""

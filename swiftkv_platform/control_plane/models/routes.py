@@ -173,7 +173,9 @@ def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Depl
 
 
 @router.get("/aliases")
-def list_aliases(parts: Parts, caller: Reader, page: Annotated[Page, paged(100, "asc")]) -> ListAnswer[AliasAnswer]:
+def list_aliases(
+    parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(100, "asc"))]
+) -> ListAnswer[AliasAnswer]:
     """List the model that each alias stands for, by name, and the newest changes of it; one alias has them all."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)
     return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history), lambda alias: alias.id)

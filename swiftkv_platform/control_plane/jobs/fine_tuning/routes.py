@@ -98,7 +98,7 @@ def list_fine_tuning_events(
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
-    job_id: str, parts: Parts, caller: Reader, page: Annotated[Page, paged(10, "desc")]
+    job_id: str, parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(10, "desc"))]
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)

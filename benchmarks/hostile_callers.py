@@ -133,15 +133,31 @@ async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
     await asyncio.gather(*(connect() for _ in range(NUM_SILENT)))
 
 
+def large_job(num_tasks: int) -> dict[str, Any]:
+    """A spec of about 200 bytes a task. 1,000 tasks are let in; versions before the limit take 4,000."""
+    return {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(num_tasks)]}}
+
+
 async def fill(client: httpx.AsyncClient) -> None:
-    """Store jobs with specs as large as they are let in: 0.8 MB, 0.2 MB."""
+    """Store jobs with large specs, and where there is no place for more of them, smaller ones."""
     for num_tasks in (4000, 1000):
-        tasks = [f"task_{at}_" + 180 * "x" for at in range(num_tasks)]
         for _ in range(NUM_SPECS):
-            if not (await client.post("/jobs", json={**JOB, "evaluation": {"tasks": tasks}})).is_success:
+            if not (await client.post("/jobs", json=large_job(num_tasks))).is_success:
                 break
         else:
             return
+
+
+async def specs(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """The largest spec, validated and read back, eight at a time."""
+    stored = f"/jobs/{(await client.post('/jobs', json=large_job(1000))).raise_for_status().json()['id']}"
+
+    async def ask() -> None:
+        while True:
+            count(await client.post(path, json=large_job(1000)))
+            count(await client.get(stored))
+
+    await asyncio.gather(*(ask() for _ in range(8)))
 
 
 async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
@@ -178,6 +194,7 @@ CASES: dict[str, tuple[Attack, str, bool]] = {
     "followed logs": (streams, "/jobs/{job}/logs?follow=true", True),
     "silent connections": (silent, "", True),
     "pages": (pages, "/jobs?limit=1000", True),
+    "specs": (specs, "/jobs/validate", True),
     "deployments": (deployments, "/deployments", True),
     "bodies, replica": (bodies, "/generate", False),
     "large bodies, replica": (large_bodies, "", False),
@@ -260,6 +277,8 @@ def save_model(directory: Path) -> None:
 
 def serve(directory: str, port: str) -> None:
     """Answer with that model, in a process that runs this function's source with the packages of a checkout."""
+    from contextlib import suppress
+
     import uvicorn
 
     from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
@@ -276,6 +295,10 @@ def serve(directory: str, port: str) -> None:
         max_model_len=engine.engine.max_model_len,
     )
     app = create_http_app(Current(Version(engine, card, created=1)))
+    with suppress(ImportError):  # as a replica does, where the version has it
+        from swiftkv_platform.web.promptness import answer_promptly
+
+        answer_promptly()
     uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="error")
 
 

@@ -19,6 +19,7 @@ from swiftkv_platform.serve.current import Current, Observer
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 from swiftkv_platform.serve.versions import load_version
+from swiftkv_platform.web.promptness import answer_promptly
 
 _DRAIN_TIMEOUT_S = 5
 """Seconds that answers which have begun may go on for once the server is told to stop."""
@@ -43,6 +44,7 @@ def serve(
 
 async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
     version = await load_version(args, served)
+    answer_promptly()
     tracing = configured_tracing()
     observers: list[Observer] = [RequestLog(with_text=args.log_text), *([tracing] if tracing else [])]
     credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)

@@ -19,6 +19,7 @@ from swiftkv_platform.serve.chat import set_template
 from swiftkv_platform.serve.current import Current, ModelCard, SwapState, Version
 from swiftkv_platform.serve.loading import Loaded, load
 from swiftkv_platform.serve.shadow import Judge, Shadow, ShadowComparison, judging
+from swiftkv_platform.web.promptness import answer_promptly
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import AsyncLLMEngine
@@ -200,7 +201,13 @@ class Swaps:
         before = self._current.replace(version)
         self._served = served
         self._current.swap = SwapState(revision=served.revision)
-        if before is not None:
+        if before is None:
+            answer_promptly()
+        else:
             draining = asyncio.create_task(before.drain(), name="drain")
             self._draining.add(draining)
-            draining.add_done_callback(self._draining.discard)
+            draining.add_done_callback(self._drained)
+
+    def _drained(self, draining: asyncio.Task[None]) -> None:
+        self._draining.discard(draining)
+        answer_promptly()

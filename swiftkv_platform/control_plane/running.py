@@ -23,7 +23,7 @@ from swiftkv_platform.control_plane.files.service import FileSweeper
 from swiftkv_platform.control_plane.health import Readiness
 from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
-from swiftkv_platform.control_plane.http.lists import PageTurns
+from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
@@ -124,7 +124,7 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.floods = Floods(parts.clock)
     app.state.watches = Watches(parts.jobs, parts.clock)
     app.state.followers = Followers(app.state.watches.events)
-    app.state.page_turns = PageTurns()
+    app.state.turns = Turns()
     app.state.streams = Places(
         "streams", Share(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
     )

@@ -26,6 +26,9 @@ from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 MAX_COMPILING = 8
 """Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
+PATIENCE_S = 1.0
+"""Seconds that a request waits for time of its caller's grammars before it is refused: a caller that asks again at once
+would keep the event loop busy with refusals."""
 _MOST_CALLERS = 10_000
 """Callers whose grammars' time is counted; the one that asked longest ago is forgotten."""
 
@@ -247,6 +250,8 @@ class EngineFrontend(ABC):
         allowance = self._allowances[caller] = self._allowances.pop(caller, Allowance())
         if len(self._allowances) > _MOST_CALLERS:
             self._allowances.popitem(last=False)
+        if allowance.is_spent:
+            await asyncio.sleep(PATIENCE_S)
         allowance.check(wanted.name)
         constraint = self.grammars.find(wanted) or await self._compiled(wanted)
         constraint.charge(allowance)

@@ -5,18 +5,26 @@ step takes `max_num_batched_tokens` of them: decodes first, so that long prompts
 chunks, first come, first served. A sequence enters when all its known tokens have blocks; only decodes ask for more,
 and when there are none, the last in line gives all of its blocks back and is recomputed later. The first in line is
 never preempted and fits alone, so there is always progress. Drafts get what tokens and blocks are left in the end.
+Sequences whose grammars are slow to follow take turns, so that they never take more time than the others have.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from swiftkv_platform.engine.block_manager import BlockManager
+from swiftkv_platform.engine.constraint import Work
 from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
+
+TURN_S = 0.005
+"""CPU seconds of a step that several turns may be expected to take."""
+TURNS_SHARE = 0.1
+"""Most of an engine's time that turns take of others'."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # sorted by rank
         self._running: list[Sequence] = []  # sorted by rank
         self._last_step: dict[Sequence, int] = {}
+        self._turns = Turns()
         self._num_steps = 0
         self.num_preemptions = 0
 
@@ -101,16 +110,10 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """The sequences of the next step, blocks allocated; empty when there is nothing to do."""
         self._num_steps += 1
-        scheduled: dict[Sequence, int] = {}
-        num_preemptions = self.num_preemptions
-        for sequence in self._in_turn():
-            budget = self._max_num_batched_tokens - sum(scheduled.values())
-            if budget == 0:
-                break
-            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, scheduled):
-                scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-        if num_preemptions == self.num_preemptions:
-            self._admit(scheduled)
+        self._turns.begin_step()
+        scheduled = self._choose(lambda grammar: not grammar.is_slow or self._turns.take(grammar))
+        if not scheduled:
+            scheduled = self._choose(lambda grammar: self._turns.take(grammar, alone=True))
         for sequence in scheduled:
             self._last_step[sequence] = self._num_steps
         assert scheduled or not (self._waiting or self._running), "nothing can run, yet something waits"
@@ -118,6 +121,22 @@ class Scheduler:
         return [
             ScheduledSequence(sequence, count, drafts.get(sequence, NO_DRAFT)) for sequence, count in scheduled.items()
         ]
+
+    def _choose(self, may_follow: Callable[[Work], bool]) -> dict[Sequence, int]:
+        """Sequences to run, and how many of their tokens; of those with a grammar the ones that `may_follow` it."""
+        scheduled: dict[Sequence, int] = {}
+        num_preemptions = self.num_preemptions
+        for sequence in self._in_turn():
+            budget = self._max_num_batched_tokens - sum(scheduled.values())
+            if budget == 0 or len(scheduled) == self._max_num_seqs:
+                break
+            if sequence.constraint is not None and not may_follow(sequence.constraint.work):
+                continue
+            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, scheduled):
+                scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        if num_preemptions == self.num_preemptions:
+            self._admit(scheduled)
+        return scheduled
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """The KV of `num_tokens` more tokens of the sequence is in the cache, for good; blocks that drafts got beyond
@@ -187,7 +206,16 @@ class Scheduler:
     def _admit(self, scheduled: dict[Sequence, int]) -> None:
         """Let waiting sequences in, in line, while there are tokens, places and blocks for all they have."""
         budget = self._max_num_batched_tokens - sum(scheduled.values())
-        while self._waiting and budget and len(self._running) < self._max_num_seqs:
+        # Those that wait for their turn hold blocks, and no place.
+        slow = sum(
+            1 for sequence in self._running if sequence.constraint is not None and sequence.constraint.work.is_slow
+        )
+        while (
+            self._waiting
+            and budget
+            and len(self._running) < self._max_num_seqs + slow
+            and len(scheduled) < self._max_num_seqs
+        ):
             sequence = self._waiting[0]
             table, token_ids = sequence.block_table, sequence.token_ids
             matched = []
@@ -203,6 +231,34 @@ class Scheduler:
             bisect.insort(self._running, sequence, key=_rank)
             scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
             budget -= scheduled[sequence]
+
+
+class Turns:
+    """Turns of slow grammars in the engine's steps: while other sequences run, `TURNS_SHARE` of the time is theirs."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._owed_s = 0.0
+        self._taken: dict[Work, float] = {}
+
+    def begin_step(self) -> None:
+        """Count what the last step's turns took, against the time that has passed beside them."""
+        now, took = self._clock(), 0.0
+        for work, before in self._taken.items():
+            work.turn_s = work.spent_s - before
+            took += work.turn_s
+        self._owed_s = max(self._owed_s + took / TURNS_SHARE - (now - self._began), 0.0)
+        self._began, self._taken = now, {}
+
+    def take(self, work: Work, *, alone: bool = False) -> bool:
+        """Whether it is followed in this step. `alone`: nothing else can run; it is owed all the same."""
+        if self._owed_s > 0.0 and not alone:
+            return False
+        if self._taken and sum(each.turn_s for each in self._taken) + work.turn_s > TURN_S:
+            return False
+        self._taken.setdefault(work, work.spent_s)
+        return True
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

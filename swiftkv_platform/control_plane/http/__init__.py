@@ -1,3 +1,3 @@
 """HTTP parts that every room's routes share."""
 
-__all__ = ["answers", "changes", "lists"]
+__all__ = ["answers", "changes", "lists", "turns"]

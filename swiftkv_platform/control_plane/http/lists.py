@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Query
 
 from swiftkv_platform.control_plane.base import Page
+from swiftkv_platform.control_plane.http.turns import ReadingTurn
 
 Order = Literal["asc", "desc"]
-
-
-class PageTurns:
-    """One page of documents at a time for each tenant: of specs as large as can be, a page is work for a processor."""
-
-    def __init__(self) -> None:
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    def of(self, tenant: str) -> asyncio.Lock:
-        return self._locks[tenant]
 
 
 def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page]:
@@ -37,15 +26,12 @@ def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page
     return page
 
 
-async def _in_turn(request: Request, page: Annotated[Page, Depends(paged(20, "desc"))]) -> AsyncIterator[Page]:
-    turns: PageTurns = request.app.state.page_turns
-    async with turns.of(request.state.caller.tenant):
-        yield page
+def _in_turn(page: Annotated[Page, Depends(paged(20, "desc"))], _turn: ReadingTurn) -> Page:
+    return page
 
 
-NewestFirst = Annotated[Page, Depends(_in_turn, scope="function")]
-"""A page of the database's rows, once it is the tenant's turn; what is streamed comes after it. A route's caller stands
-before it in the parameters, and a route that waits for a store or a cluster takes another."""
+NewestFirst = Annotated[Page, Depends(_in_turn)]
+"""A page of the database's rows, once it is the tenant's turn; see `ReadingTurn`."""
 
 
 OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]

@@ -160,7 +160,7 @@ def test_the_work_of_all_steps_is_bounded_for_a_request_with_all_its_answers(
     assert not any(sample.error for sample in again.samples or (again,)), "the next request begins anew"
 
 
-def test_a_schema_of_many_properties_and_a_grammar_with_operators_are_followed(engine: LLMEngine) -> None:
+def test_many_properties_many_choices_and_operators_are_followed(engine: LLMEngine) -> None:
     properties = {f"property_{at}": {"type": ["string", "null"]} for at in range(200)}
     constraint = compiled(engine, json={"type": "object", "properties": properties})
     answer = ids('{"property_3": "text", "property_77": null, "property_199": "a\\n"}')
@@ -168,7 +168,10 @@ def test_a_schema_of_many_properties_and_a_grammar_with_operators_are_followed(e
     sums = compiled(engine, grammar='start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]/')
     answer = ids("(1+2)*3+4*(5+6)+7")
     assert sums.num_allowed([], answer) == len(answer)
-    assert (constraint.failure, sums.failure) == (None, None)
+    special = compiled(engine, choice=(*(f"choice {at}" for at in range(4095)), r"/\n^$.*+?()[]{}|#&~-"))
+    for choice in ("choice 4094", r"/\n^$.*+?()[]{}|#&~-"):
+        assert special.num_allowed([], ids(choice)) == len(choice)
+    assert (constraint.failure, sums.failure, special.failure) == (None, None, None)
 
 
 def test_an_answer_ends_where_its_grammar_does(engine: LLMEngine) -> None:

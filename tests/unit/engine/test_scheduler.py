@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import time
 from typing import Any
 
 from hypothesis import given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.engine.block_manager import BlockManager
+from swiftkv_platform.engine.constraint import CALLER_S, SLOW_S, Work
 from swiftkv_platform.engine.drafting import Draft
-from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
+from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, ScheduledSequence, Scheduler, Turns
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 
 BLOCK = 4
@@ -219,3 +221,71 @@ def test_drafts_never_push_anyone_out_nor_lose_a_block(seed: int) -> None:
         assert line.step() == without.step()
         assert line.scheduler.num_preemptions == without.scheduler.num_preemptions
     assert line.blocks.num_free_blocks == 12
+
+
+class Followed:
+    """A constraint of which no more is asked than its work."""
+
+    def __init__(self) -> None:
+        self.work = Work()
+
+    def is_complete(self, _answer: list[int]) -> bool:
+        return False
+
+    def take(self, seconds: float) -> None:
+        """The engine's thread, busy with it."""
+        with self.work.counted():
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+
+
+def test_slow_grammars_take_turns_and_keep_no_place_from_others() -> None:
+    line = Line(max_num_seqs=3)
+    grammars = {name: Followed() for name in "abc"}
+    for name, grammar in grammars.items():
+        line.add(name, 1, max_tokens=90).constraint = grammar  # type: ignore[assignment]
+    line.step()
+    for grammar in grammars.values():
+        grammar.take(2 * SLOW_S)
+    line.add("free", 1, max_tokens=90)
+    followed = []
+    for _ in range(3):
+        (turn,) = line.step().keys() - {"free"}
+        followed.append(turn)
+        line.scheduler._turns = Turns()  # nothing is owed, however slow the machine is
+        grammars[turn].take(2 * TURN_S)
+    assert followed == ["a", "b", "c"]
+    grammars["a"].take(2 * TURN_S)  # in its turn
+    assert line.step().keys() == {"a", "free"}
+    grammars["a"].take(0.1)
+    assert [line.step().keys() for _ in range(3)] == [{"free"}] * 3, "what a turn took is owed to the others"
+
+
+def test_where_nothing_else_can_run_slow_grammars_go_on() -> None:
+    line, grammar = Line(), Followed()
+    line.add("a", 1, max_tokens=4).constraint = grammar  # type: ignore[assignment]
+    while line.scheduler.num_waiting + line.scheduler.num_running:
+        assert line.step() == {"a": 1}
+        grammar.take(2 * SLOW_S)
+
+
+def test_turns_take_their_share_of_the_time() -> None:
+    now, num_turns, slow = 0.0, 0, Work()
+    turns = Turns(lambda: now)
+    for _ in range(1000):
+        if turns.take(slow):
+            num_turns += 1
+            slow.spent_s += 0.03
+            now += 0.03
+        now += 0.01
+        turns.begin_step()
+    assert abs(num_turns * 0.03 / now - TURNS_SHARE) < 0.01
+
+
+def test_a_callers_grammars_are_slow_together() -> None:
+    one, other, quick = Work(), Work(), Work()
+    other.allowance = quick.allowance = one.allowance
+    one._charge(CALLER_S / 2)
+    other._charge(1e-6)
+    assert (one.is_slow, other.is_slow, quick.is_slow) == (True, True, False)

@@ -11,6 +11,7 @@ from swiftkv_platform.control_plane.access.callers import Reader, Writer
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
+from swiftkv_platform.control_plane.http.turns import ReadingTurn
 from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, page_of
 from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
     FineTuningCheckpointAnswer,
@@ -64,7 +65,9 @@ def _metadata(request: Request) -> dict[str, str]:
 
 
 @router.get("/{job_id}")
-def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, show: Show) -> FineTuningJobAnswer:
+def get_fine_tuning_job(
+    job_id: str, parts: Parts, caller: Reader, show: Show, _turn: ReadingTurn
+) -> FineTuningJobAnswer:
     """One job."""
     return show(parts.jobs.get(job_id, tenant=caller.tenant))
 

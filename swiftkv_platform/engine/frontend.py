@@ -27,8 +27,8 @@ from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 MAX_COMPILING = 8
 """Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
 PATIENCE_S = 1.0
-"""Seconds that a request waits for time of its caller's grammars before it is refused: a caller that asks again at once
-would keep the event loop busy with refusals."""
+"""Seconds that a request waits for time of its caller's grammars, without a place in the queue, before it is refused: a
+caller that asks again at once would keep the event loop busy with refusals."""
 _MOST_CALLERS = 10_000
 """Callers whose grammars' time is counted; the one that asked longest ago is forgotten."""
 
@@ -128,6 +128,8 @@ class EngineFrontend(ABC):
             EngineDeadError: a step has failed; no request will be answered any more.
         """
         request_id, params = request_id or f"gen_{ULID()}", params or SamplingParams()
+        if params.structured_outputs is not None and self._allowance(caller).is_spent:
+            await asyncio.sleep(PATIENCE_S)
         self._check_unused(request_id)
         self.check([prompt], params)
         interval_s = self.config.stream_interval_s if interval_s is None else interval_s
@@ -247,15 +249,17 @@ class EngineFrontend(ABC):
         wanted = params.structured_outputs
         if wanted is None:
             return None
-        allowance = self._allowances[caller] = self._allowances.pop(caller, Allowance())
-        if len(self._allowances) > _MOST_CALLERS:
-            self._allowances.popitem(last=False)
-        if allowance.is_spent:
-            await asyncio.sleep(PATIENCE_S)
+        allowance = self._allowance(caller)
         allowance.check(wanted.name)
         constraint = self.grammars.find(wanted) or await self._compiled(wanted)
         constraint.charge(allowance)
         return constraint
+
+    def _allowance(self, caller: str) -> Allowance:
+        allowance = self._allowances[caller] = self._allowances.pop(caller, Allowance())
+        if len(self._allowances) > _MOST_CALLERS:
+            self._allowances.popitem(last=False)
+        return allowance
 
     async def _compiled(self, wanted: StructuredOutputs) -> Constraint:
         if self._num_compiling >= MAX_COMPILING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs, frontend
 from swiftkv_platform.engine import constraint as constraint_module
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import MAX_COMPILING
@@ -244,8 +244,12 @@ async def test_the_work_of_a_callers_grammars_is_bounded_over_all_its_requests(
         beside = group.create_task(ask(plain, "acme/ann"))
     assert all(error is not None and "too complex" in error for task in first for error in task.result())
     assert beside.result() == [None]
+    monkeypatch.setattr(frontend, "PATIENCE_S", 0.05)
+    waiting = asyncio.create_task(ask(limited, "acme/eve"))
+    await asyncio.sleep(0)
+    assert (waiting.done(), engine.num_requests) == (False, 0), "it waits without a place"
     with pytest.raises(RateLimitedError, match="this caller's grammars have taken all") as refused:
-        await ask(limited, "acme/eve")
+        await waiting
     assert (refused.value.field, refused.value.retry_after_s > 0) == ("structured_outputs.regex", True)
     assert await ask(plain, "acme/eve") == [None]
     monkeypatch.undo()

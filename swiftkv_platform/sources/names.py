@@ -17,6 +17,7 @@ from swiftkv_platform.specs import looks_like_a_path
 
 _BUILTIN = "builtin:"
 _S3 = "s3://"
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _HUB_ID = re.compile(r"(?:(?P<organization>[A-Za-z0-9_][A-Za-z0-9_.-]*)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _LONGEST_NAME = 2048
 """Bytes; S3 keys end at 1,024, paths at 4,096."""
@@ -124,11 +125,11 @@ def check_name(name: str, field: str) -> None:
         encoded = name.encode()
     except UnicodeEncodeError as error:
         raise _refused(name, field, "holds a character that cannot be encoded") from error
-    if any(ord(character) < 0x20 for character in name):
+    if _CONTROL.search(name) is not None:
         raise _refused(name, field, "holds a control character")
     if len(encoded) > _LONGEST_NAME:
         raise _refused(name, field, f"has {len(encoded)} bytes, and at most {_LONGEST_NAME} are accepted")
-    if any(len(segment) > _LONGEST_SEGMENT for segment in encoded.split(b"/")):
+    if max(map(len, encoded.split(b"/"))) > _LONGEST_SEGMENT:
         raise _refused(name, field, f"has more than {_LONGEST_SEGMENT} bytes between two slashes")
 
 

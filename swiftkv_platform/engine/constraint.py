@@ -76,8 +76,8 @@ class Work:
         self.num_tokens = 0
         self.turn_s = SLOW_S
         """CPU seconds of its last turn; of the first it is expected to take all that there is."""
-        self.allowance = Allowance()
-        """Its caller's."""
+        self.allowance: Allowance | None = None
+        """Its caller's; None where there is one caller alone."""
         self._charged_s = 0.0
         self._is_exhausted = False
 
@@ -86,14 +86,15 @@ class Work:
         """Whether it may take no more; what once was stays so, whatever its caller gets back."""
         if not self._is_exhausted:
             too_much = self.spent_s > FIRST_S + TOKEN_S * self.num_tokens
-            by_caller = self._charged_s > SPARED_S and self.allowance.is_spent
+            allowance = self.allowance
+            by_caller = allowance is not None and self._charged_s > SPARED_S and allowance.is_spent
             self._is_exhausted = too_much or by_caller
         return self._is_exhausted
 
     @property
     def is_slow(self) -> bool:
         """True where it takes more than grammars as they are meant, of a caller whose grammars have taken too long."""
-        return self._charged_s > 0.0 and self.allowance.spent_s > SLOW_S
+        return self._charged_s > 0.0 and (self.allowance is None or self.allowance.spent_s > SLOW_S)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -106,7 +107,8 @@ class Work:
     def _charge(self, seconds: float) -> None:
         self.spent_s += seconds
         charge = max(self.spent_s - CALLER_TOKEN_S * self.num_tokens, 0.0)
-        self.allowance.spend(charge - self._charged_s)
+        if self.allowance is not None:
+            self.allowance.spend(charge - self._charged_s)
         self._charged_s = charge
 
 

@@ -25,6 +25,8 @@ TURN_S = 0.005
 """CPU seconds of a step that several turns may be expected to take."""
 TURNS_SHARE = 0.1
 """Most of an engine's time that turns take of others'."""
+MOST_OWED_S = 2.0
+"""Most seconds that slow grammars wait for their next turn, whatever they took while nothing else ran."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,8 @@ class Turns:
         for work, before in self._taken.items():
             work.turn_s = work.spent_s - before
             took += work.turn_s
-        self._owed_s = max(self._owed_s + took / TURNS_SHARE - (now - self._began), 0.0)
+        owed_s = self._owed_s + took / TURNS_SHARE - (now - self._began)
+        self._owed_s = min(max(owed_s, 0.0), MOST_OWED_S)
         self._began, self._taken = now, {}
 
     def take(self, work: Work, *, alone: bool = False) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.engine.block_manager import BlockManager
-from swiftkv_platform.engine.constraint import CALLER_S, SLOW_S, Work
+from swiftkv_platform.engine.constraint import CALLER_S, SLOW_S, Allowance, Work
 from swiftkv_platform.engine.drafting import Draft
 from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, ScheduledSequence, Scheduler, Turns
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
@@ -285,7 +285,7 @@ def test_turns_take_their_share_of_the_time() -> None:
 
 def test_a_callers_grammars_are_slow_together() -> None:
     one, other, quick = Work(), Work(), Work()
-    other.allowance = quick.allowance = one.allowance
+    one.allowance = other.allowance = quick.allowance = Allowance()
     one._charge(CALLER_S / 2)
     other._charge(1e-6)
     assert (one.is_slow, other.is_slow, quick.is_slow) == (True, True, False)

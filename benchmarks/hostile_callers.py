@@ -26,7 +26,6 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -36,33 +35,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.common import benchmark_parser, random_llama, write_report
+from benchmarks.hostile_attacks import CASES, JOB, fill, pages
 from swiftkv_platform.local.ray_head import free_ports
 
 ROOT = Path(__file__).parents[1]
-NESTED = b"[" + b",".join([b"[]"] * 349_000) + b"]"
-"""1 MiB, of which a parser makes as many values as can be."""
-LARGE = {
-    "/generate": [
-        (b'{"prompt": "', b"ab cd ", b'"}'),
-        (b'{"prompt": [1', b",1", b"]}"),
-        (b'{"prompt": [1], "stop": ["a"', b',"abcdefghijklm"', b"]}"),
-    ],
-    "/tokenize": [(b'{"prompt": "', b"ab cd ", b'"}')],
-    "/detokenize": [(b'{"tokens": [1', b",1", b"]}")],
-}
-"""Beginning, part and end of bodies with large values, by path."""
-LARGE_BYTES = (16 << 20) - 4096
-"""A little less than the limit that every version has."""
-AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
-NUM_STREAMS, NUM_SILENT, NUM_SPECS, AT_ONCE = 1000, 2000, 200, 40
-JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
-EXTREMES: list[dict[str, Any]] = [
-    {"target_ongoing_requests": 1e-320},
-    {"upscale_delay_s": 1e308, "downscale_delay_s": 1e308},
-    {"min_replicas": 0, "max_replicas": 2**62},
-    {"engine": {"num_threads": 2**62}},
-    {"engine": {"tensor_parallel_size": 2**62, "kv_cache_bytes": 2**62}},
-]
 KEYS = """
 import json, sys
 from pathlib import Path
@@ -70,137 +46,6 @@ from swiftkv_platform.security.keys import Scope, create_key
 names = ("eve", "ann")
 print(json.dumps([create_key(Path(sys.argv[1]), name=n, tenant=n, scopes=frozenset({Scope.ADMIN})) for n in names]))
 """
-
-Count = Callable[[object], None]
-Attack = Callable[[httpx.AsyncClient, str, Count], Awaitable[None]]
-
-
-async def bodies(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """40 at a time, without a key."""
-    headers = {"authorization": "", "content-type": "application/json"}
-    while True:
-        sent = (client.post(path, content=NESTED, headers=headers) for _ in range(AT_ONCE))
-        for answer in await asyncio.gather(*sent, return_exceptions=True):
-            count(answer)
-
-
-async def large_bodies(client: httpx.AsyncClient, _path: str, count: Count) -> None:
-    """One kind after the other, one at a time."""
-    sent = [
-        (path, head + part * ((LARGE_BYTES - len(head) - len(tail)) // len(part)) + tail)
-        for path, kinds in LARGE.items()
-        for head, part, tail in kinds
-    ]
-    for path, body in itertools.cycle(sent):
-        try:
-            count(await client.post(path, content=body, headers={"content-type": "application/json"}))
-        except httpx.TransportError as error:  # refused while the body is still being sent
-            count(error)
-
-
-async def streams(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """A thousand, 200 a second, which are kept as far as they are let in."""
-
-    async def follow(number: int) -> None:
-        await asyncio.sleep(number / 200)
-        try:
-            async with client.stream("GET", path, headers={"accept": "text/event-stream"}) as answer:
-                count(answer)
-                async for _ in answer.aiter_raw():
-                    pass
-        except httpx.HTTPError as error:
-            count(error)
-
-    await asyncio.gather(*(follow(number) for number in range(NUM_STREAMS)))
-    await asyncio.sleep(3600)
-
-
-async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
-    """Connections that send nothing, each opened again when it is closed."""
-    url = client.base_url
-
-    async def connect() -> None:
-        while True:
-            try:
-                reader, writer = await asyncio.open_connection(url.host, url.port)
-                count("connected")
-                await reader.read()
-                writer.close()
-            except OSError as error:
-                count(error)
-                await asyncio.sleep(1.0)
-
-    await asyncio.gather(*(connect() for _ in range(NUM_SILENT)))
-
-
-def large_job(num_tasks: int) -> dict[str, Any]:
-    """A spec of about 200 bytes a task. 1,000 tasks are let in; versions before the limit take 4,000."""
-    return {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(num_tasks)]}}
-
-
-async def fill(client: httpx.AsyncClient) -> None:
-    """Store jobs with large specs, and where there is no place for more of them, smaller ones."""
-    for num_tasks in (4000, 1000):
-        for _ in range(NUM_SPECS):
-            if not (await client.post("/jobs", json=large_job(num_tasks))).is_success:
-                break
-        else:
-            return
-
-
-async def specs(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """The largest spec, validated and read back, eight at a time."""
-    stored = f"/jobs/{(await client.post('/jobs', json=large_job(1000))).raise_for_status().json()['id']}"
-
-    async def ask() -> None:
-        while True:
-            count(await client.post(path, json=large_job(1000)))
-            count(await client.get(stored))
-
-    await asyncio.gather(*(ask() for _ in range(8)))
-
-
-async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Pages of all jobs, four at a time."""
-
-    async def read() -> None:
-        while True:
-            count(await client.get(path))
-
-    await asyncio.gather(*(read() for _ in range(4)))
-
-
-async def deployments(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Numbers that overflow where they are computed with."""
-    while True:
-        for extreme in EXTREMES:
-            count(await client.post(path, json={"model": "mdl_none", "route_prefix": "/x", **extreme}))
-
-
-async def grammar(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """An ambiguous grammar, eight requests at a time, one after the other."""
-    body = {"prompt": [1], "max_tokens": 200, "n": 2, "structured_outputs": {"grammar": AMBIGUOUS}}
-
-    async def ask() -> None:
-        while True:
-            count(await client.post(path, json=body))
-
-    await asyncio.gather(*(ask() for _ in range(8)))
-
-
-CASES: dict[str, tuple[Attack, str, bool]] = {
-    "bodies": (bodies, "/jobs", True),
-    "event streams": (streams, "/jobs/{job}/events", True),
-    "followed logs": (streams, "/jobs/{job}/logs?follow=true", True),
-    "silent connections": (silent, "", True),
-    "pages": (pages, "/jobs?limit=1000", True),
-    "specs": (specs, "/jobs/validate", True),
-    "deployments": (deployments, "/deployments", True),
-    "bodies, replica": (bodies, "/generate", False),
-    "large bodies, replica": (large_bodies, "", False),
-    "grammar, replica": (grammar, "/generate", False),
-}
-"""Attack, path, and whether it is on the control plane."""
 
 
 async def attack(case: str, url: str, key: str, seconds: float) -> None:

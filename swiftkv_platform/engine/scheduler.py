@@ -77,7 +77,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # sorted by rank
         self._running: list[Sequence] = []  # sorted by rank
         self._last_step: dict[Sequence, int] = {}
-        self._turns = Turns()
+        self._turns = GrammarTurns()
         self._num_steps = 0
         self.num_preemptions = 0
 
@@ -235,7 +235,7 @@ class Scheduler:
             budget -= scheduled[sequence]
 
 
-class Turns:
+class GrammarTurns:
     """Turns of slow grammars in the engine's steps: while other sequences run, `TURNS_SHARE` of the time is theirs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,7 +13,7 @@ from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import CALLER_S, SLOW_S, Allowance, Work
 from swiftkv_platform.engine.drafting import Draft
-from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, ScheduledSequence, Scheduler, Turns
+from swiftkv_platform.engine.scheduler import TURN_S, TURNS_SHARE, GrammarTurns, ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 
 BLOCK = 4
@@ -253,7 +253,7 @@ def test_slow_grammars_take_turns_and_keep_no_place_from_others() -> None:
     for _ in range(3):
         (turn,) = line.step().keys() - {"free"}
         followed.append(turn)
-        line.scheduler._turns = Turns()  # nothing is owed, however slow the machine is
+        line.scheduler._turns = GrammarTurns()  # nothing is owed, however slow the machine is
         grammars[turn].take(2 * TURN_S)
     assert followed == ["a", "b", "c"]
     grammars["a"].take(2 * TURN_S)  # in its turn
@@ -272,7 +272,7 @@ def test_where_nothing_else_can_run_slow_grammars_go_on() -> None:
 
 def test_turns_take_their_share_of_the_time() -> None:
     now, num_turns, slow = 0.0, 0, Work()
-    turns = Turns(lambda: now)
+    turns = GrammarTurns(lambda: now)
     for _ in range(1000):
         if turns.take(slow):
             num_turns += 1

@@ -11,7 +11,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from swiftkv_platform.configs.adapter import ADAPTER
 from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.integer_weights import attach_stored, drop_integers, round_weights
 from swiftkv_platform.engine.ranks import Ranks, rank_device
 from swiftkv_platform.engine.sharding import check_divides, load_shard
 from swiftkv_platform.engine.weights import align, lay_out, use_kernels
@@ -20,8 +22,10 @@ from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import dense_model
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.model.stored_quantization import is_quantized
 from swiftkv_platform.model.stored_weights import settle_head
 from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
+from swiftkv_platform.model.weight_formats import BITS
 from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 
@@ -119,6 +123,8 @@ def _read_model(directory: Path, config: EngineConfig, ranks: Ranks | None) -> P
     else:
         model = load_shard(directory, model_class, model_config, dtype=config.dtype, ranks=ranks, device=ranks.device)
     model.eval()
+    if config.weights != "bfloat16" and is_quantized(model_config) and not (directory / ADAPTER).is_file():
+        attach_stored(model, Checkpoint.open(directory), ranks)
     return model
 
 
@@ -192,12 +198,18 @@ def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) ->
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is 'cuda', but torch sees no GPU; 'auto' and 'cpu' are accepted", field="device")
+    if config.weights in BITS and torch.device(device).type != "cpu":
+        raise ModelError.of("weights", config.weights, " and the device is a GPU, where it is auto or bfloat16")
     module: torch.nn.Module = model  # whose `to`, unlike transformers' wrapper, is typed
     module.to(device)
-    native = config.native_kernels and kernels.serve(model)
+    if config.weights in BITS:
+        round_weights(model, config.weights)
+    native = config.native_kernels and config.fuse_weights and kernels.serve(model)
+    if not native:
+        drop_integers(model)
     if config.fuse_weights:
         lay_out(model, native=native)
-    if native:
+    if config.native_kernels and kernels.serve(model):
         use_kernels(model)
     align(model)
     return model

@@ -19,7 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.arena import Arena
+from swiftkv_platform.engine.integer_weights import common_weights, integers_of
 from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation
+from swiftkv_platform.model.weight_formats import IntegerWeight
 
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -34,6 +37,8 @@ SIBLINGS = (
 SILU = (nn.SiLU, SiLUActivation)
 ALIGNMENT = 64
 """Bytes to a multiple of which PyTorch allocates tensors on a CPU."""
+ARENA_MARGIN = 1 << 14
+"""Bytes by which a packed weight may be larger than the parameter: outputs up to a whole block, scales, alignment."""
 PACKING_HINT = 16
 """Tokens of a decode step, roughly: what oneDNN chooses a layout for."""
 
@@ -43,9 +48,10 @@ def lay_out(model: Any, *, native: bool = False) -> None:
     teacher runs. `native`: in the order of the engine's kernels."""
     decoder = model.model
     _drop_teacher(decoder)
-    make_linear = _linear_class(model, native=native)
-    if native:
-        _replace(model, _is_gated_mlp, NativeMLP)
+    arena = Arena(sum(parameter.nbytes + ARENA_MARGIN for parameter in model.parameters())) if native else None
+    make_linear = _linear_class(model, arena)
+    if arena is not None:
+        _replace(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
     shared = [projection for leader in leaders for projection in leader.input_projections]
     if shared:
@@ -59,8 +65,8 @@ def lay_out(model: Any, *, native: bool = False) -> None:
         embedding = decoder.embed_tokens.weight
         _replace(
             model,
-            lambda child: type(child) is nn.Linear and child.weight is not embedding,
-            lambda linear: make_linear(linear.weight, linear.bias),
+            lambda child: type(child) is nn.Linear and not (child.weight is embedding and integers_of(child) is None),
+            lambda linear: make_linear(common_weights([linear])[0], linear.bias),
         )
 
 
@@ -73,13 +79,13 @@ def align(model: nn.Module) -> None:
                 parameter.data = parameter.data.clone()
 
 
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Any]
+MakeLinear = Callable[[Any, torch.Tensor | None], Any]
 """Weight and bias to a module that multiplies by them."""
 
 
-def _linear_class(model: Any, *, native: bool) -> MakeLinear:
-    if native:
-        return NativeLinear
+def _linear_class(model: Any, arena: Arena | None) -> MakeLinear:
+    if arena is not None:
+        return lambda weight, bias: NativeLinear(weight, bias, arena)
     packs = model.device.type == "cpu" and model.dtype == torch.bfloat16 and onednn_packs_bfloat16()
     return _OneDNNLinear if packs else _Linear
 
@@ -135,7 +141,8 @@ def _siblings(module: nn.Module) -> Iterator[list[nn.Linear]]:
 
 def _fuse(root: nn.Module, projections: Sequence[nn.Linear], make_linear: MakeLinear) -> None:
     """Replace `projections`, modules below `root` that read one input, by parts of one."""
-    weight = torch.cat([projection.weight.detach() for projection in projections])
+    weights: list[Any] = common_weights(projections)
+    weight = IntegerWeight.cat(weights) if isinstance(weights[0], IntegerWeight) else torch.cat(weights)
     biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
     assert len(biases) in (0, len(projections)), "some of the projections have a bias, others do not"
     fused = _Fused(make_linear(weight, torch.cat(biases) if biases else None), [p.out_features for p in projections])
@@ -216,10 +223,10 @@ class _Part(nn.Module):
 class NativeLinear(nn.Module):
     """y = x W^T + b."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor | IntegerWeight, bias: torch.Tensor | None, arena: Arena) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = kernels.pack(weight)
+        self.weight = kernels.pack(weight).moved_into(arena)
         self.bias = None if bias is None else kernels.padded(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -243,9 +250,10 @@ class NativeRMSNorm(nn.Module):
 class NativeMLP(nn.Module):
     """The families' gated MLP with SiLU: gate, up and their product in one operator."""
 
-    def __init__(self, mlp: Any) -> None:
+    def __init__(self, mlp: Any, arena: Arena) -> None:
         super().__init__()
-        self.gate_up = _GatedLinear(mlp.gate_proj.weight, mlp.up_proj.weight)
+        gate, up = common_weights([mlp.gate_proj, mlp.up_proj])
+        self.gate_up = _GatedLinear(gate, up, arena)
         self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -257,11 +265,11 @@ class NativeMLP(nn.Module):
 class _GatedLinear(nn.Module):
     """silu(x G^T) * x U^T."""
 
-    def __init__(self, gate: torch.Tensor, up: torch.Tensor) -> None:
+    def __init__(self, gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight, arena: Arena) -> None:
         super().__init__()
         self._size, self.in_features = gate.shape
         self.out_features = 2 * self._size  # of its products
-        self.weight = kernels.pack_gated(gate, up)
+        self.weight = kernels.pack_gated(gate, up).moved_into(arena)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., intermediate_size]."""

@@ -5,7 +5,6 @@ the projections of layers >= l that SwiftKV replaces). It knows files and names,
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,25 +39,23 @@ from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, 
 from swiftkv_platform.model.stored_weights import check_finite, settle_head
 from swiftkv_platform.model.streaming import Progress
 from swiftkv_platform.model.weight_formats import (
+    HEADS,
     WeightFormat,
     compressed_tensors_config,
     group_size,
+    is_projection,
+    makes_heads,
     quantize_weight,
     stored_form,
 )
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
-_PROJECTION = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
-"""Last names of linear modules in the layers that are quantised: not those of routers."""
 Quantization = Literal["int8", "int4", "mixed"]
-_HEADS = r".*self_attn\.(?!o_proj)\w+"
-"""Projections that make queries, keys and values, which are few and on which rounding tells most: `mixed` has them in
-int8 and the others in int4. All of them, since vLLM computes them as one."""
 _TARGETS: dict[Quantization, dict[WeightFormat, str]] = {
     "int8": {"int8": "Linear"},
     "int4": {"int4": "Linear"},
-    "mixed": {"int8": f"re:{_HEADS}", "int4": "Linear"},
+    "mixed": {"int8": f"re:{HEADS}", "int4": "Linear"},
 }
 
 
@@ -112,6 +109,7 @@ def export(
                 return _export_quantized(whole, target, teacher, prefill_only, quantize, calibration, of_hub, progress)
             return _export_files(whole, target, teacher, prefill_only, files, of_hub, progress)
     config, keeps = _checked(student.config, str(student.config.name_or_path), teacher, prefill_only)
+    config.dtype = student.dtype
     if teacher and not student.config.swiftkv_teacher_weights:
         raise _no_teacher(str(student.config.name_or_path))
     if quantize is not None:
@@ -243,8 +241,8 @@ def _export_quantized(
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else first_dtype(stored)
     names = [name for name in checkpoint.shards if name in kept]
     inputs = {name: info.shape[1] for name in names if len((info := checkpoint.headers[name]).shape) == 2}
-    projections = {name: size for name, size in inputs.items() if _is_projection(name)}
-    eight = [name for name in projections if form == "int8" or (form == "mixed" and _makes_heads(name))]
+    projections = {name: size for name, size in inputs.items() if is_projection(name)}
+    eight = [name for name in projections if form == "int8" or (form == "mixed" and makes_heads(name))]
     sizes = [size for name, size in projections.items() if name not in eight]
     group = group_size(sizes, smallest=form == "mixed")
     formats: dict[str, tuple[WeightFormat, int | None]] = dict.fromkeys(eight, ("int8", None))
@@ -295,15 +293,6 @@ def _export_quantized(
         )
         config.save_pretrained(partial)
     return target
-
-
-def _is_projection(name: str) -> bool:
-    module, _, leaf = name.rpartition(".")
-    return leaf == "weight" and ".layers." in module and bool(_PROJECTION.fullmatch(module.rpartition(".")[2]))
-
-
-def _makes_heads(name: str) -> bool:
-    return bool(re.fullmatch(_HEADS, name.removesuffix(".weight")))
 
 
 def _kept(

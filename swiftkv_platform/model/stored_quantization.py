@@ -18,7 +18,7 @@ import torch
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint, Part, TensorInfo, ranges
-from swiftkv_platform.model.weight_formats import unpack_int32
+from swiftkv_platform.model.weight_formats import IntegerWeight, unpack_int32
 from swiftkv_platform.planning import has_quantized_weights
 
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -39,12 +39,31 @@ def quantization_fields(config: Any) -> dict[str, Any] | None:
     return fields if fields is None or isinstance(fields, dict) else fields.to_dict()
 
 
-def as_floats(checkpoint: Checkpoint) -> Checkpoint:
+def as_floats(checkpoint: Checkpoint) -> _Dequantized:
     """The checkpoint under the names of its weights, in their shapes, and dequantised where it stores them quantised.
     Reading raises `ModelError`: quantised weights without scales, or scales that do not fit."""
     own = {name for name in checkpoint.shards if not _belongs_to_another(name, checkpoint)}
     shards = {name.removesuffix(PACKED): shard for name, shard in checkpoint.shards.items() if name in own}
     return _Dequantized(checkpoint.source, shards, checkpoint.hub_arguments, stored=checkpoint)
+
+
+def stored_integers(checkpoint: Checkpoint, name: str) -> IntegerWeight | None:
+    """Integers and scales that stand for the weight `name`, with a scale for each row or group of its inputs; None: it
+    is stored otherwise."""
+    packed = f"{name}{PACKED}" in checkpoint.shards
+    if not packed and (name not in checkpoint.shards or checkpoint.headers[name].dtype != torch.int8):
+        return None
+    if f"{name}{_SCALES[0]}" not in checkpoint.shards:
+        return None
+    weights = as_floats(checkpoint)
+    integers, bits = weights.unpack(name, None) if packed else (checkpoint.tensors([name])[name], 8)
+    scale = checkpoint.tensors([f"{name}{_SCALES[0]}"])[f"{name}{_SCALES[0]}"]
+    rows = len(integers)
+    scale = scale.expand(rows, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
+    fits = len(scale) == rows and integers.shape[1] % scale.shape[1] == 0
+    if not fits or (bits == 8 and scale.shape[1] > 1):
+        return None
+    return IntegerWeight(integers, scale, "int4" if bits == 4 else "int8")
 
 
 def read_all(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -108,7 +127,7 @@ class _Dequantized(Checkpoint):
 
     def _tensor(self, name: str, part: Part | None) -> torch.Tensor:
         if name not in self.stored.shards:
-            weight = self._unpack(name, part)
+            weight, _ = self.unpack(name, part)
         else:
             weight = self.stored.tensors([name], part)[name]
             if weight.dtype not in QUANTIZED_DTYPES:
@@ -118,8 +137,8 @@ class _Dequantized(Checkpoint):
             raise self._misfit(f"{name} is quantised and has no {name}_scale or {name}_scale_inv beside it")
         return self._multiply(name, weight, self.stored.tensors([scales])[scales], part)
 
-    def _unpack(self, name: str, part: Part | None) -> torch.Tensor:
-        """Integers of a packed weight, int8."""
+    def unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
+        """Integers of a packed weight, int8, and the bits of each."""
         size = self._shapes[name][1]
         packed = f"{name}{PACKED}"
         count = 8 if self.stored.headers[packed].shape[1] == -(-size // 8) else 4  # integers of one int32
@@ -127,7 +146,7 @@ class _Dequantized(Checkpoint):
         first, last, _ = columns.indices(size)
         read = self.stored.tensors([packed], (rows, slice(first // count, -(-last // count))))[packed]
         start = first - first // count * count
-        return unpack_int32(read, 32 // count)[:, start : start + last - first]
+        return unpack_int32(read, 32 // count)[:, start : start + last - first], 32 // count
 
     def _multiply(self, name: str, weight: torch.Tensor, scale: torch.Tensor, part: Part | None) -> torch.Tensor:
         """`weight`, a `part` of a tensor, times the scales of the whole of it."""

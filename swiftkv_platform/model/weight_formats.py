@@ -6,8 +6,9 @@ quantised to int8 a token, when they come) and W4A16 (`pack-quantized`; inputs s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,10 +19,80 @@ GROUP_SIZES = (128, 64, 32)
 _RATIOS: dict[WeightFormat, tuple[float, float, int]] = {"int8": (0.9, 1.0, 6), "int4": (0.6, 1.08, 17)}
 """Range of the scales that are tried, relative to the one at which the largest weight is the largest integer, and their
 number."""
+MAX_MULTIPLIER = 15
+"""Largest multiple of a row's step that a scale of int4 is: times the integers of 4 bits it fits into int8, so that a
+product by them is one by int8 with a scale a row."""
+_PROJECTION = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
+"""Last names of linear modules in the layers that are quantised."""
+HEADS = r".*self_attn\.(?!o_proj)\w+"
+"""Projections that make queries, keys and values, which are few and on which rounding tells most: `mixed` has them in
+int8 and the others in int4. All of them, since vLLM computes them as one."""
 DAMPING = 0.05
 """Share of the mean square of an input that is added to that of each, where rounding is calibrated."""
 _COLUMNS = 128
 """Columns that are rounded before the others are told."""
+
+
+def is_projection(name: str) -> bool:
+    """Whether a tensor is the weight of a linear module in the layers that is quantised: not that of a router."""
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and ".layers." in module and bool(_PROJECTION.fullmatch(module.rpartition(".")[2]))
+
+
+def makes_heads(name: str) -> bool:
+    """Whether a projection makes queries, keys or values."""
+    return bool(re.fullmatch(HEADS, name.removesuffix(".weight")))
+
+
+class IntegerWeight(NamedTuple):
+    """A weight of a projection in integers."""
+
+    integers: torch.Tensor
+    """int8 [size_out, size_in]; in int4 -8..7."""
+    scale: torch.Tensor
+    """[size_out, num_groups]; in int8 one group."""
+    form: WeightFormat
+
+    @property
+    def shape(self) -> torch.Size:
+        """[size_out, size_in]."""
+        return self.integers.shape
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.integers.shape[1] // self.scale.shape[1]
+
+    def part(self, index: Sequence[slice]) -> IntegerWeight | None:
+        """Rows, or rows and columns, of the weight; None: columns that cut a group."""
+        rows, columns = (*index, slice(None))[:2]
+        first, last, _ = columns.indices(self.integers.shape[1])
+        if self.scale.shape[1] == 1:
+            groups = slice(None)
+        elif first % self.group_size or last % self.group_size:
+            return None
+        else:
+            groups = slice(first // self.group_size, last // self.group_size)
+        return IntegerWeight(self.integers[rows, columns].clone(), self.scale[rows, groups].clone(), self.form)
+
+    @classmethod
+    def cat(cls, weights: Sequence[IntegerWeight]) -> IntegerWeight:
+        """Weights of one form and group size, one above the other."""
+        return cls(
+            torch.cat([one.integers for one in weights]), torch.cat([one.scale for one in weights]), weights[0].form
+        )
+
+    def multipliers(self) -> torch.Tensor | None:
+        """The scales as multiples 1 to `MAX_MULTIPLIER` of a step of each row, uint8 [size_out, num_groups]; None: they
+        are none."""
+        scale = self.scale.float()
+        found = torch.zeros_like(scale)
+        for top in range(MAX_MULTIPLIER, 0, -1):
+            base = scale.amax(1, keepdim=True) / top
+            multiples = (scale / base).round()
+            fits = ((multiples * base == scale) & (multiples >= 1)).all(1, keepdim=True)
+            found = torch.where(fits, multiples, found)
+        return found.to(torch.uint8) if bool(found.all()) else None
 
 
 def group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
@@ -47,6 +118,12 @@ def quantize_weight(
     blocks = weight.float().unflatten(1, (-1, group or weight.shape[1]))  # [size_out, num_groups, group]
     largest = blocks.abs().amax(-1, keepdim=True)
     top = 2 ** (BITS[form] - 1) - 1
+
+    def error_of(scale: torch.Tensor) -> torch.Tensor:
+        rounded = round_to(blocks, scale, form).mul_(scale)
+        squares: torch.Tensor = (rounded - blocks).square_().mul_(counts).sum(-1, keepdim=True)
+        return squares
+
     best, error = torch.ones_like(largest), torch.full_like(largest, torch.inf)
     counts = torch.ones(1)
     if gram is not None:
@@ -55,13 +132,34 @@ def quantize_weight(
     for ratio in torch.linspace(*_RATIOS[form]).tolist():
         scale = (largest * (ratio / (top + (form == "int4") * 0.5))).to(weight.dtype).float()
         scale = torch.where(scale > 0, scale, 1.0)
-        found = (round_to(blocks, scale, form).mul_(scale) - blocks).square_().mul_(counts).sum(-1, keepdim=True)
+        found = error_of(scale)
         best, error = torch.where(found < error, scale, best), torch.minimum(found, error)
+    if form == "int4":
+        best = _as_multiples(torch.where(largest > 0, best, 0.0), error_of)
     if gram is None:
         integers = round_to(blocks, best, form).flatten(1)
     else:
         integers = _round_in_turn(weight.float(), best.expand_as(blocks).flatten(1), form, gram)
     return integers.to(torch.int8), best.squeeze(-1).to(weight.dtype)
+
+
+def _as_multiples(scale: torch.Tensor, error_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Scales [size_out, num_groups, 1] near `scale` that are 1 to `MAX_MULTIPLIER` times a step of their row: of some
+    steps and multiples those of least error. Steps have four significant bits, so that the products are exact in any
+    type."""
+    best, least = scale, torch.full_like(scale[:, :1], torch.inf)
+    largest = scale.amax(1, keepdim=True)
+    for top in (15, 13, 11):
+        mantissa, exponent = torch.frexp(torch.where(largest > 0, largest, 1.0) / top)
+        step = torch.ldexp((mantissa * 16).round() / 16, exponent)
+        chosen, error = step, torch.full_like(scale, torch.inf)
+        for shift in (-1, 0, 1):
+            tried = ((scale / step).round() + shift).clamp(1, MAX_MULTIPLIER) * step
+            found = error_of(tried)
+            chosen, error = torch.where(found < error, tried, chosen), torch.minimum(found, error)
+        total = error.sum(1, keepdim=True)
+        best, least = torch.where(total < least, chosen, best), torch.minimum(total, least)
+    return best
 
 
 def _round_in_turn(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat, gram: torch.Tensor) -> torch.Tensor:

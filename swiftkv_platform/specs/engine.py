@@ -31,6 +31,7 @@ NATIVE_ONLY: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("float32", "int8"),
     "fuse_weights": (False,),
     "native_kernels": (False,),
+    "weights": ("bfloat16", "int8", "int4"),
 }
 """Values of options that vLLM has not."""
 
@@ -43,6 +44,11 @@ class EngineConfig(FiniteModel):
     `auto` is vLLM on a GPU, where it is installed and has all that the model and these options offer, else native."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in memory; `auto` keeps the checkpoint's."""
+    weights: Literal["auto", "bfloat16", "int8", "int4"] = "auto"
+    """Form of the layers' projections on a CPU. `auto` multiplies in the integers of a quantised checkpoint, and
+    `bfloat16` turns them back into floats. `int8` and `int4` round what is stored in floats when the model is loaded,
+    and the heads to int8; `int4` leaves queries, keys and values in int8. `swiftkv export --quantize --calibration`
+    rounds better."""
     swiftkv: bool = True
     """False serves the teacher that a student's checkpoint carries; a dense model is one anyway."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -11,7 +11,7 @@ import torch
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, kernels, memory
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import InvalidInputError, ModelError
-from swiftkv_platform.model import convert, load_dense
+from swiftkv_platform.model import convert, export, load_dense
 from tests.parameters import KINDS, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher, random_tokens
 
@@ -84,6 +84,27 @@ def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None,
     assert (native - exact).square().mean().sqrt() < 1.3 * (by_torch - exact).square().mean().sqrt()
 
 
+@pytest.mark.parametrize(("name", "form"), in_turn(FAMILY_CONFIGS, ["int8", "int4", "mixed"]))
+def test_products_in_integers_are_as_exact_as_the_floats(name: str, form: Any, tmp_path: Path) -> None:
+    """A student in integers, beside the same with its weights turned back into floats."""
+    student = disturb(convert(family_teacher(name, head_dim=32), num_key_value_layers=2, key_value_group_size=2))
+    try:
+        export(student.to(torch.bfloat16), tmp_path / "served", quantize=form)
+    except ModelError as error:  # no projection with inputs in groups of 32
+        assert form != "int8"
+        pytest.skip(str(error))
+
+    def logprobs(**options: Any) -> torch.Tensor:
+        engine = LLMEngine.from_pretrained(tmp_path / "served", CONFIG.model_copy(update=options))
+        found = [output.prompt_logprobs for output in engine.generate(PROMPTS, PARAMS)]
+        engine.check()
+        return torch.tensor([next(iter(one.values())) for some in found if some for one in some if one is not None])
+
+    exact, integers, floats = logprobs(dtype="float32"), logprobs(), logprobs(weights="bfloat16")
+    assert torch.equal(integers, floats) != kernels.available()
+    assert (integers - exact).square().mean().sqrt() < 1.2 * (floats - exact).square().mean().sqrt()
+
+
 # Lower precision: KV in 8 bits, bfloat16 with reordered weights; close to float32 however it is batched.
 
 
@@ -111,6 +132,8 @@ def prompt_logprobs(output: RequestOutput) -> torch.Tensor:
         ({"kv_cache_dtype": "bfloat16"}, 0.05),
         ({"dtype": "bfloat16"}, 0.3),
         ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, 0.4),
+        ({"dtype": "bfloat16", "weights": "int8", "kv_cache_dtype": "int8"}, 0.4),
+        ({"dtype": "float32", "weights": "int8"}, 0.3),
     ],
     ids=str,
 )

@@ -16,15 +16,18 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 from torch.utils import cpp_extension
 
+from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.model.weight_formats import IntegerWeight
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+HEADERS = [SOURCE.with_name(name) for name in ("products.h", "vectors.h")]
 CACHE_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
@@ -39,6 +42,8 @@ _FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
 COLUMNS = 32
 """Outputs of a block of packed weights."""
+GROUP = 32
+"""Inputs whose weights in int4 share a multiplier; groups of a checkpoint are a multiple of it."""
 
 
 def serve(model: Any) -> bool:
@@ -72,7 +77,8 @@ def _compiled() -> Path:
         raise _UnavailableError("no C++ compiler; install g++ or set CXX")
     flags = [*FLAGS, *VECTOR_FLAGS[capability]]
     target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(SOURCE.read_bytes() + target + repr([compiler, flags, torch.__version__]).encode())
+    sources = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    digest = hashlib.sha256(sources + target + repr([compiler, flags, torch.__version__]).encode())
     library = _cache_directory() / f"cpu-{digest.hexdigest()[:16]}.so"
     if not library.exists():
         _build(compiler, flags, library)
@@ -124,27 +130,89 @@ def padded(vector: torch.Tensor) -> torch.Tensor:
     return F.pad(vector.detach().float(), (0, -vector.numel() % COLUMNS))
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [size_out, size_in], size_in even, as `linear` reads it: [blocks of outputs, size_in / 2, outputs of a
-    block, 2]."""
-    blocks = F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % COLUMNS)).unflatten(0, (-1, COLUMNS))
-    return torch.unflatten(blocks, 2, (-1, 2)).transpose(1, 2).contiguous()
+class Packed(NamedTuple):
+    """A weight as the products read it; all but the numbers are for integers."""
+
+    numbers: torch.Tensor
+    """[num_blocks, size_in / n, COLUMNS, n] in bfloat16 (n = 2) or int8 (4); in int4 uint8 [num_blocks, size_in / 8,
+    COLUMNS, 4], 8 added, the first four of eight inputs in the low bits."""
+    scales: torch.Tensor | None = None
+    """Of the outputs, float32 [num_blocks, COLUMNS]."""
+    offsets: torch.Tensor | None = None
+    """128 times the sum of an output's integers, int32 [num_blocks, COLUMNS]."""
+    multipliers: torch.Tensor | None = None
+    """Of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / GROUP, COLUMNS]."""
+
+    def moved_into(self, arena: Arena) -> Packed:
+        """The same in an arena."""
+        return Packed(arena.move(self.numbers), *(part if part is None else arena.move(part) for part in self[1:]))
 
 
-def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Two weights [size_out, size_in] as `gated_linear` reads them: their blocks in turn."""
-    return torch.stack([pack(gate), pack(up)], dim=1).flatten(0, 1)
+def packs(weight: IntegerWeight) -> bool:
+    """Whether the products can take a weight: as many inputs as they multiply together, and multipliers for int4."""
+    if weight.form == "int8":
+        return weight.integers.shape[1] % 4 == 0
+    return weight.group_size % GROUP == 0 and weight.multipliers() is not None
 
 
-def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
-    """x [..., size_in] times a packed weight, plus a bias as `padded` makes it -> [..., size_out]."""
-    y = torch.ops.swiftkv_cpu.linear(x.flatten(0, -2), packed, bias, size_out)
+def pack(weight: torch.Tensor | IntegerWeight) -> Packed:
+    """A weight [size_out, size_in] that `packs` as `linear` reads it."""
+    if isinstance(weight, torch.Tensor):
+        return Packed(_in_blocks(weight.detach(), 2))
+    integers = weight.integers
+    if weight.form == "int8":
+        scales = weight.scale.float()
+        return Packed(_in_blocks(integers, 4), _blocks(scales).squeeze(-1), _offsets(integers))
+    multipliers = weight.multipliers()
+    assert multipliers is not None, "scales of int4 that are no multiples of one"
+    scales = weight.scale[:, :1].float() / multipliers[:, :1]
+    multipliers = multipliers.repeat_interleave(weight.group_size // GROUP, dim=1)
+    first, second = (integers + 8).view(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)
+    wide = integers.unflatten(1, (-1, GROUP)) * multipliers.to(torch.int8).unsqueeze(-1)
+    return Packed(
+        _in_blocks((first | second << 4).flatten(1), 4),
+        _blocks(scales).squeeze(-1),
+        _offsets(wide.flatten(1)),
+        _blocks(multipliers).transpose(1, 2).contiguous(),
+    )
+
+
+def _offsets(integers: torch.Tensor) -> torch.Tensor:
+    return 128 * _blocks(integers).sum(-1, dtype=torch.int32)
+
+
+def _blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[size_out, size_in] -> [num_blocks, COLUMNS, size_in], with rows of zeros."""
+    return torch.unflatten(F.pad(weight, (0, 0, 0, -weight.shape[0] % COLUMNS)), 0, (-1, COLUMNS))
+
+
+def _in_blocks(weight: torch.Tensor, together: int) -> torch.Tensor:
+    """[size_out, size_in] -> [num_blocks, size_in / together, COLUMNS, together]."""
+    return torch.unflatten(_blocks(weight), 2, (-1, together)).transpose(1, 2).contiguous()
+
+
+def pack_gated(gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight) -> Packed:
+    """Two weights [size_out, size_in] of one type as `gated_linear` reads them: their blocks in turn."""
+
+    def in_turn(one: Any, other: Any) -> Any:
+        return None if one is None else torch.stack([one, other], dim=1).flatten(0, 1)
+
+    return Packed(*map(in_turn, pack(gate), pack(up)))
+
+
+def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
+    """x [..., size_in] times a packed weight, plus a bias as `padded` makes it -> [..., size_out].
+
+    Integers are multiplied by x in 16 bits, the largest number of each row being 32767. Their sums are exact, so that a
+    row's result does not depend on other rows.
+    """
+    y = torch.ops.swiftkv_cpu.linear(x.flatten(0, -2), *packed, bias, size_out)
     return torch.unflatten(y, 0, x.shape[:-1])
 
 
-def gated_linear(x: torch.Tensor, packed: torch.Tensor, size_out: int) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, packed: Packed, size_out: int) -> torch.Tensor:
     """silu(x gate^T) * x up^T, x [..., size_in] -> [..., size_out]."""
-    y = torch.ops.swiftkv_cpu.gated_linear(x.flatten(0, -2), packed, size_out)
+    y = torch.ops.swiftkv_cpu.gated_linear(x.flatten(0, -2), *packed, size_out)
     return torch.unflatten(y, 0, x.shape[:-1])
 
 

@@ -5,9 +5,6 @@
 // a token, or of its head, lie together.
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Float8_e4m3fn.h>
@@ -23,17 +20,11 @@
 #include <tuple>
 #include <vector>
 
+#include "products.h"
+#include "vectors.h"
+
 namespace {
 
-using at::BFloat16;
-using at::Tensor;
-using Floats = at::vec::Vectorized<float>;
-using Halves = at::vec::Vectorized<BFloat16>;
-
-constexpr int64_t kFloats = Floats::size();
-constexpr int64_t kHalves = Halves::size();
-constexpr int64_t kGrain = 16384;  // elements that are worth a thread
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr double kLog2OfE = 1.4426950408889634;
 
 constexpr int64_t kMinProductQueries = 16;   // fewer queries of a sequence read the keys one by one
@@ -42,33 +33,6 @@ constexpr int64_t kKeyBlock = 256;           // keys of a tile of scores; float3
 constexpr int64_t kKeyStep = 64;             // the last tile of a block is cut to a multiple of this
 constexpr int64_t kMinPart = 256;            // queries of a chunk that are worth a task, which lays out keys of its own
 constexpr int64_t kTasksOfThread = 4;        // tasks among which a thread that is done finds another
-constexpr int64_t kRowStep = 16;             // rows of a product are a multiple of this: each shape is a kernel of its own
-constexpr int64_t kColumns = 32;             // outputs of a block of packed weights
-constexpr int64_t kFewRows = 32;             // products of this many rows, or fewer, are multiplied as the weights come
-constexpr int64_t kFetchedAhead = 4096;      // bytes between the weights in use and those that memory is asked for
-constexpr int64_t kCachedInputs = 1 << 18;   // inputs that stay in the second-level cache beside a block of weights
-constexpr int64_t kMinCachedRows = 64;       // rows that share a block of weights even if they do not
-
-std::tuple<Floats, Floats> load(const BFloat16* from, int64_t count = kHalves) {
-  return at::vec::convert_bfloat16_float(count < kHalves ? Halves::loadu(from, count) : Halves::loadu(from));
-}
-
-void store(BFloat16* to, Floats low, Floats high, int64_t count = kHalves) {
-  Halves(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low))).store(to, count);
-}
-
-// How many of the numbers from i on fit into one vector.
-int64_t rest(int64_t size, int64_t i) {
-  return std::min(kHalves, size - i);
-}
-
-float sum(Floats x) {
-  return at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return a + b; }, x);
-}
-
-int64_t rows_at_a_time(int64_t row_size) {
-  return std::max<int64_t>(1, kGrain / row_size);
-}
 
 // x [..., size], weight float32 [size rounded up to whole vectors] -> [..., size].
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
@@ -94,121 +58,6 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
         store(to + i, low * factor * Floats::loadu(scale + i), high * factor * Floats::loadu(scale + i + kFloats),
               rest(size, i));
       }
-    }
-  });
-  return output;
-}
-
-Floats silu(Floats x) {
-  return x / (Floats(1.0f) + x.neg().exp_u20());
-}
-
-using Pair [[gnu::may_alias]] = int32_t;  // two neighbouring inputs
-
-// Products of a few rows with one block of packed weights [size_in / 2, kColumns, 2], which is fetched from memory ahead of
-// its use: what a decode step waits for.
-template <int kRows>
-void multiply_few(const BFloat16* x, int64_t stride, int64_t size_in, const BFloat16* block, float* sums,
-                  int64_t sums_stride) {
-  __m512 low[kRows], high[kRows];
-  for (int r = 0; r < kRows; ++r) low[r] = high[r] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < size_in; k += 2, block += 2 * kColumns) {
-    _mm_prefetch(reinterpret_cast<const char*>(block) + kFetchedAhead, _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(block + kColumns) + kFetchedAhead, _MM_HINT_T0);
-    const auto weights_low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(block));
-    const auto weights_high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(block + kColumns));
-    for (int r = 0; r < kRows; ++r) {
-      const auto inputs =
-          reinterpret_cast<__m512bh>(_mm512_set1_epi32(*reinterpret_cast<const Pair*>(x + r * stride + k)));
-      low[r] = _mm512_dpbf16_ps(low[r], weights_low, inputs);
-      high[r] = _mm512_dpbf16_ps(high[r], weights_high, inputs);
-    }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    _mm512_storeu_ps(sums + r * sums_stride, low[r]);
-    _mm512_storeu_ps(sums + r * sums_stride + kFloats, high[r]);
-  }
-}
-
-// Products of rows of x with one block of packed weights.
-void multiply_block(const BFloat16* x, int64_t stride, int64_t num_rows, int64_t size_in, const BFloat16* block,
-                    float* sums, int64_t sums_stride) {
-  if (num_rows <= kFewRows) {
-    using Multiply = decltype(&multiply_few<1>);
-    static constexpr Multiply by_rows[] = {multiply_few<1>, multiply_few<2>, multiply_few<3>, multiply_few<4>,
-                                           multiply_few<5>, multiply_few<6>, multiply_few<7>, multiply_few<8>};
-    for (int64_t row = 0; row < num_rows; row += 8) {
-      by_rows[std::min<int64_t>(8, num_rows - row) - 1](x + row * stride, stride, size_in, block, sums + row * sums_stride,
-                                                        sums_stride);
-    }
-    return;
-  }
-  const int64_t whole = num_rows / kRowStep * kRowStep;
-  at::native::cpublas::brgemm(whole, kColumns, size_in, stride, kColumns, sums_stride, false, x, block, sums);
-  if (whole < num_rows) {
-    multiply_block(x + whole * stride, stride, num_rows - whole, size_in, block, sums + whole * sums_stride, sums_stride);
-  }
-}
-
-// Rows of x [num_tokens, size_in] times all blocks of `packed` [num_blocks, size_in / 2, kColumns, 2], `kJoined` blocks at
-// a time: finish(row, first block, sums [kJoined, kColumns]).
-template <int kJoined, typename Finish>
-void multiply_blocks(const Tensor& x, const Tensor& packed, const Finish& finish) {
-  const int64_t num_tokens = x.size(0), size_in = x.size(1), num_blocks = packed.size(0) / kJoined;
-  const auto* in = x.const_data_ptr<BFloat16>();
-  const auto* weights = packed.const_data_ptr<BFloat16>();
-  const int64_t most = std::max(kMinCachedRows, kCachedInputs / size_in / kRowStep * kRowStep);
-  // Threads share the rows, or where there are few of them the blocks.
-  const int64_t row_parts = (num_tokens + most - 1) / most, threads = at::get_num_threads();
-  const int64_t block_parts = row_parts >= 4 * threads ? 1 : std::min(num_blocks, threads);
-  at::parallel_for(0, row_parts * block_parts, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(std::min(most, num_tokens) * kJoined * kColumns);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
-      const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;
-      for (int64_t block = part * num_blocks / block_parts; block < last_block; ++block) {
-        for (int64_t joined = 0; joined < kJoined; ++joined) {
-          multiply_block(in + first * x.stride(0), x.stride(0), num_rows, size_in,
-                         weights + (block * kJoined + joined) * size_in * kColumns, sums.data() + joined * kColumns,
-                         kJoined * kColumns);
-        }
-        for (int64_t row = 0; row < num_rows; ++row) finish(first + row, block, sums.data() + row * kJoined * kColumns);
-      }
-    }
-    at::native::cpublas::brgemm_release();
-  });
-}
-
-// x [num_tokens, size_in] times packed weights, plus float32 bias [size_out rounded up to blocks] -> [num_tokens,
-// size_out].
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t size_out) {
-  Tensor output = at::empty({x.size(0), size_out}, x.options());
-  auto* out = output.data_ptr<BFloat16>();
-  const float* added = bias ? bias->const_data_ptr<float>() : nullptr;
-  multiply_blocks<1>(x, packed, [&](int64_t row, int64_t block, const float* sums) {
-    const int64_t first = block * kColumns;
-    for (int64_t i = 0; i < std::min(kColumns, size_out - first); i += kHalves) {
-      Floats low = Floats::loadu(sums + i), high = Floats::loadu(sums + i + kFloats);
-      if (added) {
-        low = low + Floats::loadu(added + first + i);
-        high = high + Floats::loadu(added + first + i + kFloats);
-      }
-      store(out + row * size_out + first + i, low, high, rest(size_out, first + i));
-    }
-  });
-  return output;
-}
-
-// silu(gate) * up of x [num_tokens, size_in]; blocks of packed weights are gate and up in turn -> [num_tokens, size_out].
-Tensor gated_linear(const Tensor& x, const Tensor& packed, int64_t size_out) {
-  Tensor output = at::empty({x.size(0), size_out}, x.options());
-  auto* out = output.data_ptr<BFloat16>();
-  multiply_blocks<2>(x, packed, [&](int64_t row, int64_t block, const float* sums) {
-    const int64_t first = block * kColumns;
-    for (int64_t i = 0; i < std::min(kColumns, size_out - first); i += kHalves) {
-      const float* up = sums + kColumns + i;
-      store(out + row * size_out + first + i, silu(Floats::loadu(sums + i)) * Floats::loadu(up),
-            silu(Floats::loadu(sums + i + kFloats)) * Floats::loadu(up + kFloats), rest(size_out, first + i));
     }
   });
   return output;
@@ -527,10 +376,11 @@ __m512 sum_each(const __m512* x) {
   return halve(halve(sums[0], sums[1]), halve(sums[2], sums[3]));
 }
 
-// scores[r][j] = queries[r] * keys[j] for kRows rows r; up to the next multiple of kFloats behind the last key zeros.
+// scores[r][j] = queries[r] * keys[j] for kRows rows r; up to the next multiple of kFloats behind the last key zeros. Memory
+// is asked for the keys to come and for these keys' values, which are needed next.
 template <Format kFormat, int kRows>
-void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, int64_t row_bytes, int64_t count,
-           float* scores) {
+void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, const uint8_t* values, int64_t row_bytes,
+           int64_t count, float* scores) {
   for (int64_t j = 0; j < count; j += kFloats) {
     __m512 products[kRows][kFloats], scales = _mm512_setzero_ps();
     for (int64_t i = 0; i < kFloats; ++i) {
@@ -541,6 +391,9 @@ void score(const BFloat16* const* queries, int64_t dim, const uint8_t* keys, int
           scales = _mm512_mask_mov_ps(scales, 1 << i, _mm512_set1_ps(scale_of(key, dim)));
         }
         for (int64_t d = 0; d < dim; d += kHalves) {
+          const uint8_t* here = key + d * (kFormat == Format::kBFloat16 ? sizeof(BFloat16) : 1);
+          fetch(here);
+          _mm_prefetch(values + (here - keys), _MM_HINT_T0);
           const __m512bh some = numbers<kFormat>(key, d);
           for (int r = 0; r < kRows; ++r) {
             sums[r] = _mm512_dpbf16_ps(sums[r], some, reinterpret_cast<__m512bh>(_mm512_loadu_si512(queries[r] + d)));
@@ -578,7 +431,7 @@ void add_values(float* outputs, int64_t dim, const BFloat16* weights, const uint
       const auto pairs_high = reinterpret_cast<__m512bh>(_mm512_permutex2var_epi16(first, behind, second));
       for (int r = 0; r < kRows; ++r) {
         const auto weight = reinterpret_cast<__m512bh>(
-            _mm512_set1_epi32(*reinterpret_cast<const Pair*>(weights + r * kKeyBlock + j)));
+            _mm512_set1_epi32(*reinterpret_cast<const Word*>(weights + r * kKeyBlock + j)));
         low[r] = _mm512_dpbf16_ps(low[r], pairs_low, weight);
         high[r] = _mm512_dpbf16_ps(high[r], pairs_high, weight);
       }
@@ -618,7 +471,7 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
         const BFloat16* queries[kMost];
         float scores[kMost * kKeyBlock];
         for (int64_t r = 0; r < rows; ++r) queries[r] = a.query_at(row_of(first + r), head_of(first + r));
-        score_rows[rows - 1](queries, dim, keys, a.keys.row_bytes, count, scores);
+        score_rows[rows - 1](queries, dim, keys, values, a.keys.row_bytes, count, scores);
         for (int64_t r = 0; r < rows; ++r) {
           const int64_t row = row_of(first + r);
           float* own = scores + r * kKeyBlock;
@@ -772,8 +625,11 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
 
 TORCH_LIBRARY(swiftkv_cpu, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
-  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int size_out) -> Tensor");
-  library.def("gated_linear(Tensor x, Tensor packed, int size_out) -> Tensor");
+  library.def(
+      "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, Tensor? bias, int size_out) -> "
+      "Tensor");
+  library.def(
+      "gated_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, int size_out) -> Tensor");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("write(Tensor(a!) rows, Tensor slots, Tensor x, int format) -> ()");
   library.def(

@@ -13,6 +13,7 @@ from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.speculative import draft_costs
 from swiftkv_platform.model.attention import rotate
 from swiftkv_platform.model.quantization import pack, unpack
+from swiftkv_platform.model.weight_formats import IntegerWeight, WeightFormat, dequantize_weight, quantize_weight
 
 BF16 = torch.bfloat16
 
@@ -21,10 +22,10 @@ def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale).to(BF16)
 
 
-def assert_rounded(actual: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_rounded(actual: torch.Tensor, exact: torch.Tensor, atol: float = 1e-3) -> None:
     """`actual` is `exact` to bfloat16's last bit or so."""
     assert actual.dtype == BF16
-    torch.testing.assert_close(actual.float(), exact, atol=1e-3, rtol=1 / 128)
+    torch.testing.assert_close(actual.float(), exact, atol=atol, rtol=1 / 128)
 
 
 @pytest.mark.parametrize("size", [8, 40, 64, 1000])
@@ -56,6 +57,61 @@ def test_gated_linear(size_in: int, size_out: int, native_kernels: None) -> None
         x = numbers(1, num_tokens, size_in)
         actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), size_out)
         assert_rounded(actual, F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float()))
+
+
+FORMS = [("int8", None), ("int4", 32), ("int4", 64)]
+
+
+def rounded(weight: torch.Tensor, form: WeightFormat, group: int | None) -> IntegerWeight:
+    return IntegerWeight(*quantize_weight(weight, form, group), form)
+
+
+@pytest.mark.parametrize(("form", "group"), FORMS)
+@pytest.mark.parametrize(("size_in", "size_out"), [(64, 40), (192, 1), (1024, 96), (2816, 64)])
+def test_linear_in_integers(
+    size_in: int, size_out: int, form: WeightFormat, group: int | None, native_kernels: None
+) -> None:
+    """As near to the floats that they stand for as bfloat16 lets; and a row's result is the same in any company."""
+    weight = rounded(numbers(size_out, size_in, scale=size_in**-0.5), form, group)
+    floats, bias = dequantize_weight(weight.integers, weight.scale), torch.randn(size_out)
+    x = numbers(1, 300, size_in)
+    x[..., 5] *= 100  # an input that dwarfs the others, as models have them: they keep 8 bits or more
+    x[0, 3] = 0
+    packed = kernels.pack(weight)
+    together = kernels.linear(x, packed, None, size_out)
+    assert_rounded(together, F.linear(x.float(), floats), atol=0.01)
+    found = kernels.linear(x, packed, kernels.padded(bias), size_out)
+    assert_rounded(found, F.linear(x.float(), floats, bias), atol=0.01)
+    for count in (1, 2, 3, 4, 5, 8, 9, 13, 16, 33, 47, 64):
+        assert torch.equal(kernels.linear(x[:, :count], packed, None, size_out), together[:, :count])
+
+
+@pytest.mark.parametrize(("form", "group"), FORMS)
+def test_gated_linear_in_integers(form: WeightFormat, group: int | None, native_kernels: None) -> None:
+    gate, up = (rounded(numbers(size, 128, scale=0.1), form, group) for size in (71, 71))
+    up = IntegerWeight(up.integers.flip(0), up.scale.flip(0), form)
+    wide = [dequantize_weight(one.integers, one.scale) for one in (gate, up)]
+    for num_tokens in (1, 5, 33, 300):
+        x = numbers(1, num_tokens, 128)
+        actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), 71)
+        assert_rounded(actual, F.silu(F.linear(x.float(), wide[0])) * F.linear(x.float(), wide[1]))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_is_so_alone(broken: float, native_kernels: None) -> None:
+    packed, x = kernels.pack(rounded(numbers(40, 64), "int8", None)), numbers(6, 64)
+    exact = kernels.linear(x, packed, None, 40)
+    x[2, 7] = broken
+    found = kernels.linear(x, packed, None, 40)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3, 4, 5]], exact[[0, 1, 3, 4, 5]])
+
+
+def test_int4_with_scales_of_others_is_not_packed() -> None:
+    weight = rounded(numbers(8, 64), "int4", 32)
+    assert kernels.packs(weight)
+    assert not kernels.packs(weight._replace(scale=torch.rand(8, 2) + 0.1))
+    assert not kernels.packs(IntegerWeight(weight.integers, torch.ones(8, 4), "int4")), "groups of 16"
 
 
 def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:

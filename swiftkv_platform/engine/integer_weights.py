@@ -1,0 +1,103 @@
+"""Projections in integers: those of a quantised checkpoint, and those that are rounded when a model is loaded.
+
+They are put beside the floats of their modules, as `integers`; `weights.py` lays them out for the kernels. Where no
+kernel multiplies integers the floats are used, which have the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.sharding import Ranks, cut_of, whole_name
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.stored_quantization import stored_integers
+from swiftkv_platform.model.weight_formats import (
+    IntegerWeight,
+    WeightFormat,
+    dequantize_weight,
+    is_projection,
+    makes_heads,
+    quantize_weight,
+)
+
+GROUP_SIZE = kernels.GROUP
+"""Inputs that share a scale where weights are rounded to int4."""
+
+
+def attach_stored(model: Any, checkpoint: Checkpoint, ranks: Ranks | None = None) -> None:
+    """Put the integers that a checkpoint stores beside the weights of a model that was loaded from it, with `ranks`
+    one's own part of each."""
+    for name, linear in _projections(model):
+        stored = stored_integers(checkpoint, f"{whole_name(name)}.weight")
+        if stored is not None:
+            linear.integers = stored if ranks is None else _own_part(stored, f"{name}.weight", linear, ranks)
+
+
+def round_weights(model: Any, form: WeightFormat) -> None:
+    """Round the projections of a model's layers that are not in integers to nearest, and its heads to int8, in place.
+
+    `int4` leaves what makes queries, keys and values in int8, as the export format `mixed` does, and projections whose
+    inputs make no groups. Raises `ModelError`: `int4` for a model whose projections are stored in int8.
+    """
+    for name, linear in _projections(model):
+        if (stored := integers_of(linear)) is not None:
+            if form == "int4" and stored.form == "int8" and not makes_heads(name):
+                raise ModelError.of(
+                    "weights",
+                    form,
+                    ", and the model is stored in int8; use auto, or export it from its floats with --quantize int4",
+                )
+            continue
+        four = form == "int4" and not makes_heads(name) and linear.in_features % GROUP_SIZE == 0
+        rounded = _round(linear, "int4" if four else "int8")
+        linear.weight.data = dequantize_weight(rounded.integers, rounded.scale).to(linear.weight.dtype)
+        linear.integers = rounded
+    for name in ("lm_head", "exit_head"):
+        if isinstance(head := getattr(model, name, None), nn.Linear):
+            head.integers = _round(head, "int8")  # type: ignore[assignment]  # a tied head's floats embed tokens too
+
+
+def integers_of(linear: nn.Module) -> IntegerWeight | None:
+    """The integers beside a module's weight."""
+    return getattr(linear, "integers", None)
+
+
+def common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[torch.Tensor]:
+    """The weights of modules that run as one: integers if all have them in one form that the kernels take, else
+    floats."""
+    found = [integers_of(linear) for linear in linears]
+    integers = [one for one in found if one is not None and kernels.packs(one)]
+    if len(integers) == len(linears) and len({(one.form, one.group_size) for one in integers}) == 1:
+        return integers
+    return [linear.weight.detach() for linear in linears]
+
+
+def drop_integers(model: nn.Module) -> None:
+    """Forget all integers, where the floats are used."""
+    for module in model.modules():
+        module.__dict__.pop("integers", None)
+
+
+def _projections(model: Any) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_projection(f"{name.removesuffix('.part')}.weight"):
+            yield name, module
+
+
+def _round(linear: nn.Linear, form: WeightFormat) -> IntegerWeight:
+    group = GROUP_SIZE if form == "int4" else None
+    return IntegerWeight(*quantize_weight(linear.weight.detach(), form, group), form)
+
+
+def _own_part(whole: IntegerWeight, name: str, linear: nn.Linear, ranks: Ranks) -> IntegerWeight | None:
+    """A rank's part of a weight; None: it cuts a group of inputs."""
+    if (cut := cut_of(whole_name(name))) is None:
+        return whole
+    (index,) = cut.indices(linear.weight.shape[cut.dim], ranks)
+    return whole.part(index)

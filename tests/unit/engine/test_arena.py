@@ -1,0 +1,32 @@
+"""Weights in huge pages: what is moved stays what it is, and memory comes back."""
+
+import mmap
+
+import pytest
+import torch
+
+from swiftkv_platform.engine.arena import ALIGNMENT, PAGE, Arena
+
+
+def test_tensors_are_moved_one_behind_the_other() -> None:
+    arena = Arena(1 << 20)
+    tensors = [torch.randn(5, 7), torch.arange(9, dtype=torch.int8), torch.randn(64).bfloat16()]
+    moved = [arena.move(tensor) for tensor in tensors]
+    assert all(torch.equal(one, other) for one, other in zip(moved, tensors, strict=True))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        places = [tensor.data_ptr() for tensor in moved]
+        assert places[0] % PAGE == 0
+        assert [place % ALIGNMENT for place in places] == [0, 0, 0]
+        assert places[0] < places[1] < places[2] < places[0] + 1024
+
+
+def test_what_does_not_fit_stays_where_it_is() -> None:
+    arena, tensor = Arena(0), torch.zeros(PAGE + 1, dtype=torch.uint8)
+    assert arena.move(tensor) is tensor
+    assert arena.move(empty := torch.empty(0)) is empty
+
+
+def test_without_huge_pages_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    tensor = torch.ones(3)
+    assert Arena(1 << 20).move(tensor) is tensor

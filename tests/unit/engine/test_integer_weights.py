@@ -1,0 +1,123 @@
+"""Weights that are rounded when a model is loaded, and those of quantised checkpoints: which modules have integers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.engine.integer_weights import attach_stored, common_weights, integers_of, round_weights
+from swiftkv_platform.engine.loading import load_model, prepare
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import convert, export
+from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.weight_formats import IntegerWeight, dequantize_weight
+from tests.tiny_models import disturb, random_teacher
+
+BF16 = EngineConfig(dtype="bfloat16", kv_cache_bytes=1 << 20, block_size=8)
+SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}
+
+
+@pytest.fixture(scope="module")
+def student_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("student")
+    student = convert(random_teacher(**SHAPE), num_key_value_layers=2, key_value_group_size=1, early_exit=True)
+    disturb(student).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def forms(model: nn.Module) -> dict[str, str]:
+    """Form by last name of the modules that have integers."""
+    found = ((name, integers_of(module)) for name, module in model.named_modules())
+    return {name.rpartition(".")[2]: one.form for name, one in found if one is not None}
+
+
+def test_int4_leaves_heads_and_what_makes_them_in_int8(student_dir: Path) -> None:
+    model = load_model(student_dir, BF16.model_copy(update={"fuse_weights": False})).model
+    embedding = model.get_input_embeddings().weight.clone()
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    round_weights(model, "int4")
+    found = forms(model)
+    assert {name for name, form in found.items() if form == "int4"} == {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {"q_proj", "k_proj", "v_proj", "q_proj_swiftkv", "lm_head", "exit_head"} <= found.keys()
+    assert torch.equal(model.get_input_embeddings().weight, embedding), "a tied head's floats embed tokens"
+    up = model.model.layers[0].mlp.up_proj
+    assert not torch.equal(up.weight, before)
+    assert torch.equal(up.weight, dequantize_weight(up.integers.integers, up.integers.scale).bfloat16())
+
+
+def test_what_runs_as_one_is_in_one_form(student_dir: Path) -> None:
+    model = load_model(student_dir, BF16.model_copy(update={"fuse_weights": False})).model
+    round_weights(model, "int8")
+    layer = model.model.layers[0].self_attn
+    query, key = common_weights([layer.q_proj, layer.k_proj])
+    assert isinstance(query, IntegerWeight)
+    assert isinstance(key, IntegerWeight)
+    fused = IntegerWeight.cat([query, key])
+    assert torch.equal(fused.integers[len(query.integers) :], key.integers)
+    del layer.k_proj.integers
+    assert all(isinstance(weight, torch.Tensor) for weight in common_weights([layer.q_proj, layer.k_proj]))
+
+
+@pytest.mark.parametrize("form", ["int8", "mixed"])
+def test_stored_integers_are_taken_as_they_are(student_dir: Path, form: Any, tmp_path: Path) -> None:
+    export(student_dir, tmp_path / "served", quantize=form)
+    model = load_model(
+        tmp_path / "served", BF16.model_copy(update={"fuse_weights": False, "weights": "bfloat16"})
+    ).model
+    assert forms(model) == {}
+    attach_stored(model, Checkpoint.open(tmp_path / "served"))
+    found = forms(model)
+    assert found["gate_proj"] == ("int8" if form == "int8" else "int4")
+    assert found["q_proj_swiftkv"] == "int8"
+    assert "lm_head" not in found
+    for module in model.modules():
+        if (integers := integers_of(module)) is not None:
+            assert torch.equal(dequantize_weight(integers.integers, integers.scale).bfloat16(), module.weight)
+    if form == "int8":
+        with pytest.raises(ModelError, match="weights is 'int4', and the model is stored in int8") as error:
+            round_weights(model, "int4")
+        assert error.value.field == "weights"
+
+
+def test_on_a_gpu_nothing_is_rounded(student_dir: Path) -> None:
+    model = load_model(student_dir, BF16).model
+    with pytest.raises(ModelError, match="weights is 'int8' and the device is a GPU"):
+        prepare(model, BF16.model_copy(update={"weights": "int8"}), "meta")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_chunks_company_exits_and_drafts_give_the_tokens_of_the_floats(student_dir: Path, form: Any) -> None:
+    """Each token is within bfloat16's errors of the best of the same weights in float32."""
+    prompts = [list(range(3 + i, 40 + 7 * i)) for i in range(6)]
+    config = BF16.model_copy(update={"weights": form, "max_num_batched_tokens": 24})
+    engine = LLMEngine.from_pretrained(student_dir, config)
+    exact = LLMEngine.from_pretrained(student_dir, config.model_copy(update={"dtype": "float32"}))
+    for early_exit in ("off", "lossless"):
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, early_exit=early_exit)
+        texts = [output.prompt_token_ids + output.token_ids for output in engine.generate(prompts, params)]
+        for prompt, scored in zip(
+            prompts, exact.generate(texts, SamplingParams(max_tokens=0, prompt_logprobs=1)), strict=True
+        ):
+            answers = scored.prompt_logprobs[len(prompt) :]
+            behind = [
+                max(one.values()) - one[token]
+                for one, token in zip(answers, scored.prompt_token_ids[len(prompt) :], strict=True)
+            ]
+            assert max(behind) < 0.3
+    engine.check()
+
+
+def test_rows_and_columns_of_ranks_make_the_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(-8, 8, (6, 128), dtype=torch.int8, generator=generator)
+    for scale, form in ((torch.rand(6, 1), "int8"), (torch.rand(6, 4), "int4")):
+        whole: Any = IntegerWeight(integers, scale, form)  # type: ignore[arg-type]
+        rows = [whole.part((slice(3 * rank, 3 * rank + 3),)) for rank in range(2)]
+        assert torch.equal(IntegerWeight.cat(rows).scale, scale)
+        columns = [whole.part((slice(None), slice(64 * rank, 64 * rank + 64))) for rank in range(2)]
+        wide = torch.cat([dequantize_weight(one.integers, one.scale) for one in columns], dim=1)
+        assert torch.equal(wide, dequantize_weight(integers, scale))
+    assert whole.part((slice(None), slice(0, 48))) is None, "a group is cut"

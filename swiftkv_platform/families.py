@@ -51,6 +51,8 @@ class Windows:
     by_layer: bool = False
     """Whether `layer_types` says which layers have one. If it is absent: those from `max_window_layers` on where
     windows are switched, else all."""
+    full_every: int | None = None
+    """Number n where, if `layer_types` is absent, every n-th layer has no window."""
 
 
 NEVER, ALWAYS = Fixed(False), Fixed(True)
@@ -72,12 +74,17 @@ class Family:
     """Biases of the query, key and value projections."""
     output_bias: Flag | Fixed = NEVER
     """Bias of the output projection of attention."""
-    head_norms: bool = False
-    """RMSNorms on queries and keys, head by head, before RoPE."""
+    norms: Literal["before", "behind"] = "before"
+    """Place of a layer's two norms: before its attention and its feed-forward part, or behind each (OLMo 2), whose
+    students then have no norm_swiftkv either: K and V of layers >= l come from x itself."""
+    query_key_norms: Literal["head", "all heads"] | None = None
+    """RMSNorms on queries and keys before RoPE: of each head by itself, or one of all heads."""
     head_dim: int | None = None
     """Size of a head where `head_dim` is absent; None: hidden_size / num_attention_heads."""
     has_unrotated_layers: bool = False
     """Whether `no_rope_layers` names layers without RoPE, by a 0 (SmolLM3); a group's layers follow its first one."""
+    rotates_by_layer_type: bool = False
+    """Whether layers with and without a window have each their own RoPE; a group's layers follow its first one."""
     feed_forward: Literal["gated", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
     """Feed-forward part of a layer: gate, up and down, or a mixture of experts."""
     mlp_bias: Flag | Fixed = NEVER
@@ -103,6 +110,11 @@ class Family:
     def multiplier(self, config: Any, key: str) -> float:
         """The factor of that name in a configuration of transformers; 1 where the family has none."""
         return float(getattr(config, key)) if self.has_multipliers else 1.0
+
+    @property
+    def normalises_inputs(self) -> bool:
+        """Whether a norm stands before attention, and norm_swiftkv before the K and V of layers >= l."""
+        return self.norms != "behind"
 
     @property
     def student_class(self) -> str:
@@ -136,7 +148,7 @@ FAMILIES: Mapping[str, Family] = {
             "qwen3",
             "Qwen3",
             **_BIASED,
-            head_norms=True,
+            query_key_norms="head",
             head_dim=128,
             windows=Windows(4096, switched=True, by_layer=True),
             is_gguf_architecture=True,
@@ -161,12 +173,23 @@ FAMILIES: Mapping[str, Family] = {
             tie_word_embeddings=True,
             refused_by_vllm="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
         ),
+        Family("olmo2", "Olmo2", **_BIASED, norms="behind", query_key_norms="all heads", max_position_embeddings=2048),
+        Family(
+            "olmo3",
+            "Olmo3",
+            **_BIASED,
+            norms="behind",
+            query_key_norms="all heads",
+            rotates_by_layer_type=True,
+            windows=Windows(4096, by_layer=True, full_every=4),
+            max_position_embeddings=2048,
+        ),
         Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
         Family(
             "qwen3_moe",
             "Qwen3Moe",
             **_BIASED,
-            head_norms=True,
+            query_key_norms="head",
             feed_forward="qwen3_moe",
             windows=Windows(4096, switched=True),
         ),

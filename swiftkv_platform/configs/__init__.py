@@ -94,6 +94,13 @@ class SwiftKVConfigMixin:
                 field="swiftkv.sharing",
                 value=heads,
             )
+        if self.family.query_key_norms == "all heads":
+            raise ModelError(
+                f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} normalises the keys of all its heads "
+                "together: other heads than the teacher's have no norm; use swiftkv.sharing: gqa",
+                field="swiftkv.sharing",
+                value=heads,
+            )
         theirs = config.num_key_value_heads
         fits = heads >= 1 and config.num_attention_heads % heads == 0
         if not fits or (theirs % heads and heads % theirs):

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation
+from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation, rotate, split_heads
 
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -106,9 +106,14 @@ def use_kernels(model: Any) -> None:
     for layer in model.model.layers:
         attention = layer.self_attn
         if isinstance(attention, HeadAttentionMixin):
-            attention.rotate = kernels.rotate
+            attention.rotate = _rotate
         elif all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
             layer.self_attn = NativeAttention(attention)
+
+
+def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """`model.attention.rotate`; by the kernels where the factors are in their dtype, as most families' are."""
+    return (kernels.rotate if rotation[0].dtype == x.dtype else rotate)(x, rotation)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -275,8 +280,8 @@ class NativeAttention(nn.Module):
     k_proj: nn.Module
     v_proj: nn.Module
     o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -285,7 +290,8 @@ class NativeAttention(nn.Module):
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, True
         self.sliding_window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
-        self.normalises_heads = hasattr(attention, "q_norm")
+        self.q_norm, self.k_norm = (attention._modules.get(name) for name in ("q_norm", "k_norm"))
+        self.normalises_all_heads = self.config.family.query_key_norms == "all heads"
         self.rotates = getattr(attention, "use_rope", True)
 
     def forward(
@@ -297,12 +303,12 @@ class NativeAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the family's module: output [1, num_tokens, hidden_size], and weights if the backend has them."""
-        projected = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projected)
-        if self.normalises_heads:
-            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (
+            split_heads(projection(hidden_states), self.head_dim, norm, of_all=self.normalises_all_heads)
+            for projection, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
+        )
         if self.rotates:
-            query, key = kernels.rotate(query, position_embeddings), kernels.rotate(key, position_embeddings)
+            query, key = _rotate(query, position_embeddings), _rotate(key, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)

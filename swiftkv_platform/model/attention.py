@@ -201,7 +201,19 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2."""
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    rotated = x * cos + torch.cat((-second, first), dim=-1) * sin
+    return rotated.to(x.dtype)  # OLMo's factors are float32
+
+
+def split_heads(
+    projected: torch.Tensor, head_dim: int, norm: nn.Module | None = None, *, of_all: bool = False
+) -> torch.Tensor:
+    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalised by `norm`, each
+    head by itself or, with `of_all`, all together."""
+    if norm is not None and of_all:
+        projected = norm(projected)
+    heads: torch.Tensor = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return heads if norm is None or of_all else norm(heads)
 
 
 class HeadAttentionMixin(SwiftKVAttentionMixin):
@@ -222,9 +234,10 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         self.rotates = True
         if config.family.has_unrotated_layers:  # queries and keys of a group meet: all are rotated, or none
             self.rotates = bool(config.no_rope_layers[config.layer_map.leader(layer_idx)])
-        self.normalises_heads = hasattr(self, "q_norm")  # Qwen3: norms on queries and keys before RoPE
+        self.normalises_heads = config.family.query_key_norms is not None
         if not self.normalises_heads:
             self.q_norm = self.k_norm = nn.Identity()
+        self.normalises_all_heads = config.family.query_key_norms == "all heads"
         if config.num_key_value_heads_swiftkv is not None:
             self._share_heads(config, layer_idx)
 
@@ -246,8 +259,9 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         return self.k_proj_swiftkv, self.v_proj_swiftkv
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
-        keys, values = (self._split_heads(part) for part in projected)
-        return self._place(self.k_norm(keys), rotation), values
+        keys, values = projected
+        keys = split_heads(keys, self.head_dim, self.k_norm, of_all=self.normalises_all_heads)
+        return self._place(keys, rotation), split_heads(values, self.head_dim)
 
     def shared_norms(self) -> list[nn.Module]:
         return [self.k_norm] if self.normalises_heads else []
@@ -257,12 +271,9 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         return (*super().idle_modules(), *(["k_norm"] if follows else []))
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return self._place(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)
+        projected = self.q_proj_swiftkv(hidden_states)
+        heads = split_heads(projected, self.head_dim, self.q_norm, of_all=self.normalises_all_heads)
+        return self._place(heads, rotation)
 
     def _place(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return self.rotate(heads, rotation) if self.rotates else heads
-
-    def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]."""
-        heads: torch.Tensor = projected.unflatten(-1, (-1, self.head_dim))
-        return heads.transpose(1, 2)

@@ -72,7 +72,7 @@ def copied_start(student: Any) -> Iterator[StartingTensor]:
         sources = tuple(f"model.layers.{i}.{tensor}" for i in layers)
         yield StartingTensor(name, sources, heads if shared else None)
     first = layer_map.num_key_value_layers
-    if first < layer_map.num_hidden_layers:
+    if first < layer_map.num_hidden_layers and config.family.normalises_inputs:
         yield StartingTensor("model.norm_swiftkv.weight", (f"model.layers.{first}.input_layernorm.weight",))
     if config.early_exit:
         yield StartingTensor("exit_norm.weight", ("model.norm.weight",))

@@ -93,6 +93,9 @@ def check_values(config: Mapping[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), Mapping):
             _check_rope(_Values("config.json", rope, f"{key}."))
+            for kind, of_type in rope.items():  # of layers, where these have their own
+                if isinstance(of_type, Mapping):
+                    _check_rope(_Values("config.json", of_type, f"{key}.{kind}."))
 
 
 def check_generation_values(config: Mapping[str, Any]) -> None:

@@ -25,8 +25,15 @@ def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) ->
             field="num_key_value_heads_swiftkv",
             value=kv_heads,
         )
+    if num_key_value_heads is not None and family.query_key_norms == "all heads":
+        raise ModelError(
+            "num_key_value_heads_swiftkv has no meaning where the keys of all heads are normalised together",
+            field="num_key_value_heads_swiftkv",
+            value=num_key_value_heads,
+        )
     size = fields.count("head_dim", default=family.head_dim or max(hidden // heads, 1))
     bias = fields.has(family.input_bias)
+    norms = {"head": (size, size), "all heads": (heads * size, kv_heads * size), None: (0, 0)}[family.query_key_norms]
     return AttentionShape(
         query=(Linear(hidden, heads * size, bias),),
         key_value=(Linear(hidden, kv_heads * size, bias),) * 2,
@@ -36,7 +43,8 @@ def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) ->
         query_size=size,
         value_size=size,
         entries=(Entry(kv_heads, size),) * 2,
-        head_norms=2 * size * family.head_norms,
+        shared_query_norms=norms[0],
+        shared_key_norms=norms[1],
     )
 
 
@@ -168,6 +176,8 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     types = fields.sequence("layer_types")
     if types is None and family.has_unrotated_layers:
         return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
+    if types is None and windows.full_every is not None:
+        return tuple(None if (i + 1) % windows.full_every == 0 else window for i in range(num_layers))
     if types is None:
         named = fields.optional_count("max_window_layers", least=0) if windows.switched else 0
         first = 28 if named is None else named
@@ -221,6 +231,7 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
         vocab_size=fields.count("vocab_size"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.tie_word_embeddings),
         layers=tuple(Layer(own, feed_forward(family, fields, i), windows[i]) for i in range(num_layers)),
+        normalises_inputs=family.normalises_inputs,
         shared_attention=attention(family, fields, shared_heads),
         max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),
         dtype=fields.text("dtype", "torch_dtype", default="bfloat16"),

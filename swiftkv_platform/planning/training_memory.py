@@ -144,7 +144,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     heads = own.num_heads * (own.query_size + own.value_size)
     cached = sum(entry.heads * entry.size for entry in own.entries)
     # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
-    per_token = (3 * narrow + WIDE) * hidden
+    per_token = (2 * narrow + (narrow + WIDE) * model.normalises_inputs) * hidden
     begin = 0 if setup.trainable == "all" else first
     for i, layer in enumerate(model.layers[begin:], start=begin):
         # Heads and tokens are swapped in every layer: where workers divide sequences, layers share no K and V.

@@ -77,6 +77,9 @@ class Family:
     norms: Literal["before", "behind"] = "before"
     """Place of a layer's two norms: before its attention and its feed-forward part, or behind each (OLMo 2), whose
     students then have no norm_swiftkv either: K and V of layers >= l come from x itself."""
+    fuses_projections: bool = False
+    """Whether queries, keys and values come from one `qkv_proj`, and gates with what they gate from one `gate_up_proj`
+    (Phi-3). In memory and in files they stay so; a student's own are apart."""
     query_key_norms: Literal["head", "all heads"] | None = None
     """RMSNorms on queries and keys before RoPE: of each head by itself, or one of all heads."""
     head_dim: int | None = None
@@ -184,6 +187,7 @@ FAMILIES: Mapping[str, Family] = {
             windows=Windows(4096, by_layer=True, full_every=4),
             max_position_embeddings=2048,
         ),
+        Family("phi3", "Phi3", fuses_projections=True, windows=Windows(None), max_position_embeddings=4096),
         Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
         Family(
             "qwen3_moe",

@@ -30,11 +30,26 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
+    if f"{name}.weight" not in state:
+        return F.linear(x, _fused(state, name))
     return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+
+def _fused(state: State, name: str) -> torch.Tensor:
+    """Weight of a projection that Phi-3 has with others in one."""
+    layer, _, name = name.rpartition(".")
+    if name in ("gate_proj", "up_proj"):
+        return state[f"{layer}.gate_up_proj.weight"].chunk(2)[name == "up_proj"]
+    whole, outputs = state[f"{layer}.qkv_proj.weight"], state[f"{layer}.o_proj.weight"].shape[1]
+    keys = (len(whole) - outputs) // 2
+    return whole.split([outputs, keys, keys])["qkv".index(name[0])]
 
 
 def _rope(x: Heads, inv_freq: torch.Tensor, *, interleaved: bool, size: float = 1.0) -> Heads:
     """Dimension j turns with j + d / 2, or where interleaved 2j with 2j + 1."""
+    if 2 * len(inv_freq) < x.shape[-1]:  # Phi-4 turns the first dimensions alone
+        first = x[..., : 2 * len(inv_freq)]
+        return torch.cat((_rope(first, inv_freq, interleaved=interleaved, size=size), x[..., 2 * len(inv_freq) :]), -1)
     angle = torch.arange(x.shape[0]).float()[:, None] * inv_freq  # [T, d / 2]
     cos, sin = size * angle.cos()[:, None], size * angle.sin()[:, None]
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)

@@ -107,20 +107,24 @@ def use_kernels(model: Any) -> None:
         attention = layer.self_attn
         if isinstance(attention, HeadAttentionMixin):
             attention.rotate = _rotate
-        elif all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
+        elif all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")) or hasattr(attention, "qkv_proj"):
             layer.self_attn = NativeAttention(attention)
 
 
 def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """`model.attention.rotate`; by the kernels where the factors are in their dtype, as most families' are."""
+    size = rotation[0].shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((_rotate(x[..., :size], rotation), x[..., size:]), dim=-1)
     return (kernels.rotate if rotation[0].dtype == x.dtype else rotate)(x, rotation)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or not isinstance(children["act_fn"], SILU):
-        return False
-    return all(type(children[name]) is nn.Linear and children[name].bias is None for name in ("gate_proj", "up_proj"))
+    for inner, activation in ((("gate_proj", "up_proj"), "act_fn"), (("gate_up_proj",), "activation_fn")):
+        if set(children) == {*inner, "down_proj", activation} and isinstance(children[activation], SILU):
+            return all(type(children[name]) is nn.Linear and children[name].bias is None for name in inner)
+    return False
 
 
 def _drop_teacher(decoder: Any) -> None:
@@ -250,7 +254,9 @@ class NativeMLP(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.gate_up = _GatedLinear(mlp.gate_proj.weight, mlp.up_proj.weight)
+        fused = getattr(mlp, "gate_up_proj", None)
+        both = (mlp.gate_proj.weight, mlp.up_proj.weight) if fused is None else fused.weight.chunk(2)
+        self.gate_up = _GatedLinear(*both)
         self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,6 +285,7 @@ class NativeAttention(nn.Module):
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
+    qkv_proj: nn.Module
     o_proj: nn.Module
     q_norm: nn.Module | None
     k_norm: nn.Module | None
@@ -304,8 +311,8 @@ class NativeAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the family's module: output [1, num_tokens, hidden_size], and weights if the backend has them."""
         query, key, value = (
-            split_heads(projection(hidden_states), self.head_dim, norm, of_all=self.normalises_all_heads)
-            for projection, norm in ((self.q_proj, self.q_norm), (self.k_proj, self.k_norm), (self.v_proj, None))
+            split_heads(part, self.head_dim, norm, of_all=self.normalises_all_heads)
+            for part, norm in zip(self._project(hidden_states), (self.q_norm, self.k_norm, None), strict=True)
         )
         if self.rotates:
             query, key = _rotate(query, position_embeddings), _rotate(key, position_embeddings)
@@ -316,3 +323,11 @@ class NativeAttention(nn.Module):
             self, query, key, value, attention_mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs
         )
         return self.o_proj(output.flatten(-2)), weights
+
+    def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Queries, keys and values of all heads, each [1, num_tokens, num_heads * head_dim]."""
+        if not hasattr(self, "qkv_proj"):
+            return [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        heads = (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
+        parts: Sequence[torch.Tensor] = self.qkv_proj(hidden_states).split([n * self.head_dim for n in heads], dim=-1)
+        return parts

@@ -62,7 +62,7 @@ class SwiftKVAttentionMixin(nn.Module):
             if config.decodes_own:
                 twins |= {f"{name}_decode_swiftkv": name for name in self.decode_modules}
         for twin, name in twins.items():
-            setattr(self, twin, copy.deepcopy(getattr(self, name)))
+            setattr(self, twin, copy.deepcopy(self.of_teacher(name)))
         if not config.swiftkv_teacher_weights:
             self.drop_teacher()
 
@@ -77,9 +77,25 @@ class SwiftKVAttentionMixin(nn.Module):
         return cls.query_modules(config) + (("o_proj",) if config.own_output_projection else ())
 
     @classmethod
+    def rows_of_teacher(cls, _config: Any, name: str, /) -> tuple[str, slice | None]:
+        """The teacher's module that makes what `name` does, and its rows that do; None: all."""
+        return name, None
+
+    @classmethod
     def teacher_modules(cls, config: Any, /) -> tuple[str, ...]:
         """Names of the modules that only the teacher has a use for."""
-        return cls.own_modules(config) + cls.key_value_modules
+        names = cls.own_modules(config) + cls.key_value_modules
+        return tuple(dict.fromkeys(cls.rows_of_teacher(config, name)[0] for name in names))
+
+    def of_teacher(self, name: str) -> Any:
+        """The teacher's module `name`; of one that fuses several, its part as a linear map over the same memory."""
+        module, rows = self.rows_of_teacher(self.config, name)
+        whole = getattr(self, module)
+        if rows is None:
+            return whole
+        part = nn.Linear(whole.in_features, rows.stop - rows.start, bias=False, device="meta")
+        part.weight = nn.Parameter(whole.weight.detach()[rows])
+        return part
 
     @property
     def output_projection(self) -> nn.Module:
@@ -198,7 +214,11 @@ class _SharedHeads(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2."""
+    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2. Where there
+    are factors for fewer dimensions, these are the first, and the others stay."""
+    size = rotation[0].shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], rotation), x[..., size:]), dim=-1)
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second = x.chunk(2, dim=-1)
     rotated = x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -217,7 +237,8 @@ def split_heads(
 
 
 class HeadAttentionMixin(SwiftKVAttentionMixin):
-    """Keys and values by head (MHA, GQA, MQA), RoPE over the whole head, norms on heads where the family has them."""
+    """Keys and values by head (MHA, GQA, MQA), RoPE over the head or its first dimensions, norms on heads where the
+    family has them."""
 
     key_value_modules = decode_modules = ("k_proj", "v_proj")
     rotate: Callable[[torch.Tensor, Rotation], torch.Tensor] = staticmethod(rotate)
@@ -253,6 +274,15 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
     @classmethod
     def query_modules(cls, _config: Any, /) -> tuple[str, ...]:
         return ("q_proj",)
+
+    @classmethod
+    def rows_of_teacher(cls, config: Any, name: str, /) -> tuple[str, slice | None]:
+        if not config.family.fuses_projections or name not in ("q_proj", "k_proj", "v_proj"):
+            return name, None
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        first = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}[name]
+        return "qkv_proj", slice(first, first + (queries if name == "q_proj" else keys))
 
     @property
     def input_projections(self) -> Sequence[nn.Linear]:

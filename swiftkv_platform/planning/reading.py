@@ -86,8 +86,14 @@ def _gated(
 
 
 def _gated_mlp(family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...]:
-    bias = fields.has(family.mlp_bias)
-    return _gated(fields.count("hidden_size"), fields.count("intermediate_size"), bias=bias)
+    hidden, intermediate, bias = (
+        fields.count("hidden_size"),
+        fields.count("intermediate_size"),
+        fields.has(family.mlp_bias),
+    )
+    if family.fuses_projections:
+        return Linear(hidden, 2 * intermediate, bias), Linear(intermediate, hidden, bias)
+    return _gated(hidden, intermediate, bias=bias)
 
 
 def _experts(fields: Fields, intermediate: int, *counts: str, defaults: tuple[int, int | None]) -> tuple[Linear, ...]:

@@ -132,7 +132,7 @@ def head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Modul
 
 
 def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
-    """RoPE of a layer over whole heads; vLLM makes one module for all layers with the same."""
+    """RoPE of a layer, over heads or their first dimensions; vLLM makes one module for all layers with the same."""
     parameters = config.rope_parameters
     if config.family.rotates_by_layer_type:
         parameters = parameters[config.layer_types[layer]]
@@ -147,5 +147,7 @@ def rotate(rotary: nn.Module, positions: torch.Tensor, x: torch.Tensor) -> torch
 
     In PyTorch's operations: a pass of vLLM's compiler for GPUs takes its own operator to have both.
     """
-    rotated: torch.Tensor = rotary.forward_native(positions, x)[0]  # type: ignore[operator]
+    # Phi-3's LongRoPE has one way, which is in these operations, and asks for keys.
+    alone: Any = getattr(rotary, "forward_native", None)
+    rotated: torch.Tensor = rotary(positions, x, x)[0] if alone is None else alone(positions, x)[0]
     return rotated

@@ -93,8 +93,8 @@ class StudentNames:
         leaders, first = self.layer_map.leaders, self.layer_map.num_key_value_layers
         if leaders:
             upper = "|".join(str(layer) for layer in range(first, self.layer_map.num_hidden_layers))
-            of_teacher = "qkvo" if self.own_output else "qkv"
-            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.[{of_teacher}]_proj\.")] = None
+            of_teacher = "[qkvo]|qkv" if self.own_output else "[qkv]|qkv"
+            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.({of_teacher})_proj\.")] = None
             # A group's cache is written and read with the scale 1: those of layers are of other keys and values.
             dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.(attn\.)?[qkv]_(scale|zero_point)$")] = None
             for group, leader in enumerate(leaders):

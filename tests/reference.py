@@ -82,7 +82,7 @@ class _ByHead:
     def __init__(self, state: State, config: Any, inv_freq: Frequencies) -> None:
         self.state, self.config, self.inv_freq = state, config, inv_freq
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.scale = getattr(config, "attention_multiplier", self.dim**-0.5)
+        self.scale = getattr(config, "attention_multiplier", getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5)
 
     def _turned(self, heads: Heads, name: str, suffix: str) -> Heads:
         """A student's layers are rotated as the first layer of their group."""
@@ -147,8 +147,9 @@ class _Latent:
         return torch.cat((keys, rotary.expand(-1, keys.shape[1], -1)), dim=-1), values
 
 
-def _mlp(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
-    gate = F.silu(_linear(x, state, f"{name}.gate_proj"))
+def _mlp(x: torch.Tensor, state: State, name: str, config: Any) -> torch.Tensor:
+    gate = _linear(x, state, f"{name}.gate_proj")
+    gate = F.silu(gate) if not hasattr(config, "hidden_activation") else F.gelu(gate, approximate="tanh")
     return _linear(gate * _linear(x, state, f"{name}.up_proj"), state, f"{name}.down_proj")
 
 
@@ -168,9 +169,13 @@ def _route(weights: torch.Tensor, config: Any) -> torch.Tensor:
 
 def _feed_forward(x: torch.Tensor, state: State, name: str, config: Any) -> torch.Tensor:
     if f"{name}.gate.weight" not in state:
-        return _mlp(x, state, name)
+        return _mlp(x, state, name, config)
     routes = _route((x @ state[f"{name}.gate.weight"].T).softmax(-1), config)
-    out = _mlp(x, state, f"{name}.shared_experts") if f"{name}.shared_experts.up_proj.weight" in state else 0.0 * x
+    out = (
+        _mlp(x, state, f"{name}.shared_experts", config)
+        if f"{name}.shared_experts.up_proj.weight" in state
+        else 0.0 * x
+    )
     for expert in range(routes.shape[1]):
         gate, up = (x @ state[f"{name}.experts.gate_up_proj"][expert].T).chunk(2, dim=-1)
         out = out + routes[:, expert, None] * ((F.silu(gate) * up) @ state[f"{name}.experts.down_proj"][expert].T)
@@ -198,13 +203,16 @@ def logits(
     prompt's; None: the last token alone is. That matters where deep tokens keep their own K and V. `below`: the same in
     layers below l, which tokens that exit at l have run through; None: as `turns`. `entering` receives the hidden
     states with which tokens come to layers >= l, [T, hidden_size]."""
+    if config.model_type.startswith("gemma"):  # norms multiply by 1 + weight
+        state = {name: tensor + ("norm" in name) for name, tensor in state.items()}
     turns = torch.tensor([-1] * (len(ids) - 1) + [0]) if turns is None else turns
     below = turns if below is None else below
     keeps_own = swiftkv and getattr(config, "swiftkv_decode_key_value", "shared") == "own"
     own: KeyValue | None = None
     eps, first, group = config.rms_norm_eps, config.num_key_value_layers, config.key_value_group_size
     attention = (_Latent if hasattr(config, "kv_lora_rank") else _ByHead)(state, config, inv_freq)
-    x = state["model.embed_tokens.weight"][ids] * getattr(config, "embedding_multiplier", 1.0)
+    scale = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
+    x = state["model.embed_tokens.weight"][ids] * getattr(config, "embedding_multiplier", scale)
     branch = getattr(config, "residual_multiplier", 1.0)
     shared: dict[int, KeyValue] = {}
     run = getattr(config, "swiftkv_prefill_layers", None)
@@ -221,7 +229,7 @@ def logits(
         behind = f"{layer}.post_feedforward_layernorm.weight" in state
         if behind:
             x = x + normed(output, f"{layer}.post_attention_layernorm")
-            output = _feed_forward(x, state, f"{layer}.mlp", config)
+            output = _feed_forward(normed(x, f"{layer}.pre_feedforward_layernorm"), state, f"{layer}.mlp", config)
             return x + normed(output, f"{layer}.post_feedforward_layernorm")
         x = x + branch * output
         return x + branch * _feed_forward(normed(x, f"{layer}.post_attention_layernorm"), state, f"{layer}.mlp", config)

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -89,6 +90,18 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE,
         pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "gemma3_text": Gemma3TextConfig(
+        **SHAPE,
+        pad_token_id=None,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, mlp_only_layers=[1]),

@@ -160,8 +160,8 @@ def layer_windows(config: Any) -> list[int | None]:
 
 def _derive(family: Family) -> type[Any]:
     """`{prefix}SwiftKVConfig`, importable from this module."""
-    path = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
-    teacher: type[Any] = getattr(importlib.import_module(path), f"{family.prefix}Config")
+    module = importlib.import_module(family.teacher_module("configuration"))
+    teacher: type[Any] = getattr(module, family.teacher_class("Config"))
     name = f"{family.prefix}SwiftKVConfig"
     body = {
         "__module__": __name__,

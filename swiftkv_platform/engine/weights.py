@@ -54,7 +54,8 @@ def lay_out(model: Any, *, native: bool = False) -> None:
         for siblings in _siblings(module):
             _fuse(module, siblings, make_linear)
     norm_class = type(decoder.norm)
-    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm.weight, norm.variance_epsilon))
+    offset = model.config.family.norm_offset
+    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
     if make_linear is not _Linear:
         embedding = decoder.embed_tokens.weight
         _replace(
@@ -101,8 +102,10 @@ def _replace(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any
 def use_kernels(model: Any) -> None:
     """Put the engine's kernels where PyTorch takes many operators, in place: norms and RoPE. For a model that
     `kernels.serve`."""
-    norm_classes = (type(model.model.norm), _RMSNorm)
-    _replace(model, lambda child: type(child) in norm_classes, NativeRMSNorm)
+    if type(model.model.norm) is not _RMSNorm:
+        norm_class, offset = type(model.model.norm), model.config.family.norm_offset
+        _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
+    _replace(model, lambda child: type(child) is _RMSNorm, NativeRMSNorm)
     for layer in model.model.layers:
         attention = layer.self_attn
         if isinstance(attention, HeadAttentionMixin):
@@ -178,12 +181,12 @@ class _OneDNNLinear(_Linear):
 
 
 class _RMSNorm(nn.Module):
-    """The families' RMSNorm in one operator."""
+    """The families' RMSNorm in one operator, with the `offset` that a family's norms add to their weights."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    def __init__(self, norm: Any, offset: int) -> None:
         super().__init__()
-        self.weight = weight.detach().float()
-        self.variance_epsilon = epsilon
+        self.weight = norm.weight.detach().float() + offset
+        self.variance_epsilon = norm.eps if offset else norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)

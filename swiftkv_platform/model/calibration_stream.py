@@ -283,7 +283,7 @@ class _Stream:
             # The projection's own output takes part, so that a bias is left as it is.
             weighted = nn.functional.linear(heads[-1], attention.output_projection.weight)
             # A norm behind attention reads the branch alone.
-            branch = target.load(self._device) - (hidden if self._config.family.normalises_inputs else 0.0)
+            branch = target.load(self._device) - (hidden if self._config.family.norms == "before" else 0.0)
             missing = branch / branch_scale - (output - weighted)
             of_row = OutputSums.of(heads[-1], missing, self._scale)
             sums = of_row if sums is None else sums.add_(of_row)

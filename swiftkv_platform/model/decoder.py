@@ -98,7 +98,7 @@ class SwiftKVDecoderMixin(nn.Module):
         super().__init__(config)
         scale = config.family.multiplier(config, "embedding_multiplier")
         if scale != 1.0:
-            self.embed_tokens = ScaledEmbedding(config, scale)
+            self.embed_tokens = ScaledEmbedding(config, scale, rounds=config.family.multipliers == "sizes")
         self._logits_scaling = config.family.multiplier(config, "logits_scaling")
         for i in range(config.num_key_value_layers, config.num_hidden_layers):
             self.layers[i] = self.layer_class(config, i)

@@ -9,11 +9,12 @@ from torch import nn
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embeddings times a factor; the weight is the checkpoint's."""
+    """Embeddings times a factor; the weight is the checkpoint's. `rounds`: the factor is rounded to its dtype."""
 
-    def __init__(self, config: Any, scale: float) -> None:
+    def __init__(self, config: Any, scale: float, *, rounds: bool) -> None:
         super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self._scale = scale
+        self._scale, self._rounds = scale, rounds
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids) * self._scale
+        scale = torch.tensor(self._scale).to(self.weight.dtype).item() if self._rounds else self._scale
+        return super().forward(input_ids) * scale

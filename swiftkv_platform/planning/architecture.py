@@ -107,6 +107,8 @@ class Architecture:
     layers: tuple[Layer, ...]
     normalises_inputs: bool
     """Whether the hidden states that attention reads are normalised, and x by norm_swiftkv."""
+    num_norms: int
+    """Norms of hidden states in a layer."""
     shared_attention: AttentionShape
     """Attention of the layers that own a group's KV projections in the student."""
     max_position_embeddings: int

@@ -106,7 +106,7 @@ def _layer(model: Architecture, layer: Layer) -> int:
     norms = attention.shared_query_norms + attention.shared_key_norms
     projections = attention.query_parameters + attention.key_value_parameters + norms
     maps = attention.output_parameters + sum(linear.parameters for linear in layer.mlp)
-    return projections + maps + 2 * model.hidden_size
+    return projections + maps + model.num_norms * model.hidden_size
 
 
 def served_parameters(model: Architecture, layer_map: LayerMap, *, decodes_own: bool | None = None) -> tuple[int, int]:

@@ -183,7 +183,8 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     if types is None and family.has_unrotated_layers:
         return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
     if types is None and windows.full_every is not None:
-        return tuple(None if (i + 1) % windows.full_every == 0 else window for i in range(num_layers))
+        every = fields.count("sliding_window_pattern", default=windows.full_every)
+        return tuple(None if (i + 1) % every == 0 else window for i in range(num_layers))
     if types is None:
         named = fields.optional_count("max_window_layers", least=0) if windows.switched else 0
         first = 28 if named is None else named
@@ -210,6 +211,7 @@ def _prefill_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
 _ATTENTION: Mapping[str, Callable[[Family, Fields, int | None], AttentionShape]] = {"head": _by_head, "latent": _latent}
 _FEED_FORWARD: Mapping[str, Callable[[Family, Fields, int], tuple[Linear, ...]]] = {
     "gated": _gated_mlp,
+    "gated_gelu": _gated_mlp,
     "mixtral": _mixtral_mlp,
     "qwen3_moe": _qwen3_moe_mlp,
     "deepseek_v2": _deepseek_mlp,
@@ -238,6 +240,7 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.tie_word_embeddings),
         layers=tuple(Layer(own, feed_forward(family, fields, i), windows[i]) for i in range(num_layers)),
         normalises_inputs=family.normalises_inputs,
+        num_norms=4 if family.norms == "both" else 2,
         shared_attention=attention(family, fields, shared_heads),
         max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),
         dtype=fields.text("dtype", "torch_dtype", default="bfloat16"),

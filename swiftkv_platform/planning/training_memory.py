@@ -210,7 +210,7 @@ def _routed_features(model: Architecture, layer: Layer) -> int:
 def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
     """Bytes a token of one student layer, its K and V left out."""
     own, hidden = model.shared_attention, model.hidden_size
-    norms = (1 + has_gradient) * WIDE * hidden
+    norms = (model.num_norms - 1 + has_gradient) * WIDE * hidden
     query = narrow * sum(linear.in_features for linear in own.query)
     attention = narrow * own.num_heads * (own.query_size + own.value_size) + WIDE * own.num_heads
     inner = _inner_features(model, layer)

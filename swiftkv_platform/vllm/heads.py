@@ -13,7 +13,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
@@ -91,13 +91,28 @@ def _stored_dim(head_dim: int) -> int:
     return min(larger)
 
 
-class HeadNorm(RMSNorm):
-    """RMSNorm of each head by itself."""
+def norm_class(family: Family) -> Any:
+    """The class of a family's norms of hidden states."""
+    return GemmaRMSNorm if family.norm_offset else RMSNorm
+
+
+class _ByHead(nn.Module):
+    """A norm of each head by itself."""
+
+    weight: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_heads * head_dim], normalised."""
-        normalised: torch.Tensor = super().forward(x.unflatten(-1, (-1, self.hidden_size)).contiguous())
+        normalised: torch.Tensor = super().forward(x.unflatten(-1, (-1, len(self.weight))).contiguous())
         return normalised.flatten(-2)
+
+
+class HeadNorm(_ByHead, RMSNorm):
+    """RMSNorm of each head by itself."""
+
+
+class OffsetHeadNorm(_ByHead, GemmaRMSNorm):
+    """Gemma's, whose weights are added to 1."""
 
 
 class AllHeadsNorm(RMSNorm):
@@ -128,7 +143,8 @@ def head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Modul
     """The norm on queries or keys, of `total` heads, of a family that has one."""
     if family.query_key_norms == "all heads":
         return AllHeadsNorm(heads, total, config.rms_norm_eps)
-    return HeadNorm(heads.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else nn.Identity()
+    of_head = OffsetHeadNorm if family.norm_offset else HeadNorm
+    return of_head(heads.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else nn.Identity()
 
 
 def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:

@@ -16,13 +16,13 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.models.gemma3 import Gemma3MLP
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -31,7 +31,7 @@ from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import write_own
-from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding, rotate
+from swiftkv_platform.vllm.heads import Heads, head_norm, norm_class, rotary_embedding, rotate
 from swiftkv_platform.vllm.quantized import GROUPS, OWN_QKV, QKV, check_blocks
 
 
@@ -131,7 +131,7 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
 def _scale(config: Any, heads: Heads) -> float:
     """Factor on the scores."""
     family: Family = config.family
-    return family.multiplier(config, "attention_multiplier") if family.has_multipliers else heads.head_dim**-0.5
+    return family.multiplier(config, "attention_multiplier") if family.multipliers else heads.head_dim**-0.5
 
 
 def _output_projection(
@@ -239,6 +239,12 @@ class GroupProjections(nn.Module):
 _NORMS = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "behind": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
 }
 """Names of a layer's norms: before and behind its attention, before and behind its feed-forward part."""
 
@@ -269,7 +275,7 @@ class DecoderLayer(nn.Module):
         self.branch_scale = family.multiplier(config, "residual_multiplier")
         self.norm_names = _NORMS[family.norms]
         for norm in filter(None, self.norm_names):
-            self.add_module(norm, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+            self.add_module(norm, norm_class(family)(config.hidden_size, eps=config.rms_norm_eps))
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
@@ -310,6 +316,14 @@ def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: s
     )
     if sparse:
         return "mlp", Qwen3MoeSparseMoeBlock(vllm_config, prefix=f"{prefix}.mlp")
+    if family.feed_forward == "gated_gelu":
+        return "mlp", Gemma3MLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_activation,
+            quant_config=quant_config,
+            prefix=f"{prefix}.mlp",
+        )
     return "mlp", LlamaMLP(
         config.hidden_size,
         config.intermediate_size,

@@ -24,7 +24,6 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
@@ -33,6 +32,7 @@ from swiftkv_platform.families import Family
 from swiftkv_platform.planning import LayerMap
 from swiftkv_platform.vllm.checks import check_graphs_with_own
 from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
+from swiftkv_platform.vllm.heads import norm_class
 from swiftkv_platform.vllm.layers import (
     DecoderLayer,
     GroupKeyValue,
@@ -139,9 +139,11 @@ class SwiftKVDecoder(nn.Module):
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
         self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
+        if family.multipliers == "sizes":  # rounded as the weights are
+            self.embed_tokens.scale = torch.tensor(self.embed_tokens.scale).to(vllm_config.model_config.dtype).item()
         self.prefill_only = prefills_only(config)
         if not self.prefill_only:
-            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.norm = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 family,
@@ -163,7 +165,7 @@ class SwiftKVDecoder(nn.Module):
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
         windows = layer_windows(config)
         normalises = family.normalises_inputs
-        self.norm_swiftkv = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if normalises else None
+        self.norm_swiftkv = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps) if normalises else None
         self.groups = GroupProjections(family, vllm_config, layer_map.leaders, prefix)
         self.writers = tuple(
             GroupKeyValue(

@@ -28,6 +28,12 @@ MakeKeyValue = Callable[["SwiftKVAttentionMixin", torch.Tensor, Rotation], KeyVa
 hidden_size] and rotation."""
 
 
+def attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Input of a layer's attention, from that of the layer: normalised where the family does so."""
+    norm = getattr(layer, "input_layernorm", None)
+    return hidden if norm is None else norm(hidden)
+
+
 class SwiftKVAttentionMixin(nn.Module):
     """Mixed into a family's attention module for layers >= l; a kind of attention is a subclass.
 

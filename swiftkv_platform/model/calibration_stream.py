@@ -18,7 +18,7 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.activations import ActivationStore, KeptTensor
-from swiftkv_platform.model.attention import KeyValue
+from swiftkv_platform.model.attention import KeyValue, attention_input
 from swiftkv_platform.model.calibration import (
     TokenBatch,
     calibrate_exit_head,
@@ -35,7 +35,7 @@ from swiftkv_platform.model.calibration_statistics import (
     Regression,
     refit_output,
 )
-from swiftkv_platform.model.decoder import DecoderContext, attention_input
+from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
 

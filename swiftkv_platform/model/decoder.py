@@ -24,7 +24,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin
+from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin, attention_input
 from swiftkv_platform.model.bypass import Bypass, bypass_before
 from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
 from swiftkv_platform.model.deep_tokens import DeepGroup, DeepSuffix, DeepWriter
@@ -63,12 +63,6 @@ class DecoderContext:
             past_key_values=self.past_key_values,
             layer_arguments=select_arguments(self.layer_arguments, kept),
         )
-
-
-def attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Input of a layer's attention, from that of the layer: normalised where the family does so."""
-    norm = getattr(layer, "input_layernorm", None)
-    return hidden if norm is None else norm(hidden)
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):

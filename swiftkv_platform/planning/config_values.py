@@ -88,7 +88,9 @@ def check_values(config: Mapping[str, Any]) -> None:
     values.check(_CAPS, lambda value: value is None, "null is accepted: logits and scores are not capped here")
     values.check(("use_bidirectional_attention",), lambda value: not value, "false is accepted")
     values.check(("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPES)), f"one of {', '.join(_DTYPES)} is accepted")
-    values.check(("rope_theta",), _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    positive = ("rope_theta", "query_pre_attn_scalar")
+    values.check(positive, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
     values.check(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
     _check_token_ids(values)
     _check_padding(config)
@@ -149,6 +151,7 @@ def _check_heads(config: Mapping[str, Any]) -> None:
 
 def _check_rope(values: _Values) -> None:
     values.check(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
     values.check(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
     values.check(("rope_type", "type"), lambda value: isinstance(value, str), "a name is accepted")
 
@@ -172,6 +175,10 @@ def _is_number(least: float, most: float, *, above: bool = False) -> Callable[[A
         return least <= value <= most and not (above and value == least)
 
     return accepts
+
+
+def _is_share(value: Any) -> bool:
+    return value is None or _is_number(0, 1, above=True)(value)
 
 
 def _is_one_of(names: Collection[str]) -> Callable[[Any], bool]:

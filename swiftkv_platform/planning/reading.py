@@ -177,9 +177,15 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     window = fields.optional_count("sliding_window") if fields.given("sliding_window") else windows.default
     if window == 1:
         raise ModelError("config.json has sliding_window 1; 2 or more is accepted", field="sliding_window", value=1)
+    types = fields.sequence("layer_types") if windows.by_layer else None
+    if window is None and windows.full_every is not None and (types is None or "sliding_attention" in types):
+        raise ModelError(
+            "config.json has sliding_window null, and layers of that type; a number is accepted",
+            field="sliding_window",
+            value=None,
+        )
     if not windows.by_layer or window is None:
         return (window,) * num_layers
-    types = fields.sequence("layer_types")
     if types is None and family.has_unrotated_layers:
         return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
     if types is None and windows.full_every is not None:

@@ -94,7 +94,7 @@ def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_
         "deepseek_v2-lora",
         *(
             pytest.param(name, marks=in_soak)
-            for name in ("dense", "qwen3", "qwen3_moe", "olmo3", "phi3", "phi3-partial")
+            for name in ("dense", "qwen3", "qwen3_moe", "olmo3", "phi3", "phi3-partial", "gemma3_text")
         ),
     ],
 )

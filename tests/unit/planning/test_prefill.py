@@ -202,7 +202,7 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
         (
             {"model_type": "gpt2"},
             "model.name_or_path",
-            "model_type 'gpt2', and no SwiftKV .* there are deepseek_v2, granite, llama",
+            "model_type 'gpt2', and no SwiftKV .* there are deepseek_v2, gemma3_text, granite, llama",
         ),
         ({"model_type": None}, "model.name_or_path", "model_type None, and no SwiftKV family"),
         ({"hidden_size": None}, "hidden_size", "a positive integer is accepted"),

@@ -71,6 +71,16 @@ def test_both_modes_equal_the_reference(name: str, l: int, g: int, prompt: torch
 
 @every_family
 @torch.no_grad()
+def test_a_copied_start_keeps_the_keys_and_values_of_layer_l(name: str, prompt: torch.Tensor) -> None:
+    student = convert(family_teacher(name), num_key_value_layers=2)
+    mine, teachers = (
+        student.swiftkv(on)(prompt[None], use_cache=True).past_key_values.layers[2] for on in (True, False)
+    )
+    torch.testing.assert_close((mine.keys, mine.values), (teachers.keys, teachers.values), atol=1e-5, rtol=1e-5)
+
+
+@every_family
+@torch.no_grad()
 def test_teacher_mode_and_dense_models_equal_the_familys_class(name: str, prompt: torch.Tensor, tmp_path: Path) -> None:
     teacher = family_teacher(name)
     teacher.save_pretrained(tmp_path)

@@ -51,6 +51,9 @@ class Windows:
     by_layer: bool = False
     """Whether `layer_types` says which layers have one. If it is absent: those from `max_window_layers` on where
     windows are switched, else all."""
+    full_every: int | None = None
+    """Number n where, if `layer_types` is absent, every n-th layer has no window; `sliding_window_pattern` may name
+    another."""
 
 
 NEVER, ALWAYS = Fixed(False), Fixed(True)
@@ -62,9 +65,13 @@ class Family:
     """One teacher architecture of transformers; the rows below name what differs from Llama without biases."""
 
     model_type: str
-    """Teacher's `model_type`, and name of its module in transformers; the student's is `{model_type}_swiftkv`."""
+    """Teacher's `model_type`; the student's is `{model_type}_swiftkv`."""
     prefix: str
     """Beginning of transformers' class names."""
+    module: str = ""
+    """Name of the module in transformers, where it is not `model_type`."""
+    decoder_prefix: str = ""
+    """Beginning of the names of the decoder's class and of the configuration's, where it is another."""
     attention: Literal["head", "latent"] = "head"
     """Kind of attention: keys and values by head with `q_proj`, `k_proj`, `v_proj`, `o_proj` and Llama's RoPE (rotated
     halves), or DeepSeek-V2's latents."""
@@ -72,18 +79,31 @@ class Family:
     """Biases of the query, key and value projections."""
     output_bias: Flag | Fixed = NEVER
     """Bias of the output projection of attention."""
-    head_norms: bool = False
-    """RMSNorms on queries and keys, head by head, before RoPE."""
+    norms: Literal["before", "behind", "both"] = "before"
+    """Places of a layer's norms: before its attention and its feed-forward part, behind each, or both. Where none
+    stands before (OLMo 2), students have no norm_swiftkv either: K and V of layers >= l come from x itself."""
+    norm_offset: int = 0
+    """Number that norms add to their weights."""
+    fuses_projections: bool = False
+    """Whether queries, keys and values come from one `qkv_proj`, and gates with what they gate from one `gate_up_proj`
+    (Phi-3). In memory and in files they stay so; a student's own are apart."""
+    query_key_norms: Literal["head", "all heads"] | None = None
+    """RMSNorms on queries and keys before RoPE: of each head by itself, or one of all heads."""
     head_dim: int | None = None
     """Size of a head where `head_dim` is absent; None: hidden_size / num_attention_heads."""
     has_unrotated_layers: bool = False
     """Whether `no_rope_layers` names layers without RoPE, by a 0 (SmolLM3); a group's layers follow its first one."""
-    feed_forward: Literal["gated", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
-    """Feed-forward part of a layer: gate, up and down, or a mixture of experts."""
+    rotates_by_layer_type: bool = False
+    """Whether layers with and without a window have each their own RoPE; a group's layers follow its first one."""
+    feed_forward: Literal["gated", "gated_gelu", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
+    """Feed-forward part of a layer: gate, up and down, with `hidden_act`, or `hidden_activation`, between; or a mixture
+    of experts."""
     mlp_bias: Flag | Fixed = NEVER
     """Biases of the feed-forward part where it is no mixture."""
-    has_multipliers: bool = False
-    """Whether embeddings, scores, residual branches and logits are scaled by keys of the configuration (Granite)."""
+    multipliers: Literal["keys", "sizes"] | None = None
+    """Factors: on embeddings, scores, residual branches and logits, by keys of the configuration (Granite); or the root
+    of `hidden_size`, as the weights' dtype has it, on embeddings, and over that of `query_pre_attn_scalar` on scores
+    (Gemma)."""
     windows: Windows | None = None
     """Sliding windows; None: `sliding_window` means nothing."""
     max_position_embeddings: int = 32768
@@ -101,8 +121,26 @@ class Family:
         return f"{self.model_type}{STUDENT_SUFFIX}"
 
     def multiplier(self, config: Any, key: str) -> float:
-        """The factor of that name in a configuration of transformers; 1 where the family has none."""
-        return float(getattr(config, key)) if self.has_multipliers else 1.0
+        """The factor that Granite calls so in a configuration of transformers; 1 where the family has none."""
+        if self.multipliers == "sizes":
+            embedding, attention = config.hidden_size**0.5, config.query_pre_attn_scalar**-0.5
+            return float({"embedding_multiplier": embedding, "attention_multiplier": attention}.get(key, 1.0))
+        return float(getattr(config, key)) if self.multipliers else 1.0
+
+    @property
+    def normalises_inputs(self) -> bool:
+        """Whether a norm stands before attention, and norm_swiftkv before the K and V of layers >= l."""
+        return self.norms != "behind"
+
+    def teacher_class(self, kind: str) -> str:
+        """Name of transformers' class of a kind, such as `DecoderLayer`."""
+        of_decoder = kind in ("Model", "Config") and self.decoder_prefix
+        return f"{self.decoder_prefix if of_decoder else self.prefix}{kind}"
+
+    def teacher_module(self, kind: Literal["modeling", "configuration"]) -> str:
+        """Path of transformers' module of a kind."""
+        name = self.module or self.model_type
+        return f"transformers.models.{name}.{kind}_{name}"
 
     @property
     def student_class(self) -> str:
@@ -136,12 +174,12 @@ FAMILIES: Mapping[str, Family] = {
             "qwen3",
             "Qwen3",
             **_BIASED,
-            head_norms=True,
+            query_key_norms="head",
             head_dim=128,
             windows=Windows(4096, switched=True, by_layer=True),
             is_gguf_architecture=True,
         ),
-        Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, has_multipliers=True, max_position_embeddings=2048),
+        Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, multipliers="keys", max_position_embeddings=2048),
         Family(
             "seed_oss",
             "SeedOss",
@@ -161,12 +199,41 @@ FAMILIES: Mapping[str, Family] = {
             tie_word_embeddings=True,
             refused_by_vllm="the plugin rotates every group's keys; this project's own engine serves SmolLM3 students",
         ),
+        Family("olmo2", "Olmo2", **_BIASED, norms="behind", query_key_norms="all heads", max_position_embeddings=2048),
+        Family(
+            "olmo3",
+            "Olmo3",
+            **_BIASED,
+            norms="behind",
+            query_key_norms="all heads",
+            rotates_by_layer_type=True,
+            windows=Windows(4096, by_layer=True, full_every=4),
+            max_position_embeddings=2048,
+        ),
+        Family("phi3", "Phi3", fuses_projections=True, windows=Windows(None), max_position_embeddings=4096),
+        Family(
+            "gemma3_text",
+            "Gemma3",
+            module="gemma3",
+            decoder_prefix="Gemma3Text",
+            **_BIASED,
+            norms="both",
+            norm_offset=1,
+            query_key_norms="head",
+            head_dim=256,
+            rotates_by_layer_type=True,
+            feed_forward="gated_gelu",
+            multipliers="sizes",
+            windows=Windows(4096, by_layer=True, full_every=6),
+            max_position_embeddings=131072,
+            tie_word_embeddings=True,
+        ),
         Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
         Family(
             "qwen3_moe",
             "Qwen3Moe",
             **_BIASED,
-            head_norms=True,
+            query_key_norms="head",
             feed_forward="qwen3_moe",
             windows=Windows(4096, switched=True),
         ),

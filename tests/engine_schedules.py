@@ -53,7 +53,7 @@ class Subject:
     def logits(self, token_ids: list[int], turns: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
         """Logits of the independent reference, [num_tokens, vocab_size]."""
         model, ids = self.plain, torch.tensor(token_ids)
-        inv_freq = model.model.rotary_emb.inv_freq
+        inv_freq = reference.frequencies(model.model.rotary_emb)
         return reference.logits(model.state_dict(), model.config, ids, inv_freq, swiftkv=True, turns=turns, **options)
 
     @torch.no_grad()

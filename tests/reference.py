@@ -13,6 +13,16 @@ from torch.nn import functional as F
 State = dict[str, torch.Tensor]
 Heads = torch.Tensor
 """[T, heads, d]."""
+Frequencies = torch.Tensor | dict[str, torch.Tensor]
+"""RoPE's, [d / 2]; by type of layer where these have their own."""
+
+
+def frequencies(rotary_emb: Any) -> Frequencies:
+    """Those of transformers' module."""
+    types = getattr(rotary_emb, "layer_types", None)
+    if types is None:
+        return rotary_emb.inv_freq
+    return {kind: getattr(rotary_emb, f"{kind}_inv_freq") for kind in types}
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -20,11 +30,26 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
+    if f"{name}.weight" not in state:
+        return F.linear(x, _fused(state, name))
     return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+
+def _fused(state: State, name: str) -> torch.Tensor:
+    """Weight of a projection that Phi-3 has with others in one."""
+    layer, _, name = name.rpartition(".")
+    if name in ("gate_proj", "up_proj"):
+        return state[f"{layer}.gate_up_proj.weight"].chunk(2)[name == "up_proj"]
+    whole, outputs = state[f"{layer}.qkv_proj.weight"], state[f"{layer}.o_proj.weight"].shape[1]
+    keys = (len(whole) - outputs) // 2
+    return whole.split([outputs, keys, keys])["qkv".index(name[0])]
 
 
 def _rope(x: Heads, inv_freq: torch.Tensor, *, interleaved: bool, size: float = 1.0) -> Heads:
     """Dimension j turns with j + d / 2, or where interleaved 2j with 2j + 1."""
+    if 2 * len(inv_freq) < x.shape[-1]:  # Phi-4 turns the first dimensions alone
+        first = x[..., : 2 * len(inv_freq)]
+        return torch.cat((_rope(first, inv_freq, interleaved=interleaved, size=size), x[..., 2 * len(inv_freq) :]), -1)
     angle = torch.arange(x.shape[0]).float()[:, None] * inv_freq  # [T, d / 2]
     cos, sin = size * angle.cos()[:, None], size * angle.sin()[:, None]
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
@@ -54,32 +79,36 @@ def _attend(
 
 
 class _ByHead:
-    def __init__(self, state: State, config: Any, inv_freq: torch.Tensor) -> None:
+    def __init__(self, state: State, config: Any, inv_freq: Frequencies) -> None:
         self.state, self.config, self.inv_freq = state, config, inv_freq
-        self.dim = 2 * len(inv_freq)
-        self.scale = getattr(config, "attention_multiplier", self.dim**-0.5)
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.scale = getattr(config, "attention_multiplier", getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5)
 
-    def _rotates(self, name: str, suffix: str) -> bool:
+    def _turned(self, heads: Heads, name: str, suffix: str) -> Heads:
         """A student's layers are rotated as the first layer of their group."""
         layer, config = int(name.split(".")[2]), self.config
         if suffix:
             layer -= (layer - config.num_key_value_layers) % config.key_value_group_size
-        return bool(getattr(config, "no_rope_layers", [1] * config.num_hidden_layers)[layer])
-
-    def _heads(self, x: torch.Tensor, name: str, norm: str | None, rotates: bool = False) -> Heads:
-        heads = _linear(x, self.state, name).unflatten(-1, (-1, self.dim))
-        if norm is None:
+        if not getattr(config, "no_rope_layers", [1] * config.num_hidden_layers)[layer]:
             return heads
-        if norm in self.state:
-            heads = _norm(heads, self.state[norm], self.config.rms_norm_eps)
-        return _rope(heads, self.inv_freq, interleaved=False) if rotates else heads
+        kind = config.layer_types[layer] if isinstance(self.inv_freq, dict) else None
+        inv_freq = self.inv_freq if kind is None else self.inv_freq[kind]
+        rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+        return _rope(heads, inv_freq, interleaved=False, size=rope.get("attention_factor") or 1.0)
+
+    def _heads(self, x: torch.Tensor, name: str, norm: str) -> Heads:
+        projected, weight = _linear(x, self.state, name), self.state.get(norm)
+        if weight is not None and len(weight) != self.dim:  # of all heads, of which there are several
+            projected, weight = _norm(projected, weight, self.config.rms_norm_eps), None
+        heads = projected.unflatten(-1, (-1, self.dim))
+        return heads if weight is None else _norm(heads, weight, self.config.rms_norm_eps)
 
     def query(self, x: torch.Tensor, name: str, suffix: str) -> Heads:
-        return self._heads(x, f"{name}.q_proj{suffix}", f"{name}.q_norm.weight", self._rotates(name, suffix))
+        return self._turned(self._heads(x, f"{name}.q_proj{suffix}", f"{name}.q_norm.weight"), name, suffix)
 
     def key_value(self, x: torch.Tensor, name: str, suffix: str) -> tuple[Heads, Heads]:
-        keys = self._heads(x, f"{name}.k_proj{suffix}", f"{name}.k_norm.weight", self._rotates(name, suffix))
-        return keys, self._heads(x, f"{name}.v_proj{suffix}", None)
+        keys = self._turned(self._heads(x, f"{name}.k_proj{suffix}", f"{name}.k_norm.weight"), name, suffix)
+        return keys, self._heads(x, f"{name}.v_proj{suffix}", "")
 
 
 class _Latent:
@@ -118,8 +147,9 @@ class _Latent:
         return torch.cat((keys, rotary.expand(-1, keys.shape[1], -1)), dim=-1), values
 
 
-def _mlp(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
-    gate = F.silu(_linear(x, state, f"{name}.gate_proj"))
+def _mlp(x: torch.Tensor, state: State, name: str, config: Any) -> torch.Tensor:
+    gate = _linear(x, state, f"{name}.gate_proj")
+    gate = F.silu(gate) if not hasattr(config, "hidden_activation") else F.gelu(gate, approximate="tanh")
     return _linear(gate * _linear(x, state, f"{name}.up_proj"), state, f"{name}.down_proj")
 
 
@@ -139,9 +169,13 @@ def _route(weights: torch.Tensor, config: Any) -> torch.Tensor:
 
 def _feed_forward(x: torch.Tensor, state: State, name: str, config: Any) -> torch.Tensor:
     if f"{name}.gate.weight" not in state:
-        return _mlp(x, state, name)
+        return _mlp(x, state, name, config)
     routes = _route((x @ state[f"{name}.gate.weight"].T).softmax(-1), config)
-    out = _mlp(x, state, f"{name}.shared_experts") if f"{name}.shared_experts.up_proj.weight" in state else 0.0 * x
+    out = (
+        _mlp(x, state, f"{name}.shared_experts", config)
+        if f"{name}.shared_experts.up_proj.weight" in state
+        else 0.0 * x
+    )
     for expert in range(routes.shape[1]):
         gate, up = (x @ state[f"{name}.experts.gate_up_proj"][expert].T).chunk(2, dim=-1)
         out = out + routes[:, expert, None] * ((F.silu(gate) * up) @ state[f"{name}.experts.down_proj"][expert].T)
@@ -158,7 +192,7 @@ def logits(
     state: State,
     config: Any,
     ids: torch.Tensor,
-    inv_freq: torch.Tensor,
+    inv_freq: Frequencies,
     *,
     swiftkv: bool,
     turns: torch.Tensor | None = None,
@@ -169,51 +203,66 @@ def logits(
     prompt's; None: the last token alone is. That matters where deep tokens keep their own K and V. `below`: the same in
     layers below l, which tokens that exit at l have run through; None: as `turns`. `entering` receives the hidden
     states with which tokens come to layers >= l, [T, hidden_size]."""
+    if config.model_type.startswith("gemma"):  # norms multiply by 1 + weight
+        state = {name: tensor + ("norm" in name) for name, tensor in state.items()}
     turns = torch.tensor([-1] * (len(ids) - 1) + [0]) if turns is None else turns
     below = turns if below is None else below
     keeps_own = swiftkv and getattr(config, "swiftkv_decode_key_value", "shared") == "own"
     own: KeyValue | None = None
     eps, first, group = config.rms_norm_eps, config.num_key_value_layers, config.key_value_group_size
     attention = (_Latent if hasattr(config, "kv_lora_rank") else _ByHead)(state, config, inv_freq)
-    x = state["model.embed_tokens.weight"][ids] * getattr(config, "embedding_multiplier", 1.0)
+    scale = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
+    x = state["model.embed_tokens.weight"][ids] * getattr(config, "embedding_multiplier", scale)
     branch = getattr(config, "residual_multiplier", 1.0)
     shared: dict[int, KeyValue] = {}
     run = getattr(config, "swiftkv_prefill_layers", None)
     bypassed = set(range(first)) - set(range(first) if run is None or not swiftkv else run)
     read = x  # of every token as a prompt's
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        """OLMo has no norm where others have one before attention."""
+        return _norm(x, state[f"{name}.weight"], eps) if f"{name}.weight" in state else x
+
+    def behind_attention(x: torch.Tensor, attended: torch.Tensor, layer: str, suffix: str) -> torch.Tensor:
+        """The layer's output from its input and the outputs of its heads."""
+        output = _linear(attended, state, f"{layer}.self_attn.o_proj{suffix}")
+        behind = f"{layer}.post_feedforward_layernorm.weight" in state
+        if behind:
+            x = x + normed(output, f"{layer}.post_attention_layernorm")
+            output = _feed_forward(normed(x, f"{layer}.pre_feedforward_layernorm"), state, f"{layer}.mlp", config)
+            return x + normed(output, f"{layer}.post_feedforward_layernorm")
+        x = x + branch * output
+        return x + branch * _feed_forward(normed(x, f"{layer}.post_attention_layernorm"), state, f"{layer}.mlp", config)
+
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         if i == first and swiftkv:
             exited = (below >= 0) & (turns < 0)
-            h = _norm(torch.where(exited[:, None], x, read), state["model.norm_swiftkv.weight"], eps)
+            h = normed(torch.where(exited[:, None], x, read), "model.norm_swiftkv")
             own = None
             if entering is not None:
                 entering.append(x)
             for leader in range(first, config.num_hidden_layers, group):
                 key_value = attention.key_value(h, f"model.layers.{leader}.self_attn", "_swiftkv")
                 shared |= dict.fromkeys(range(leader, leader + group), key_value)
-        normed = _norm(x, state[f"{layer}.input_layernorm.weight"], eps)
-        q = attention.query(normed, f"{layer}.self_attn", "_swiftkv" if i in shared else "")
+        normalised = normed(x, f"{layer}.input_layernorm")
+        q = attention.query(normalised, f"{layer}.self_attn", "_swiftkv" if i in shared else "")
         if keeps_own and i >= first and (i - first) % group == 0:
-            own = attention.key_value(normed, f"{layer}.self_attn", "_decode_swiftkv")
+            own = attention.key_value(normalised, f"{layer}.self_attn", "_decode_swiftkv")
         if i in shared:
             key_value = shared[i]
         else:
-            reading = _norm(read, state[f"{layer}.input_layernorm.weight"], eps)
+            reading = normed(read, f"{layer}.input_layernorm")
             key_value = attention.key_value(reading, f"{layer}.self_attn", "")
-            own = attention.key_value(normed, f"{layer}.self_attn", "")
+            own = attention.key_value(normalised, f"{layer}.self_attn", "")
         attended = _attend(q, key_value, own, below if i < first else turns, attention.scale, _window(config, i))
         own_output = i in shared and getattr(config, "own_output_projection", False)
-        x = x + branch * _linear(attended, state, f"{layer}.self_attn.o_proj{'_swiftkv' if own_output else ''}")
-        normed = _norm(x, state[f"{layer}.post_attention_layernorm.weight"], eps)
-        x = x + branch * _feed_forward(normed, state, f"{layer}.mlp", config)
+        x = behind_attention(x, attended, layer, "_swiftkv" if own_output else "")
         if bypassed and i < first:
             if i not in bypassed:
                 q = attention.query(reading, f"{layer}.self_attn", "")
                 attended = _attend(q, key_value, None, turns, attention.scale, _window(config, i))
-                read = read + branch * _linear(attended, state, f"{layer}.self_attn.o_proj")
-                normed = _norm(read, state[f"{layer}.post_attention_layernorm.weight"], eps)
-                read = read + branch * _feed_forward(normed, state, f"{layer}.mlp", config)
+                read = behind_attention(read, attended, layer, "")
             x = torch.where(below[:, None] >= 0, x, read)
         elif i not in shared:
             read = x
@@ -222,7 +271,7 @@ def logits(
 
 
 def greedy(
-    state: State, config: Any, prompt: list[int], inv_freq: torch.Tensor, count: int, *, swiftkv: bool = True
+    state: State, config: Any, prompt: list[int], inv_freq: Frequencies, count: int, *, swiftkv: bool = True
 ) -> list[int]:
     """`count` greedy continuations of `prompt`, each from a full forward."""
     ids = list(prompt)

@@ -8,12 +8,16 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -48,6 +52,8 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "ori
 LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 YARN |= {"mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+OLMO_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+OLMO_YARN |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2}
 MULTIPLIERS |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
 GROUP_LIMITED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0}
@@ -68,6 +74,35 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
     "granite": GraniteConfig(**SHAPE, **MULTIPLIERS, tie_word_embeddings=True),
     "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
     "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1, 0, 0], pad_token_id=None),
+    "olmo2": Olmo2Config(**SHAPE, pad_token_id=None),
+    "olmo3": Olmo3Config(
+        **SHAPE,
+        pad_token_id=None,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        rope_parameters={
+            "full_attention": OLMO_YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=None, sliding_window=WINDOW),
+    "phi3-partial": Phi3Config(
+        **SHAPE,
+        pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "gemma3_text": Gemma3TextConfig(
+        **SHAPE,
+        pad_token_id=None,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, mlp_only_layers=[1]),
     "deepseek_v2": DeepseekV2Config(**SHAPE | LATENT | EXPERTS, q_lora_rank=None),

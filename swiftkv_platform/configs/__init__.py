@@ -94,6 +94,13 @@ class SwiftKVConfigMixin:
                 field="swiftkv.sharing",
                 value=heads,
             )
+        if self.family.query_key_norms == "all heads":
+            raise ModelError(
+                f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} normalises the keys of all its heads "
+                "together: other heads than the teacher's have no norm; use swiftkv.sharing: gqa",
+                field="swiftkv.sharing",
+                value=heads,
+            )
         theirs = config.num_key_value_heads
         fits = heads >= 1 and config.num_attention_heads % heads == 0
         if not fits or (theirs % heads and heads % theirs):
@@ -153,8 +160,8 @@ def layer_windows(config: Any) -> list[int | None]:
 
 def _derive(family: Family) -> type[Any]:
     """`{prefix}SwiftKVConfig`, importable from this module."""
-    path = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
-    teacher: type[Any] = getattr(importlib.import_module(path), f"{family.prefix}Config")
+    module = importlib.import_module(family.teacher_module("configuration"))
+    teacher: type[Any] = getattr(module, family.teacher_class("Config"))
     name = f"{family.prefix}SwiftKVConfig"
     body = {
         "__module__": __name__,

@@ -97,7 +97,7 @@ def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tenso
     return DecoderContext(
         hidden=hidden,
         position_ids=layout.position_ids,
-        rotation=decoder.rotary_emb(hidden, position_ids=layout.position_ids),
+        rotation=decoder.rotations(hidden, layout.position_ids),
         masks=Masks((None,) * decoder.layer_map.num_hidden_layers),
         past_key_values=cache.at(layout.slot_mapping, layout.contexts),  # type: ignore[arg-type]
         layer_arguments={"paged": layout.attention},

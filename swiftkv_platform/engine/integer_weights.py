@@ -36,7 +36,9 @@ def attach_stored(model: Any, checkpoint: Checkpoint, ranks: Ranks | None = None
     for name, linear in _projections(model):
         stored = stored_integers(checkpoint, f"{whole_name(name)}.weight")
         if stored is not None:
-            linear.integers = stored if ranks is None else _own_part(stored, f"{name}.weight", linear, ranks)
+            linear.integers = (
+                stored if ranks is None else _own_part(stored, f"{name}.weight", linear, ranks, model.config)
+            )
 
 
 def round_weights(model: Any, form: WeightFormat) -> None:
@@ -95,9 +97,9 @@ def _round(linear: nn.Linear, form: WeightFormat) -> IntegerWeight:
     return IntegerWeight(*quantize_weight(linear.weight.detach(), form, group), form)
 
 
-def _own_part(whole: IntegerWeight, name: str, linear: nn.Linear, ranks: Ranks) -> IntegerWeight | None:
+def _own_part(whole: IntegerWeight, name: str, linear: nn.Linear, ranks: Ranks, config: Any) -> IntegerWeight | None:
     """A rank's part of a weight; None: it cuts a group of inputs."""
-    if (cut := cut_of(whole_name(name))) is None:
+    if (cut := cut_of(whole_name(name), config)) is None:
         return whole
-    (index,) = cut.indices(linear.weight.shape[cut.dim], ranks)
-    return whole.part(index)
+    first, *others = (whole.part(index) for index in cut.indices(linear.weight.shape[cut.dim], ranks))
+    return first if first is None or not others else IntegerWeight.cat([first, *(one for one in others if one)])

@@ -22,6 +22,7 @@ from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.configuration import read_config, read_generation_config
 from swiftkv_platform.model.conversion import dense_model
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.model.rotations import LENGTH_DEPENDENT, rope_parameters
 from swiftkv_platform.model.stored_quantization import is_quantized
 from swiftkv_platform.model.stored_weights import settle_head
 from swiftkv_platform.model.tokenizers import end_ids, has_tokenizer, load_tokenizer
@@ -168,18 +169,20 @@ def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
     Keys are cached with the factors of their time, so a sequence that grows past the border would need all of its own
     anew; until the engine does that, lengths beyond it are refused.
     """
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type")
-    if rope_type == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
-        longest = rope["original_max_position_embeddings"]
-        raise ModelError(
-            f"max_model_len is {max_model_len}; this model's LongRoPE has other rotary factors for sequences of more "
-            f"than {longest} tokens, and the engine does not change over: set max_model_len to {longest} or less",
-            field="max_model_len",
-            value=max_model_len,
-        )
-    if rope_type in ("longrope", "dynamic"):
-        model.model.rotary_emb.rope_type = "default"  # transformers then leaves the factors that it began with
+    for kind, rope in rope_parameters(model.config).items():
+        rope_type = rope.get("rope_type")
+        if rope_type == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
+            longest = rope["original_max_position_embeddings"]
+            raise ModelError(
+                f"max_model_len is {max_model_len}; this model's LongRoPE has other rotary factors for sequences of "
+                f"more than {longest} tokens, and the engine does not change over: set max_model_len to {longest} or "
+                "less",
+                field="max_model_len",
+                value=max_model_len,
+            )
+        if rope_type in LENGTH_DEPENDENT:  # transformers then leaves the factors that it began with
+            rotary_emb = model.model.rotary_emb
+            rotary_emb.rope_type = "default" if kind is None else {**rotary_emb.rope_type, kind: "default"}
 
 
 def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | None) -> frozenset[int]:

@@ -15,6 +15,7 @@ from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.model.bypass import Bypass
 from swiftkv_platform.model.conversion import dense_config
 from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.rotations import LENGTH_DEPENDENT, rope_parameters
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
@@ -52,10 +53,11 @@ def engine_of(
 def keeps_rotary_factors(config: Any, num_tokens: int) -> bool:
     """Whether sequences of up to `num_tokens` tokens all have the same rotary factors, which the engine demands: with
     LongRoPE and dynamic RoPE, longer ones have others."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("longrope", "dynamic"):
-        return True
-    return num_tokens <= int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return all(
+        num_tokens <= int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+        for rope in rope_parameters(config).values()
+        if rope.get("rope_type") in LENGTH_DEPENDENT
+    )
 
 
 class _TeacherDecoder:
@@ -66,7 +68,7 @@ class _TeacherDecoder:
         self.layer_map = layer_map
         self.layers = decoder.layers
         self.embed_tokens = decoder.embed_tokens
-        self.rotary_emb = decoder.rotary_emb
+        self.rotations = decoder.rotations
 
     @property
     def decoders(self) -> list[Any]:

@@ -103,7 +103,7 @@ class LeadingDecoder:
         self._decoder = decoder
         self._leader = leader
         self._x: torch.Tensor | None = None
-        self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
+        self.embed_tokens, self.rotations = decoder.embed_tokens, decoder.rotations
         self.layer_map = decoder.layer_map
 
     def lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Projections into heads and into the middle of an MLP are cut by rows of their weights (each rank makes its own heads and
 columns), projections out of them by columns of theirs (each rank makes a part of the sum, and all add up). So there are
 two sums a layer. Source: Megatron-LM, arXiv 1909.08053, section 3. Norms, routers and MLA's latents stay whole, and so
-do the embedding and the heads, which only rank 0 keeps.
+do the embedding and the heads, which only rank 0 keeps; a norm of all heads is cut as they are, with a sum of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ INTO_PARTS = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj"
 """Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv`, or `_decode_swiftkv`, may follow."""
 OUT_OF_PARTS = {"o_proj", "down_proj"}
 """Names of those of which a rank keeps a part of the inputs."""
+NORMS_OF_HEADS = {"q_norm", "k_norm"}
+"""Names of norms that a rank keeps a part of, where they are of all heads."""
 
 
 class Ranks(Protocol):
@@ -60,23 +62,32 @@ class Cut:
     """Dimension of a tensor that ranks divide among themselves."""
 
     dim: int
-    num_blocks: int = 1
-    """Blocks of equal length along it of which each is divided: two where gates lie above what they gate."""
+    blocks: tuple[int, ...] = (1,)
+    """Shares of the blocks along it of which each is divided: two equal ones where gates lie above what they gate."""
 
     def indices(self, length: int, ranks: Ranks) -> list[tuple[slice, ...]]:
         """Where a rank's own parts lie in the whole tensor, block by block; they make `length` along the dimension."""
-        own = length // self.num_blocks
-        starts = ((block * ranks.size + ranks.rank) * own for block in range(self.num_blocks))
-        return [(*[slice(None)] * self.dim, slice(start, start + own)) for start in starts]
+        unit, places, before = length // sum(self.blocks), [], 0
+        for share in self.blocks:
+            start = (before * ranks.size + ranks.rank * share) * unit
+            places.append((*[slice(None)] * self.dim, slice(start, start + share * unit)))
+            before += share
+        return places
 
 
-EXPERTS = {"gate_up_proj": Cut(1, num_blocks=2), "down_proj": Cut(2)}
+EXPERTS = {"gate_up_proj": Cut(1, (1, 1)), "down_proj": Cut(2)}
 """Cuts of all experts in one tensor: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner]."""
 
 
-def cut_of(name: str) -> Cut | None:
+def cut_of(name: str, config: Any) -> Cut | None:
     """The cut of a parameter of a whole model; None: every rank that has it keeps all of it."""
     *_, module, leaf = name.split(".")
+    if module in NORMS_OF_HEADS and config.family.query_key_norms == "all heads":
+        return Cut(0)
+    if module == "qkv_proj":
+        return Cut(0, (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
+    if module == "gate_up_proj":
+        return Cut(0, (1, 1))
     if leaf in EXPERTS:
         return EXPERTS[leaf]
     base = module.removesuffix("_swiftkv").removesuffix("_decode")
@@ -95,11 +106,18 @@ def shard(model: Any, ranks: Ranks) -> None:
     `ModelError`: heads or columns that cannot be cut into equal parts."""
     check_divides(model.config, ranks.size)
     for parent, name, child in list(_children(model.model.layers)):
-        cuts = {leaf: cut for leaf, _ in child.named_parameters(recurse=False) if (cut := cut_of(f"{name}.{leaf}"))}
+        leaves = [leaf for leaf, _ in child.named_parameters(recurse=False)]
+        cuts = {leaf: cut for leaf in leaves if (cut := cut_of(f"{name}.{leaf}", model.config))}
         if not cuts:
             continue
         for leaf, cut in cuts.items():
             _keep_own(child, leaf, cut, ranks)
+        if name in NORMS_OF_HEADS:
+            setattr(parent, name, _NormOfRanks(child, ranks))
+            continue
+        if name == "qkv_proj":
+            parent.config = _ConfigOfRank(parent.config, ranks.size)
+            parent.num_key_value_heads //= ranks.size
         if isinstance(child, nn.Linear):
             child.out_features, child.in_features = child.weight.shape
         else:
@@ -128,7 +146,36 @@ class _Summed(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-def _children(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+class _ConfigOfRank:
+    """A configuration for attention that asks it for the number of its heads."""
+
+    def __init__(self, config: Any, size: int) -> None:
+        self._config = config
+        self.num_attention_heads = config.num_attention_heads // size
+        self.num_key_value_heads = config.num_key_value_heads // size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class _NormOfRanks(nn.Module):
+    """An RMSNorm of what each rank has a part of."""
+
+    def __init__(self, part: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.weight = part.weight
+        self._epsilon = part.variance_epsilon
+        self._ranks = ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., this rank's size], normalised by the mean square of all ranks'."""
+        wide = x.float()
+        mean = self._ranks.all_reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.size
+        normalised: torch.Tensor = self.weight * (wide * torch.rsqrt(mean + self._epsilon))
+        return normalised.to(x.dtype)
+
+
+def _children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:
     for parent in root.modules():
         for name, child in parent.named_children():
             yield parent, name, child
@@ -166,11 +213,11 @@ def load_shard(
     """
     model, weights = model_class.without_weights(directory, config=config, dtype=dtype)
     shard(model, ranks)
-    _fill(model, weights, ranks, device)
+    _fill(model, weights, ranks, device, config)
     return model
 
 
-def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.device) -> None:
+def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.device, config: Any) -> None:
     """Read every parameter that is on the meta device."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -178,14 +225,14 @@ def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.
             names[parameter].append(name)
     own: dict[str, nn.Parameter] = {}
     for parameter, aliases in names.items():
-        read = _read_own(weights, whole_name(aliases[0]), parameter, ranks).to(device)
+        read = _read_own(weights, whole_name(aliases[0]), parameter, ranks, config).to(device)
         own |= dict.fromkeys(aliases, nn.Parameter(read))
     model.load_state_dict(own, strict=False, assign=True)
 
 
-def _read_own(weights: StoredWeights, name: str, parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
+def _read_own(weights: StoredWeights, name: str, parameter: nn.Parameter, ranks: Ranks, config: Any) -> torch.Tensor:
     """This rank's part of the tensor `name`, as large as `parameter`."""
-    if (cut := cut_of(name)) is None:
+    if (cut := cut_of(name, config)) is None:
         return weights.read(name)
     parts = [weights.read(name, index) for index in cut.indices(parameter.shape[cut.dim], ranks)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.engine.integer_weights import common_weights, integers_of
-from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation
+from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation, rotate, split_heads
 from swiftkv_platform.model.weight_formats import IntegerWeight
 
 SIBLINGS = (
@@ -60,7 +60,8 @@ def lay_out(model: Any, *, native: bool = False) -> None:
         for siblings in _siblings(module):
             _fuse(module, siblings, make_linear)
     norm_class = type(decoder.norm)
-    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm.weight, norm.variance_epsilon))
+    offset = model.config.family.norm_offset
+    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
     if make_linear is not _Linear:
         embedding = decoder.embed_tokens.weight
         _replace(
@@ -107,21 +108,32 @@ def _replace(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any
 def use_kernels(model: Any) -> None:
     """Put the engine's kernels where PyTorch takes many operators, in place: norms and RoPE. For a model that
     `kernels.serve`."""
-    norm_classes = (type(model.model.norm), _RMSNorm)
-    _replace(model, lambda child: type(child) in norm_classes, NativeRMSNorm)
+    if type(model.model.norm) is not _RMSNorm:
+        norm_class, offset = type(model.model.norm), model.config.family.norm_offset
+        _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm, offset))
+    _replace(model, lambda child: type(child) is _RMSNorm, NativeRMSNorm)
     for layer in model.model.layers:
         attention = layer.self_attn
         if isinstance(attention, HeadAttentionMixin):
-            attention.rotate = kernels.rotate
-        elif all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
+            attention.rotate = _rotate
+        elif all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")) or hasattr(attention, "qkv_proj"):
             layer.self_attn = NativeAttention(attention)
+
+
+def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """`model.attention.rotate`; by the kernels where the factors are in their dtype, as most families' are."""
+    size = rotation[0].shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((_rotate(x[..., :size], rotation), x[..., size:]), dim=-1)
+    return (kernels.rotate if rotation[0].dtype == x.dtype else rotate)(x, rotation)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
-    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or not isinstance(children["act_fn"], SILU):
-        return False
-    return all(type(children[name]) is nn.Linear and children[name].bias is None for name in ("gate_proj", "up_proj"))
+    for inner, activation in ((("gate_proj", "up_proj"), "act_fn"), (("gate_up_proj",), "activation_fn")):
+        if set(children) == {*inner, "down_proj", activation} and isinstance(children[activation], SILU):
+            return all(type(children[name]) is nn.Linear and children[name].bias is None for name in inner)
+    return False
 
 
 def _drop_teacher(decoder: Any) -> None:
@@ -176,12 +188,12 @@ class _OneDNNLinear(_Linear):
 
 
 class _RMSNorm(nn.Module):
-    """The families' RMSNorm in one operator."""
+    """The families' RMSNorm in one operator, with the `offset` that a family's norms add to their weights."""
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    def __init__(self, norm: Any, offset: int) -> None:
         super().__init__()
-        self.weight = weight.detach().float()
-        self.variance_epsilon = epsilon
+        self.weight = norm.weight.detach().float() + offset
+        self.variance_epsilon = norm.eps if offset else norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)
@@ -252,7 +264,9 @@ class NativeMLP(nn.Module):
 
     def __init__(self, mlp: Any, arena: Arena) -> None:
         super().__init__()
-        gate, up = common_weights([mlp.gate_proj, mlp.up_proj])
+        fused = getattr(mlp, "gate_up_proj", None)
+        separate = fused is None
+        gate, up = common_weights([mlp.gate_proj, mlp.up_proj]) if separate else common_weights([fused])[0].chunk(2)
         self.gate_up = _GatedLinear(gate, up, arena)
         self.down_proj = mlp.down_proj
 
@@ -282,9 +296,10 @@ class NativeAttention(nn.Module):
     q_proj: nn.Module
     k_proj: nn.Module
     v_proj: nn.Module
+    qkv_proj: nn.Module
     o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -293,7 +308,8 @@ class NativeAttention(nn.Module):
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, True
         self.sliding_window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
-        self.normalises_heads = hasattr(attention, "q_norm")
+        self.q_norm, self.k_norm = (attention._modules.get(name) for name in ("q_norm", "k_norm"))
+        self.normalises_all_heads = self.config.family.query_key_norms == "all heads"
         self.rotates = getattr(attention, "use_rope", True)
 
     def forward(
@@ -305,12 +321,12 @@ class NativeAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the family's module: output [1, num_tokens, hidden_size], and weights if the backend has them."""
-        projected = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projected)
-        if self.normalises_heads:
-            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (
+            split_heads(part, self.head_dim, norm, of_all=self.normalises_all_heads)
+            for part, norm in zip(self._project(hidden_states), (self.q_norm, self.k_norm, None), strict=True)
+        )
         if self.rotates:
-            query, key = kernels.rotate(query, position_embeddings), kernels.rotate(key, position_embeddings)
+            query, key = _rotate(query, position_embeddings), _rotate(key, position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -318,3 +334,11 @@ class NativeAttention(nn.Module):
             self, query, key, value, attention_mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs
         )
         return self.o_proj(output.flatten(-2)), weights
+
+    def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Queries, keys and values of all heads, each [1, num_tokens, num_heads * head_dim]."""
+        if not hasattr(self, "qkv_proj"):
+            return [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        heads = (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
+        parts: Sequence[torch.Tensor] = self.qkv_proj(hidden_states).split([n * self.head_dim for n in heads], dim=-1)
+        return parts

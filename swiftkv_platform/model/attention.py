@@ -28,6 +28,12 @@ MakeKeyValue = Callable[["SwiftKVAttentionMixin", torch.Tensor, Rotation], KeyVa
 hidden_size] and rotation."""
 
 
+def attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Input of a layer's attention, from that of the layer: normalised where the family does so."""
+    norm = getattr(layer, "input_layernorm", None)
+    return hidden if norm is None else norm(hidden)
+
+
 class SwiftKVAttentionMixin(nn.Module):
     """Mixed into a family's attention module for layers >= l; a kind of attention is a subclass.
 
@@ -62,7 +68,7 @@ class SwiftKVAttentionMixin(nn.Module):
             if config.decodes_own:
                 twins |= {f"{name}_decode_swiftkv": name for name in self.decode_modules}
         for twin, name in twins.items():
-            setattr(self, twin, copy.deepcopy(getattr(self, name)))
+            setattr(self, twin, copy.deepcopy(self.of_teacher(name)))
         if not config.swiftkv_teacher_weights:
             self.drop_teacher()
 
@@ -77,9 +83,25 @@ class SwiftKVAttentionMixin(nn.Module):
         return cls.query_modules(config) + (("o_proj",) if config.own_output_projection else ())
 
     @classmethod
+    def rows_of_teacher(cls, _config: Any, name: str, /) -> tuple[str, slice | None]:
+        """The teacher's module that makes what `name` does, and its rows that do; None: all."""
+        return name, None
+
+    @classmethod
     def teacher_modules(cls, config: Any, /) -> tuple[str, ...]:
         """Names of the modules that only the teacher has a use for."""
-        return cls.own_modules(config) + cls.key_value_modules
+        names = cls.own_modules(config) + cls.key_value_modules
+        return tuple(dict.fromkeys(cls.rows_of_teacher(config, name)[0] for name in names))
+
+    def of_teacher(self, name: str) -> Any:
+        """The teacher's module `name`; of one that fuses several, its part as a linear map over the same memory."""
+        module, rows = self.rows_of_teacher(self.config, name)
+        whole = getattr(self, module)
+        if rows is None:
+            return whole
+        part = nn.Linear(whole.in_features, rows.stop - rows.start, bias=False, device="meta")
+        part.weight = nn.Parameter(whole.weight.detach()[rows])
+        return part
 
     @property
     def output_projection(self) -> nn.Module:
@@ -198,14 +220,31 @@ class _SharedHeads(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2."""
+    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2. Where there
+    are factors for fewer dimensions, these are the first, and the others stay."""
+    size = rotation[0].shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], rotation), x[..., size:]), dim=-1)
     cos, sin = (part.unsqueeze(1) for part in rotation)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    rotated = x * cos + torch.cat((-second, first), dim=-1) * sin
+    return rotated.to(x.dtype)  # OLMo's factors are float32
+
+
+def split_heads(
+    projected: torch.Tensor, head_dim: int, norm: nn.Module | None = None, *, of_all: bool = False
+) -> torch.Tensor:
+    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalised by `norm`, each
+    head by itself or, with `of_all`, all together."""
+    if norm is not None and of_all:
+        projected = norm(projected)
+    heads: torch.Tensor = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return heads if norm is None or of_all else norm(heads)
 
 
 class HeadAttentionMixin(SwiftKVAttentionMixin):
-    """Keys and values by head (MHA, GQA, MQA), RoPE over the whole head, norms on heads where the family has them."""
+    """Keys and values by head (MHA, GQA, MQA), RoPE over the head or its first dimensions, norms on heads where the
+    family has them."""
 
     key_value_modules = decode_modules = ("k_proj", "v_proj")
     rotate: Callable[[torch.Tensor, Rotation], torch.Tensor] = staticmethod(rotate)
@@ -222,9 +261,10 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         self.rotates = True
         if config.family.has_unrotated_layers:  # queries and keys of a group meet: all are rotated, or none
             self.rotates = bool(config.no_rope_layers[config.layer_map.leader(layer_idx)])
-        self.normalises_heads = hasattr(self, "q_norm")  # Qwen3: norms on queries and keys before RoPE
+        self.normalises_heads = config.family.query_key_norms is not None
         if not self.normalises_heads:
             self.q_norm = self.k_norm = nn.Identity()
+        self.normalises_all_heads = config.family.query_key_norms == "all heads"
         if config.num_key_value_heads_swiftkv is not None:
             self._share_heads(config, layer_idx)
 
@@ -241,13 +281,23 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
     def query_modules(cls, _config: Any, /) -> tuple[str, ...]:
         return ("q_proj",)
 
+    @classmethod
+    def rows_of_teacher(cls, config: Any, name: str, /) -> tuple[str, slice | None]:
+        if not config.family.fuses_projections or name not in ("q_proj", "k_proj", "v_proj"):
+            return name, None
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        first = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}[name]
+        return "qkv_proj", slice(first, first + (queries if name == "q_proj" else keys))
+
     @property
     def input_projections(self) -> Sequence[nn.Linear]:
         return self.k_proj_swiftkv, self.v_proj_swiftkv
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
-        keys, values = (self._split_heads(part) for part in projected)
-        return self._place(self.k_norm(keys), rotation), values
+        keys, values = projected
+        keys = split_heads(keys, self.head_dim, self.k_norm, of_all=self.normalises_all_heads)
+        return self._place(keys, rotation), split_heads(values, self.head_dim)
 
     def shared_norms(self) -> list[nn.Module]:
         return [self.k_norm] if self.normalises_heads else []
@@ -257,12 +307,9 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
         return (*super().idle_modules(), *(["k_norm"] if follows else []))
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return self._place(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)
+        projected = self.q_proj_swiftkv(hidden_states)
+        heads = split_heads(projected, self.head_dim, self.q_norm, of_all=self.normalises_all_heads)
+        return self._place(heads, rotation)
 
     def _place(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return self.rotate(heads, rotation) if self.rotates else heads
-
-    def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]."""
-        heads: torch.Tensor = projected.unflatten(-1, (-1, self.head_dim))
-        return heads.transpose(1, 2)

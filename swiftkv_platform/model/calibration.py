@@ -54,16 +54,19 @@ class _Recorder:
         for i, layer in layers.items():
             attention = layer.self_attn
             for name in method.recorded:
-                self._follow(getattr(attention, name), self.outputs, (i, name))
-            self._follow(getattr(attention, attention.query_modules(attention.config)[-1]), self.queries, i)
-            first = getattr(attention, method.recorded[0])
+                self._follow(attention, name, self.outputs, (i, name))
+            self._follow(attention, attention.query_modules(attention.config)[-1], self.queries, i)
+            first = getattr(attention, attention.rows_of_teacher(attention.config, method.recorded[0])[0])
             self._handles.append(first.register_forward_pre_hook(partial(self._keep_input, i)))
 
-    def _follow(self, module: nn.Module, outputs: dict[Any, torch.Tensor], key: Any) -> None:
+    def _follow(self, attention: Any, name: str, outputs: dict[Any, torch.Tensor], key: Any) -> None:
+        module, rows = attention.rows_of_teacher(attention.config, name)
+
         def keep(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            output = output if rows is None else output[..., rows]
             outputs[key] = output.flatten(0, -2).double()
 
-        self._handles.append(module.register_forward_hook(keep))
+        self._handles.append(getattr(attention, module).register_forward_hook(keep))
 
     def _keep_input(self, i: int, _module: nn.Module, inputs: Any) -> None:
         self.inputs[i] = inputs[0]

@@ -45,10 +45,10 @@ class _Layer:
     num_heads: int
     """Shared key-value heads."""
     keys: list[torch.Tensor]
-    """Maps of h, [rows, num_heads * head_dim] a member, as `values`."""
+    """Maps of h, [rows, num_heads * head_dim] a member, as `values`; as `_paired` makes them."""
     values: list[torch.Tensor]
     queries: list[torch.Tensor]
-    """Summed squared queries, [query heads, head_dim] a member."""
+    """Summed squared queries, [query heads, head_dim] a member, likewise."""
     order: Sequence[int]
     """The teacher's head that joins each shared head."""
 
@@ -62,8 +62,9 @@ class _Layer:
             for name in ("k_proj", "v_proj")
         )
         by_head = regression.statistics.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
-        queries = [heads.flatten(0, 1) for heads in by_head]
-        return cls(attention, num_heads, keys, values, queries, range(num_heads))
+        pairs = _rotated_pairs(attention)
+        queries = [_paired(heads.flatten(0, 1), pairs) for heads in by_head]
+        return cls(attention, num_heads, [_paired(key, pairs) for key in keys], values, queries, range(num_heads))
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -79,14 +80,15 @@ class _Layer:
 
     def turn_query(self, factor: torch.Tensor) -> None:
         """Set q_proj_swiftkv to the teacher's queries times conj(factor) [key-value heads, head_dim / 2]."""
-        teacher, student, head_dim = self.attention.q_proj, self.attention.q_proj_swiftkv, self.attention.head_dim
+        teacher, student = self.attention.of_teacher("q_proj"), self.attention.q_proj_swiftkv
+        head_dim, pairs = self.attention.head_dim, _rotated_pairs(self.attention)
         by_head = factor.conj().repeat_interleave(teacher.out_features // head_dim // len(factor), dim=0)
         # score = Re(q conj(k)) with k = factor * shared, hence q takes conj(factor).
         weight = _reordered(teacher.weight.double(), 0, self.order)
-        student.weight.copy_(_real(_complex(weight.T, head_dim) * by_head).T)
+        student.weight.copy_(_split(_real(_complex(_paired(weight.T, pairs), head_dim) * by_head), pairs).T)
         if teacher.bias is not None:
             bias = _reordered(teacher.bias.double(), 0, self.order)
-            student.bias.copy_(_real(_complex(bias, head_dim) * by_head))
+            student.bias.copy_(_split(_real(_complex(_paired(bias, pairs), head_dim) * by_head), pairs))
 
     def turn_output(self, maps: Sequence[torch.Tensor]) -> None:
         """Set o_proj_swiftkv to the teacher's behind one of `maps` a member, see `share_values`."""
@@ -113,7 +115,7 @@ def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegr
         for n, layer in enumerate(group):
             of_layer = torch.stack(factors[n * merged : (n + 1) * merged], dim=1)
             layer.turn_query(of_layer.flatten(0, 1))
-    regression.assign("k_proj", shared)
+    regression.assign("k_proj", _split(shared, _rotated_pairs(leader)))
     if config.own_output_projection and len(values) > 1:
         value, maps = share_values(values, outputs, regression.gram, num_heads)
         for n, layer in enumerate(group):
@@ -143,6 +145,32 @@ def _reordered(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
         return x
     heads: torch.Tensor = x.unflatten(dim, (len(order), -1))
     return heads.index_select(dim, torch.tensor(order, device=x.device)).flatten(dim, dim + 1)
+
+
+def _rotated_pairs(attention: Any) -> torch.Tensor | None:
+    """Order of a head's dimensions in which RoPE's pairs are (j, j + head_dim / 2), where it rotates the first ones
+    alone; None: theirs. What it does not rotate, and may be mixed at will, is in pairs as well."""
+    head_dim: int = attention.head_dim
+    rope = attention.config.rope_parameters or {}
+    rotated = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
+    if rotated == head_dim:
+        return None
+    parts = torch.arange(head_dim).split([rotated, head_dim - rotated])
+    first, second = zip(*(part.chunk(2) for part in parts), strict=True)
+    return torch.cat((*first, *second))
+
+
+def _paired(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+    """[..., num_heads * head_dim] with each head's dimensions in that order."""
+    if pairs is None:
+        return x
+    paired: torch.Tensor = x.unflatten(-1, (-1, len(pairs)))[..., pairs.to(x.device)].flatten(-2)
+    return paired
+
+
+def _split(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
+    """The inverse of `_paired`."""
+    return x if pairs is None else _paired(x, pairs.argsort())
 
 
 def _complex(x: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -173,7 +173,7 @@ class GroupRegression:
         if not self.keeps_own:
             return solved
         if i == self.layer and name in self.leader.decode_modules:
-            projection = getattr(self.leader, name)
+            projection = self.leader.of_teacher(name)
             own = projection.weight.double().T
             if len(own) < self.num_inputs:
                 own = torch.cat((own, projection.bias.double()[None]))

@@ -18,7 +18,7 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.activations import ActivationStore, KeptTensor
-from swiftkv_platform.model.attention import KeyValue
+from swiftkv_platform.model.attention import KeyValue, attention_input
 from swiftkv_platform.model.calibration import (
     TokenBatch,
     calibrate_exit_head,
@@ -139,7 +139,8 @@ class _Stream:
         self._student = list(self._hidden)
         with self._filled(decoder.norm_swiftkv, own=True):
             if self._workers.is_first:
-                yield "model.norm_swiftkv.weight", decoder.norm_swiftkv.weight
+                for name, parameter in decoder.norm_swiftkv.named_parameters():
+                    yield f"model.norm_swiftkv.{name}", parameter
             gram = self._gram()
             fitted = upper[self._first].self_attn.input_projections[0]
             sums = CalibrationStatistics(gram, {}, {}, (), num_tokens)
@@ -274,14 +275,16 @@ class _Stream:
             hidden, context, shared = self._student_inputs(row, leader)
             with _inputs_of(attention.output_projection) as heads:
                 output = attention(
-                    layer.input_layernorm(hidden),
-                    position_embeddings=context.rotation,
+                    attention_input(layer, hidden),
+                    position_embeddings=self._decoder.layer_rotations.of(leader.layer_idx, context.rotation),
                     attention_mask=context.masks.by_layer[i],
                     shared_key_value=shared,
                 )[0]
             # The projection's own output takes part, so that a bias is left as it is.
             weighted = nn.functional.linear(heads[-1], attention.output_projection.weight)
-            missing = (target.load(self._device) - hidden) / branch_scale - (output - weighted)
+            # A norm behind attention reads the branch alone.
+            branch = target.load(self._device) - (hidden if self._config.family.norms == "before" else 0.0)
+            missing = branch / branch_scale - (output - weighted)
             of_row = OutputSums.of(heads[-1], missing, self._scale)
             sums = of_row if sums is None else sums.add_(of_row)
         assert sums is not None, "there is a row, or one that counts nothing"
@@ -300,7 +303,8 @@ class _Stream:
         x, hidden = self._x[row].load(self._device), self._student[row].load(self._device)
         context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
         inputs = self._decoder.norm_swiftkv(x)
-        stored = leader.shape_key_value([project(inputs) for project in leader.input_projections], context.rotation)
+        rotation = self._decoder.layer_rotations.of(leader.layer_idx, context.rotation)
+        stored = leader.shape_key_value([project(inputs) for project in leader.input_projections], rotation)
         return context.hidden, context, leader.expand_key_value(stored)
 
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:

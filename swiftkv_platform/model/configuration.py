@@ -123,10 +123,10 @@ def one_line(error: Exception) -> str:
 
 
 def _check_activation(values: Mapping[str, Any]) -> None:
-    name = values.get("hidden_act", "silu")
-    if name not in ACT2FN:
-        raise ModelError(
-            f"config.json has hidden_act {name!r}; one of transformers' activations is accepted, as silu is",
-            field="hidden_act",
-            value=name,
-        )
+    for key in ("hidden_act", "hidden_activation"):
+        if (name := values.get(key, "silu")) not in ACT2FN:
+            raise ModelError(
+                f"config.json has {key} {name!r}; one of transformers' activations is accepted, as silu is",
+                field=key,
+                value=name,
+            )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
-from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.configuration import read_config
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.initialization import copied_start
@@ -219,4 +220,4 @@ def copy_projections(student: Any) -> None:
     """The copied start, in place, see `initialization`."""
     parameters = student.state_dict()
     for start in copied_start(student):
-        parameters[start.name].copy_(start.of([parameters[source] for source in start.sources]))
+        parameters[start.name].copy_(start.made(partial(read_rows, parameters)))

@@ -24,11 +24,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin
+from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentionMixin, attention_input
 from swiftkv_platform.model.bypass import Bypass, bypass_before
 from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
 from swiftkv_platform.model.deep_tokens import DeepGroup, DeepSuffix, DeepWriter
+from swiftkv_platform.model.embeddings import ScaledEmbedding
 from swiftkv_platform.model.masks import Masks, make_masks, select_queries
+from swiftkv_platform.model.rotations import LayerRotations
 from swiftkv_platform.model.selection import TokenSelection, select_arguments
 from swiftkv_platform.planning import LayerMap
 
@@ -63,17 +65,6 @@ class DecoderContext:
         )
 
 
-class _ScaledEmbedding(nn.Embedding):
-    """Embeddings times a factor; the weight is the checkpoint's."""
-
-    def __init__(self, config: Any, scale: float) -> None:
-        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self._scale = scale
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids) * self._scale
-
-
 class SwiftKVDecoderLayerMixin(nn.Module):
     """Mixed into a family's decoder layer for layers >= l."""
 
@@ -101,13 +92,16 @@ class SwiftKVDecoderMixin(nn.Module):
         super().__init__(config)
         scale = config.family.multiplier(config, "embedding_multiplier")
         if scale != 1.0:
-            self.embed_tokens = _ScaledEmbedding(config, scale)
+            self.embed_tokens = ScaledEmbedding(config, scale, rounds=config.family.multipliers == "sizes")
         self._logits_scaling = config.family.multiplier(config, "logits_scaling")
         for i in range(config.num_key_value_layers, config.num_hidden_layers):
             self.layers[i] = self.layer_class(config, i)
         self.layer_map: LayerMap = config.layer_map  # kept: making it anew costs as much as a small kernel
         if self.layer_map.leaders:  # a dense model has no layer that would read it
-            self.norm_swiftkv = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
+            normalises = config.family.normalises_inputs
+            size, eps = config.hidden_size, config.rms_norm_eps
+            self.norm_swiftkv = type(self.norm)(size, eps=eps) if normalises else nn.Identity()
+        self.layer_rotations = LayerRotations(config)
         self.swiftkv_enabled = True
         self.teacher_lower: Callable[[DecoderContext], torch.Tensor] | None = None
         """The teacher's layers < l, while a student that trained its own is compared with it; None: the same."""
@@ -149,19 +143,25 @@ class SwiftKVDecoderMixin(nn.Module):
         return DecoderContext(
             hidden=hidden,
             position_ids=position_ids,
-            rotation=self.rotary_emb(hidden, position_ids=position_ids),
+            rotation=self.rotations(hidden, position_ids),
             masks=masks,
             past_key_values=past_key_values,
             layer_arguments=layer_arguments,
         )
 
+    def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotation:
+        """Rotation of tokens for all layers, of which `layer_rotations` has each one's."""
+        return self.layer_rotations.make(self.rotary_emb, hidden, position_ids)
+
     def run_layer(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
         """Layer i over `hidden` [batch, num_tokens, hidden_size]; the teacher's, without a `shared_key_value`."""
+        # Queries and keys of a group meet: all are rotated as its first layer's.
+        rotated_as = self.layer_map.leader(i) if "shared_key_value" in arguments else i
         output: torch.Tensor = self.layers[i](
             hidden,
             attention_mask=context.masks.by_layer[i],
             position_ids=context.position_ids,
-            position_embeddings=context.rotation,
+            position_embeddings=self.layer_rotations.of(rotated_as, context.rotation),
             past_key_values=context.past_key_values,
             use_cache=context.past_key_values is not None,
             **context.layer_arguments,
@@ -188,10 +188,10 @@ class SwiftKVDecoderMixin(nn.Module):
         `context`: its attention function lets attention go where its arguments say so."""
         layer = self.layers[i]
         layer.self_attn(
-            layer.input_layernorm(hidden),
+            attention_input(layer, hidden),
             attention_mask=None,
             position_ids=context.position_ids,
-            position_embeddings=context.rotation,
+            position_embeddings=self.layer_rotations.of(i, context.rotation),
             past_key_values=context.past_key_values,
             **context.layer_arguments,
         )
@@ -279,23 +279,26 @@ class SwiftKVDecoderMixin(nn.Module):
         return [append(context.past_key_values, *kv, first + group) for group, kv in enumerate(shared)]
 
     def project_key_values(self, x: torch.Tensor, rotation: Rotation) -> list[KeyValue]:
-        """K and V of every group from x [batch, num_tokens, hidden_size], as its cache layer stores them."""
+        """K and V of every group from x [batch, num_tokens, hidden_size], as its cache layer stores them. `rotation`:
+        what `rotations` gave."""
         leaders = self._leaders
         if not leaders:
             return []
+        rotations = [self.layer_rotations.of(i, rotation) for i in self.layer_map.leaders]
         # A float32 norm (trained, under autocast) would have every projection keep a narrow copy of its own.
         hidden = self.norm_swiftkv(x).to(x.dtype)
         if self._fused_key_value is None:
             # Group by group: where groups are sharded apart, each is gathered once.
             return [
-                leader.shape_key_value([projection(hidden) for projection in leader.input_projections], rotation)
-                for leader in leaders
+                leader.shape_key_value([projection(hidden) for projection in leader.input_projections], its_own)
+                for leader, its_own in zip(leaders, rotations, strict=True)
             ]
         rows = [projection.out_features for leader in leaders for projection in leader.input_projections]
         parts = F.linear(hidden, *self._fused_key_value).split(rows, dim=-1)
         count = len(parts) // len(leaders)
         return [
-            leader.shape_key_value(parts[i * count : (i + 1) * count], rotation) for i, leader in enumerate(leaders)
+            leader.shape_key_value(parts[i * count : (i + 1) * count], its_own)
+            for i, (leader, its_own) in enumerate(zip(leaders, rotations, strict=True))
         ]
 
     def deep_suffix(

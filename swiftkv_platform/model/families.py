@@ -40,9 +40,9 @@ class StudentClasses:
 
 
 def _teacher_class(family: Family, suffix: str) -> type[Any]:
-    """The family's class `{prefix}{suffix}`, from its modelling module."""
-    path = f"transformers.models.{family.model_type}.modeling_{family.model_type}"
-    teacher: type[Any] = getattr(importlib.import_module(path), f"{family.prefix}{suffix}")
+    """The family's class of that kind, from its modelling module."""
+    module = importlib.import_module(family.teacher_module("modeling"))
+    teacher: type[Any] = getattr(module, family.teacher_class(suffix))
     return teacher
 
 

@@ -10,14 +10,18 @@ tensors, not where they are kept: a model in memory and a checkpoint on disk sta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _SUFFIX = re.compile(r"(_decode)?_swiftkv")
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)")
+
+
+ReadTeacher = Callable[[str, slice | None], torch.Tensor]
+"""Gives a teacher's tensor by name, or some of its rows."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,24 @@ class StartingTensor:
     name: str
     sources: tuple[str, ...]
     """Teacher tensors whose mean it is."""
+    rows: slice | None = None
+    """Rows of the sources that it is made from; None: all."""
     heads: tuple[int, int] | None = None
     """Key-value heads of a source and of this tensor, where the first dimension is heads x head_dim and they differ."""
 
-    def of(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return this tensor from its sources (all of one shape), in their dtype; computed in float32."""
+    def made(self, read: ReadTeacher, rows: slice | None = None) -> torch.Tensor:
+        """Return this tensor, or some of its rows, in the dtype of its sources, which are of one shape; computed in
+        float32."""
+        if self.heads is not None:  # they change the rows
+            tensor = self._mean([read(source, self.rows) for source in self.sources])
+            return tensor if rows is None else tensor[rows]
+        wanted = self.rows
+        if rows is not None:
+            first = 0 if self.rows is None else self.rows.start
+            wanted = slice(first + rows.start, first + rows.stop)
+        return self._mean([read(source, wanted) for source in self.sources])
+
+    def _mean(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(sources) == 1 and self.heads is None:
             return sources[0]
         mean = sources[0].float()
@@ -59,6 +76,7 @@ def share_heads(tensor: torch.Tensor, num_heads: int, num_shared: int) -> torch.
 def copied_start(student: Any) -> Iterator[StartingTensor]:
     """Every tensor that `student` (it may be on the meta device) adds to its teacher, layer by layer."""
     config, layer_map = student.config, student.config.layer_map
+    attention_class = student.decoder_class.layer_class.attention_class
     heads = None
     if config.num_key_value_heads_swiftkv not in (None, config.num_key_value_heads):
         heads = (config.num_key_value_heads, config.num_key_value_heads_swiftkv)
@@ -66,13 +84,14 @@ def copied_start(student: Any) -> Iterator[StartingTensor]:
         match = _LAYER_TENSOR.fullmatch(name)
         if match is None or not _SUFFIX.search(name):
             continue
-        layer, tensor = int(match[1]), _SUFFIX.sub("", match[2])
-        shared = not tensor.startswith(("self_attn.q_", "self_attn.o_"))
+        layer, module = int(match[1]), _SUFFIX.sub("", match[2])
+        shared = not module.startswith(("q_", "o_"))
         layers = layer_map.group(layer) if shared else (layer,)
-        sources = tuple(f"model.layers.{i}.{tensor}" for i in layers)
-        yield StartingTensor(name, sources, heads if shared else None)
+        module, rows = attention_class.rows_of_teacher(config, module)
+        sources = tuple(f"model.layers.{i}.self_attn.{module}.{match[3]}" for i in layers)
+        yield StartingTensor(name, sources, rows, heads if shared else None)
     first = layer_map.num_key_value_layers
-    if first < layer_map.num_hidden_layers:
+    if first < layer_map.num_hidden_layers and config.family.normalises_inputs:
         yield StartingTensor("model.norm_swiftkv.weight", (f"model.layers.{first}.input_layernorm.weight",))
     if config.early_exit:
         yield StartingTensor("exit_norm.weight", ("model.norm.weight",))

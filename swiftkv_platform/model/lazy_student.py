@@ -181,10 +181,7 @@ class LazyStudent:
         copied = self._copied.get(name)
         if copied is None or name in self._teacher:  # the files are a student's
             return self._teacher.read(name, rows)
-        if copied.heads is None:
-            return copied.of([self._teacher.read(source, rows) for source in copied.sources])
-        tensor = copied.of([self._teacher.read(source) for source in copied.sources])  # heads change the rows
-        return tensor if rows is None else tensor[rows]
+        return copied.made(self._teacher.read, rows)
 
 
 def own_rows(parameter: DTensor) -> slice:

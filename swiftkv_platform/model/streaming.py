@@ -140,7 +140,7 @@ def convert_checkpoint(
 def _copied(student: Any, teacher: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
     """The copied start of `student`, read from its teacher's files one tensor at a time."""
     for start in copied_start(student):
-        yield start.name, start.of([teacher.read(name) for name in start.sources])
+        yield start.name, start.made(teacher.read)
 
 
 def _trained(student: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -75,6 +75,11 @@ class IntegerWeight(NamedTuple):
             groups = slice(first // self.group_size, last // self.group_size)
         return IntegerWeight(self.integers[rows, columns].clone(), self.scale[rows, groups].clone(), self.form)
 
+    def chunk(self, count: int) -> list[IntegerWeight]:
+        """As many weights of equally many outputs."""
+        parts = zip(self.integers.chunk(count), self.scale.chunk(count), strict=True)
+        return [IntegerWeight(integers, scale, self.form) for integers, scale in parts]
+
     @classmethod
     def cat(cls, weights: Sequence[IntegerWeight]) -> IntegerWeight:
         """Weights of one form and group size, one above the other."""

@@ -52,8 +52,10 @@ class AttentionShape:
     """Size of a head's query and key."""
     value_size: int
     entries: tuple[Entry, ...]
-    head_norms: int = 0
-    """Parameters of norms on queries and keys by head, which a student's layer shares with its teacher's (Qwen3)."""
+    shared_query_norms: int = 0
+    """Parameters of norms on queries before RoPE, which a student's layer shares with its teacher's (Qwen3)."""
+    shared_key_norms: int = 0
+    """Parameters of norms on keys before RoPE, likewise."""
     query_norms: int = 0
     """Parameters of norms between query projections, which a student's layer has copies of (MLA)."""
     key_norms: int = 0
@@ -103,6 +105,10 @@ class Architecture:
     vocab_size: int
     tie_word_embeddings: bool
     layers: tuple[Layer, ...]
+    normalises_inputs: bool
+    """Whether the hidden states that attention reads are normalised, and x by norm_swiftkv."""
+    num_norms: int
+    """Norms of hidden states in a layer."""
     shared_attention: AttentionShape
     """Attention of the layers that own a group's KV projections in the student."""
     max_position_embeddings: int

@@ -24,13 +24,14 @@ _IN_PLACE = ("weight", "static")
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _OPTIONAL_COUNTS = (
-    *("num_key_value_heads", "head_dim", "sliding_window"),
+    *("num_key_value_heads", "head_dim", "sliding_window", "sliding_window_pattern"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "decoder_sparse_step", "n_group", "topk_group"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _FRACTIONS = ("initializer_range", "attention_dropout")
 _FLAGS = ("tie_word_embeddings", *sorted(FLAGS), "use_cache", "use_sliding_window")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_COUNTS = ("original_max_position_embeddings",)
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
@@ -83,9 +84,13 @@ def check_values(config: Mapping[str, Any]) -> None:
     values.check(("rms_norm_eps",), _is_number(0, math.inf), "a number that is not negative is accepted")
     values.check(_FRACTIONS, _or_null(_is_number(0, 1)), "a number from 0 to 1 is accepted")
     values.check(_FLAGS, lambda value: isinstance(value, bool), "true or false is accepted")
-    values.check(("hidden_act",), lambda value: isinstance(value, str), "a name is accepted")
+    values.check(("hidden_act", "hidden_activation"), lambda value: isinstance(value, str), "a name is accepted")
+    values.check(_CAPS, lambda value: value is None, "null is accepted: logits and scores are not capped here")
+    values.check(("use_bidirectional_attention",), lambda value: not value, "false is accepted")
     values.check(("dtype", "torch_dtype"), _or_null(_is_one_of(_DTYPES)), f"one of {', '.join(_DTYPES)} is accepted")
-    values.check(("rope_theta",), _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    positive = ("rope_theta", "query_pre_attn_scalar")
+    values.check(positive, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
     values.check(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
     _check_token_ids(values)
     _check_padding(config)
@@ -93,6 +98,9 @@ def check_values(config: Mapping[str, Any]) -> None:
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), Mapping):
             _check_rope(_Values("config.json", rope, f"{key}."))
+            for kind, of_type in rope.items():  # of layers, where these have their own
+                if isinstance(of_type, Mapping):
+                    _check_rope(_Values("config.json", of_type, f"{key}.{kind}."))
 
 
 def check_generation_values(config: Mapping[str, Any]) -> None:
@@ -143,6 +151,7 @@ def _check_heads(config: Mapping[str, Any]) -> None:
 
 def _check_rope(values: _Values) -> None:
     values.check(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
+    values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
     values.check(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
     values.check(("rope_type", "type"), lambda value: isinstance(value, str), "a name is accepted")
 
@@ -166,6 +175,10 @@ def _is_number(least: float, most: float, *, above: bool = False) -> Callable[[A
         return least <= value <= most and not (above and value == least)
 
     return accepts
+
+
+def _is_share(value: Any) -> bool:
+    return value is None or _is_number(0, 1, above=True)(value)
 
 
 def _is_one_of(names: Collection[str]) -> Callable[[Any], bool]:

@@ -59,7 +59,8 @@ def student_parameters(
     decode = decodes_own * own.decode_parameters
     key_value = len(layer_map.leaders) * (own.key_value_parameters + decode)
     exit_head = early_exit * (vocabulary + hidden)
-    added = twins + key_value + hidden + exit_head
+    norm = hidden * model.normalises_inputs
+    added = twins + key_value + norm + exit_head
     total = dense_parameters(model) + added
     teacher_projections = sum(
         layer.attention.query_parameters + layer.attention.key_value_parameters + of_output for layer in upper
@@ -68,7 +69,7 @@ def student_parameters(
     if trainable != "qkv":
         tail = sum(_layer(model, layer) for layer in upper)
         # A layer that follows a leader has no keys of its own to normalise.
-        idle_norms = upper[-1].attention.head_norms // 2 * (len(upper) - len(layer_map.leaders))
+        idle_norms = upper[-1].attention.shared_key_norms * (len(upper) - len(layer_map.leaders))
         trained += tail - teacher_projections - idle_norms
         total += tail + twins + key_value  # the teacher's copy is of whole layers, the student's projections with them
     if trainable == "all":
@@ -83,7 +84,7 @@ def student_parameters(
     return Parameters(
         frozen=total - trained,
         trained=trained,
-        root=_embeddings(model) + 2 * hidden + exit_head,
+        root=_embeddings(model) + hidden + norm + exit_head,
         largest_layer=largest,
         shared_key_value=projecting * max((run.stop - run.start for run in runs), default=0),
         trained_of_layer=own_of_layer if trainable == "qkv" else largest,
@@ -102,9 +103,10 @@ def _embeddings(model: Architecture) -> int:
 def _layer(model: Architecture, layer: Layer) -> int:
     """A teacher's layer."""
     attention = layer.attention
-    projections = attention.query_parameters + attention.key_value_parameters + attention.head_norms
+    norms = attention.shared_query_norms + attention.shared_key_norms
+    projections = attention.query_parameters + attention.key_value_parameters + norms
     maps = attention.output_parameters + sum(linear.parameters for linear in layer.mlp)
-    return projections + maps + 2 * model.hidden_size
+    return projections + maps + model.num_norms * model.hidden_size
 
 
 def served_parameters(model: Architecture, layer_map: LayerMap, *, decodes_own: bool | None = None) -> tuple[int, int]:
@@ -118,4 +120,4 @@ def served_parameters(model: Architecture, layer_map: LayerMap, *, decodes_own: 
         layers += model.shared_attention.query_parameters
         own = model.shared_attention
         layers += (i in layer_map.leaders) * (own.key_value_parameters + decodes_own * own.decode_parameters)
-    return layers, _embeddings(model) + hidden * (1 + bool(layer_map.leaders))
+    return layers, _embeddings(model) + hidden * (1 + (model.normalises_inputs and bool(layer_map.leaders)))

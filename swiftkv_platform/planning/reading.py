@@ -25,8 +25,15 @@ def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) ->
             field="num_key_value_heads_swiftkv",
             value=kv_heads,
         )
+    if num_key_value_heads is not None and family.query_key_norms == "all heads":
+        raise ModelError(
+            "num_key_value_heads_swiftkv has no meaning where the keys of all heads are normalised together",
+            field="num_key_value_heads_swiftkv",
+            value=num_key_value_heads,
+        )
     size = fields.count("head_dim", default=family.head_dim or max(hidden // heads, 1))
     bias = fields.has(family.input_bias)
+    norms = {"head": (size, size), "all heads": (heads * size, kv_heads * size), None: (0, 0)}[family.query_key_norms]
     return AttentionShape(
         query=(Linear(hidden, heads * size, bias),),
         key_value=(Linear(hidden, kv_heads * size, bias),) * 2,
@@ -36,7 +43,8 @@ def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) ->
         query_size=size,
         value_size=size,
         entries=(Entry(kv_heads, size),) * 2,
-        head_norms=2 * size * family.head_norms,
+        shared_query_norms=norms[0],
+        shared_key_norms=norms[1],
     )
 
 
@@ -78,8 +86,14 @@ def _gated(
 
 
 def _gated_mlp(family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...]:
-    bias = fields.has(family.mlp_bias)
-    return _gated(fields.count("hidden_size"), fields.count("intermediate_size"), bias=bias)
+    hidden, intermediate, bias = (
+        fields.count("hidden_size"),
+        fields.count("intermediate_size"),
+        fields.has(family.mlp_bias),
+    )
+    if family.fuses_projections:
+        return Linear(hidden, 2 * intermediate, bias), Linear(intermediate, hidden, bias)
+    return _gated(hidden, intermediate, bias=bias)
 
 
 def _experts(fields: Fields, intermediate: int, *counts: str, defaults: tuple[int, int | None]) -> tuple[Linear, ...]:
@@ -163,11 +177,20 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     window = fields.optional_count("sliding_window") if fields.given("sliding_window") else windows.default
     if window == 1:
         raise ModelError("config.json has sliding_window 1; 2 or more is accepted", field="sliding_window", value=1)
+    types = fields.sequence("layer_types") if windows.by_layer else None
+    if window is None and windows.full_every is not None and (types is None or "sliding_attention" in types):
+        raise ModelError(
+            "config.json has sliding_window null, and layers of that type; a number is accepted",
+            field="sliding_window",
+            value=None,
+        )
     if not windows.by_layer or window is None:
         return (window,) * num_layers
-    types = fields.sequence("layer_types")
     if types is None and family.has_unrotated_layers:
         return tuple(None if rotates else window for rotates in _rotated(fields, num_layers))
+    if types is None and windows.full_every is not None:
+        every = fields.count("sliding_window_pattern", default=windows.full_every)
+        return tuple(None if (i + 1) % every == 0 else window for i in range(num_layers))
     if types is None:
         named = fields.optional_count("max_window_layers", least=0) if windows.switched else 0
         first = 28 if named is None else named
@@ -194,6 +217,7 @@ def _prefill_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
 _ATTENTION: Mapping[str, Callable[[Family, Fields, int | None], AttentionShape]] = {"head": _by_head, "latent": _latent}
 _FEED_FORWARD: Mapping[str, Callable[[Family, Fields, int], tuple[Linear, ...]]] = {
     "gated": _gated_mlp,
+    "gated_gelu": _gated_mlp,
     "mixtral": _mixtral_mlp,
     "qwen3_moe": _qwen3_moe_mlp,
     "deepseek_v2": _deepseek_mlp,
@@ -221,6 +245,8 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
         vocab_size=fields.count("vocab_size"),
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=family.tie_word_embeddings),
         layers=tuple(Layer(own, feed_forward(family, fields, i), windows[i]) for i in range(num_layers)),
+        normalises_inputs=family.normalises_inputs,
+        num_norms=4 if family.norms == "both" else 2,
         shared_attention=attention(family, fields, shared_heads),
         max_position_embeddings=fields.count("max_position_embeddings", default=family.max_position_embeddings),
         dtype=fields.text("dtype", "torch_dtype", default="bfloat16"),

@@ -124,6 +124,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     teacher = setup.needs_teacher * sum(_layer(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
     own, tail = model.shared_attention, setup.trainable != "qkv"
+    trains_x = setup.trainable == "all"
     share = setup.counted_share if setup.skips_uncounted else 1.0
     if setup.trainable == "all" or layer_map.bypassed:  # the teacher's way through them is its own
         teacher += setup.needs_teacher * lower
@@ -143,8 +144,11 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         deep = leads * written * maps_flops(own.key_value)
         rest = share * maps_flops((*own.output, *layer.mlp))
         student += query + key_value + deep + attention + rest
-        # x needs no gradient, nor does the first layer's normalised input unless that norm is trained.
-        into_x = share * own.query[0].flops + deep if i == first and not tail else 0
+        # x needs no gradient, nor does the first layer's input unless a norm before it is trained, as norm_swiftkv is.
+        has_gradient = i > first or trains_x or (tail and model.normalises_inputs)
+        into_x = 0 if has_gradient else share * own.query[0].flops + deep
+        if not (trains_x or model.normalises_inputs):
+            into_x += leads * maps_flops(own.key_value)
         backward += (2 * query + 2 * deep - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
         recomputed += query + deep + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops

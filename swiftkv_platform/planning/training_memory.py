@@ -144,7 +144,7 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     heads = own.num_heads * (own.query_size + own.value_size)
     cached = sum(entry.heads * entry.size for entry in own.entries)
     # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
-    per_token = (3 * narrow + WIDE) * hidden
+    per_token = (2 * narrow + (narrow + WIDE) * model.normalises_inputs) * hidden
     begin = 0 if setup.trainable == "all" else first
     for i, layer in enumerate(model.layers[begin:], start=begin):
         # Heads and tokens are swapped in every layer: where workers divide sequences, layers share no K and V.
@@ -210,7 +210,7 @@ def _routed_features(model: Architecture, layer: Layer) -> int:
 def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
     """Bytes a token of one student layer, its K and V left out."""
     own, hidden = model.shared_attention, model.hidden_size
-    norms = (1 + has_gradient) * WIDE * hidden
+    norms = (model.num_norms - 1 + has_gradient) * WIDE * hidden
     query = narrow * sum(linear.in_features for linear in own.query)
     attention = narrow * own.num_heads * (own.query_size + own.value_size) + WIDE * own.num_heads
     inner = _inner_features(model, layer)

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from swiftkv_platform.errors import ModelError
@@ -85,24 +91,69 @@ def _stored_dim(head_dim: int) -> int:
     return min(larger)
 
 
-class HeadNorm(RMSNorm):
-    """RMSNorm of each head by itself."""
+def norm_class(family: Family) -> Any:
+    """The class of a family's norms of hidden states."""
+    return GemmaRMSNorm if family.norm_offset else RMSNorm
+
+
+class _ByHead(nn.Module):
+    """A norm of each head by itself."""
+
+    weight: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_heads * head_dim], normalised."""
-        normalised: torch.Tensor = super().forward(x.unflatten(-1, (-1, self.hidden_size)).contiguous())
+        normalised: torch.Tensor = super().forward(x.unflatten(-1, (-1, len(self.weight))).contiguous())
         return normalised.flatten(-2)
 
 
-def head_norm(family: Family, config: Any, heads: Heads) -> nn.Module:
-    """The norm on query or key heads of a family that has one."""
-    return HeadNorm(heads.head_dim, eps=config.rms_norm_eps) if family.head_norms else nn.Identity()
+class HeadNorm(_ByHead, RMSNorm):
+    """RMSNorm of each head by itself."""
 
 
-def rotary_embedding(config: Any, heads: Heads) -> nn.Module:
-    """RoPE over whole heads; vLLM makes one module for all layers."""
+class OffsetHeadNorm(_ByHead, GemmaRMSNorm):
+    """Gemma's, whose weights are added to 1."""
+
+
+class AllHeadsNorm(RMSNorm):
+    """RMSNorm of all heads together, of which a rank has some."""
+
+    def __init__(self, heads: Heads, total: int, eps: float) -> None:
+        self._rows = heads.head_dim * max(1, total // heads.tp_size)
+        super().__init__(self._rows, eps=eps)
+        self._first = heads.head_dim * (get_tensor_model_parallel_rank() * total // heads.tp_size)
+        self._tp_size = heads.tp_size
+        set_weight_attrs(self.weight, {"weight_loader": self._load})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_heads * head_dim], normalised."""
+        if self._tp_size == 1:
+            normalised: torch.Tensor = super().forward(x.contiguous())
+            return normalised
+        wide = x.float()  # where ranks have copies of a head, all heads have as many
+        mean = tensor_model_parallel_all_reduce(wide.square().mean(-1, keepdim=True)) / self._tp_size
+        of_all: torch.Tensor = wide * torch.rsqrt(mean + self.variance_epsilon) * self.weight.float()
+        return of_all.to(x.dtype)
+
+    def _load(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        default_weight_loader(parameter, tensor[self._first : self._first + self._rows])
+
+
+def head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Module:
+    """The norm on queries or keys, of `total` heads, of a family that has one."""
+    if family.query_key_norms == "all heads":
+        return AllHeadsNorm(heads, total, config.rms_norm_eps)
+    of_head = OffsetHeadNorm if family.norm_offset else HeadNorm
+    return of_head(heads.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else nn.Identity()
+
+
+def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
+    """RoPE of a layer, over heads or their first dimensions; vLLM makes one module for all layers with the same."""
+    parameters = config.rope_parameters
+    if config.family.rotates_by_layer_type:
+        parameters = parameters[config.layer_types[layer]]
     rotary: nn.Module = get_rope(
-        heads.head_dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
+        heads.head_dim, max_position=config.max_position_embeddings, rope_parameters=parameters
     )
     return rotary
 
@@ -112,5 +163,7 @@ def rotate(rotary: nn.Module, positions: torch.Tensor, x: torch.Tensor) -> torch
 
     In PyTorch's operations: a pass of vLLM's compiler for GPUs takes its own operator to have both.
     """
-    rotated: torch.Tensor = rotary.forward_native(positions, x)[0]  # type: ignore[operator]
+    # Phi-3's LongRoPE has one way, which is in these operations, and asks for keys.
+    alone: Any = getattr(rotary, "forward_native", None)
+    rotated: torch.Tensor = rotary(positions, x, x)[0] if alone is None else alone(positions, x)[0]
     return rotated

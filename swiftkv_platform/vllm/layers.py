@@ -16,13 +16,13 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.models.gemma3 import Gemma3MLP
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -31,7 +31,7 @@ from swiftkv_platform.configs import layer_windows
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.families import Family
 from swiftkv_platform.vllm.deep_tokens import write_own
-from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding, rotate
+from swiftkv_platform.vllm.heads import Heads, head_norm, norm_class, rotary_embedding, rotate
 from swiftkv_platform.vllm.quantized import GROUPS, OWN_QKV, QKV, check_blocks
 
 
@@ -57,8 +57,9 @@ class OwnAttention(nn.Module):
             prefix=f"{prefix}.{QKV if group is None else OWN_QKV}",
         )
         self.o_proj = _output_projection(family, vllm_config, heads, prefix, is_shared=group is not None)
-        self.q_norm, self.k_norm = head_norm(family, config, heads), head_norm(family, config, heads)
-        self.rotary_emb = rotary_embedding(config, heads)
+        self.q_norm = head_norm(family, config, heads, heads.total_num_heads)
+        self.k_norm = head_norm(family, config, heads, heads.total_num_kv_heads)
+        self.rotary_emb = rotary_embedding(config, heads, layer)
         self.attn = Attention(
             **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]),
             prefix=f"{prefix}.attn",
@@ -82,7 +83,9 @@ class OwnAttention(nn.Module):
 class SharedAttention(nn.Module):
     """Attention of a student's layer >= l: queries of its own over the KV cache of its group."""
 
-    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str) -> None:
+    def __init__(
+        self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str, leader: int
+    ) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.heads = heads = Heads.of(config)
@@ -94,8 +97,8 @@ class SharedAttention(nn.Module):
             prefix=f"{prefix}.q_proj_swiftkv",
         )
         self.o_proj = _output_projection(family, vllm_config, heads, prefix, is_shared=True)
-        self.q_norm = head_norm(family, config, heads)
-        self.rotary_emb = rotary_embedding(config, heads)
+        self.q_norm = head_norm(family, config, heads, heads.total_num_heads)
+        self.rotary_emb = rotary_embedding(config, heads, leader)
         self.attn = Attention(
             **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]),
             prefix=f"{prefix}.attn",
@@ -128,7 +131,7 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
 def _scale(config: Any, heads: Heads) -> float:
     """Factor on the scores."""
     family: Family = config.family
-    return family.multiplier(config, "attention_multiplier") if family.has_multipliers else heads.head_dim**-0.5
+    return family.multiplier(config, "attention_multiplier") if family.multipliers else heads.head_dim**-0.5
 
 
 def _output_projection(
@@ -185,8 +188,9 @@ _transfer = maybe_transfer_kv_layer(_nothing)
 class GroupProjections(nn.Module):
     """Keys and values of all groups from norm_swiftkv(x), in one matrix product."""
 
-    def __init__(self, family: Family, vllm_config: VllmConfig, num_groups: int, prefix: str) -> None:
+    def __init__(self, family: Family, vllm_config: VllmConfig, leaders: Sequence[int], prefix: str) -> None:
         super().__init__()
+        num_groups = len(leaders)
         config = vllm_config.model_config.hf_config
         self.heads = heads = Heads.of(config)
         # More ranks than key-value heads: each rank gets a copy of the one it reads (`spread_heads`).
@@ -200,9 +204,10 @@ class GroupProjections(nn.Module):
         )
         check_blocks(self.projection)
         self.num_groups = num_groups
-        self.k_norms = nn.ModuleList(head_norm(family, config, heads) for _ in range(num_groups))
-        self.normalises_heads = family.head_norms
-        self.rotary_emb = rotary_embedding(config, heads)
+        self.k_norms = nn.ModuleList(head_norm(family, config, heads, heads.total_num_kv_heads) for _ in leaders)
+        self.normalises_heads = family.query_key_norms is not None
+        self.rotary_embs = nn.ModuleList(rotary_embedding(config, heads, leader) for leader in leaders)
+        self.rotates_alike = len(set(self.rotary_embs)) == 1
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens, hidden_size] -> keys and values, each [num_tokens, num_groups, num_kv_heads, stored_dim]."""
@@ -210,7 +215,11 @@ class GroupProjections(nn.Module):
         if self.normalises_heads:
             parts = keys.chunk(self.num_groups, dim=-1)
             keys = torch.cat([norm(part) for norm, part in zip(self.k_norms, parts, strict=True)], dim=-1)
-        keys = rotate(self.rotary_emb, positions, keys)
+        if self.rotates_alike:
+            keys = rotate(self.rotary_embs[0], positions, keys)
+        else:
+            by_group = zip(self.rotary_embs, keys.chunk(self.num_groups, dim=-1), strict=True)
+            keys = torch.cat([rotate(rotary, positions, part) for rotary, part in by_group], dim=-1)
         shape = (self.num_groups, self.heads.num_kv_heads, self.heads.stored_dim)
         return self.heads.pad(keys).unflatten(-1, shape), self.heads.pad(values).unflatten(-1, shape)
 
@@ -227,6 +236,32 @@ class GroupProjections(nn.Module):
         return by_head.repeat_interleave(repeats, dim=dim).flatten(dim, dim + 1)
 
 
+_NORMS = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "behind": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""Names of a layer's norms: before and behind its attention, before and behind its feed-forward part."""
+
+
+def add_and_normalise(
+    norm: nn.Module | None, hidden_states: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of both, normalised if there is a `norm`, and the sum."""
+    if residual is None:
+        return (hidden_states if norm is None else norm(hidden_states)), hidden_states
+    if norm is None:
+        residual = hidden_states + residual
+        return residual, residual
+    normalised: tuple[torch.Tensor, torch.Tensor] = norm(hidden_states, residual)
+    return normalised
+
+
 class DecoderLayer(nn.Module):
     """One decoder layer; `self_attn` is made by the caller, since what it is depends on the layer."""
 
@@ -238,21 +273,23 @@ class DecoderLayer(nn.Module):
         self.feed_forward_name = name
         self.add_module(name, feed_forward)
         self.branch_scale = family.multiplier(config, "residual_multiplier")
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_names = _NORMS[family.norms]
+        for norm in filter(None, self.norm_names):
+            self.add_module(norm, norm_class(family)(config.hidden_size, eps=config.rms_norm_eps))
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's output and the residual that is still to be added to it, each [num_tokens, hidden_size]."""
-        if residual is None:
-            residual = hidden_states
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        norms = (None if name is None else getattr(self, name) for name in self.norm_names)
+        before_attention, behind_attention, before_feed_forward, behind_feed_forward = norms
+        hidden_states, residual = add_and_normalise(before_attention, hidden_states, residual)
         hidden_states = self._scaled(self.self_attn(positions, hidden_states))
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self._scaled(getattr(self, self.feed_forward_name)(hidden_states)), residual
+        if behind_attention is not None:
+            hidden_states = behind_attention(hidden_states)
+        hidden_states, residual = add_and_normalise(before_feed_forward, hidden_states, residual)
+        hidden_states = self._scaled(getattr(self, self.feed_forward_name)(hidden_states))
+        return hidden_states if behind_feed_forward is None else behind_feed_forward(hidden_states), residual
 
     def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
         return branch if self.branch_scale == 1.0 else branch * self.branch_scale
@@ -279,6 +316,14 @@ def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: s
     )
     if sparse:
         return "mlp", Qwen3MoeSparseMoeBlock(vllm_config, prefix=f"{prefix}.mlp")
+    if family.feed_forward == "gated_gelu":
+        return "mlp", Gemma3MLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_activation,
+            quant_config=quant_config,
+            prefix=f"{prefix}.mlp",
+        )
     return "mlp", LlamaMLP(
         config.hidden_size,
         config.intermediate_size,

@@ -24,7 +24,6 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
@@ -33,7 +32,15 @@ from swiftkv_platform.families import Family
 from swiftkv_platform.planning import LayerMap
 from swiftkv_platform.vllm.checks import check_graphs_with_own
 from swiftkv_platform.vllm.deep_tokens import WRITE_OPERATOR, own_slots
-from swiftkv_platform.vllm.layers import DecoderLayer, GroupKeyValue, GroupProjections, OwnAttention, SharedAttention
+from swiftkv_platform.vllm.heads import norm_class
+from swiftkv_platform.vllm.layers import (
+    DecoderLayer,
+    GroupKeyValue,
+    GroupProjections,
+    OwnAttention,
+    SharedAttention,
+    add_and_normalise,
+)
 from swiftkv_platform.vllm.quantized import name_parts
 
 
@@ -71,8 +78,7 @@ class DenseDecoder(nn.Module):
         """[num_tokens] -> [num_tokens, hidden_size]."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states, residual = _run(self.layers, positions, hidden_states)
-        output: torch.Tensor = self.norm(hidden_states, residual)[0]
-        return output
+        return add_and_normalise(self.norm, hidden_states, residual)[0]
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
@@ -80,7 +86,7 @@ class LowerHalf(nn.Module):
     """Layers < l, and K and V of all groups above."""
 
     def __init__(
-        self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module, groups: GroupProjections
+        self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module | None, groups: GroupProjections
     ) -> None:
         super().__init__()
         self.embed_tokens, self.layers, self.norm, self.groups = embed_tokens, layers, norm, groups
@@ -91,7 +97,7 @@ class LowerHalf(nn.Module):
         """x [num_tokens, hidden_size], keys and values [num_tokens, num_groups, num_kv_heads, stored_dim]."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states, residual = _run(self.layers, positions, hidden_states)
-        normalised, x = self.norm(hidden_states, residual)
+        normalised, x = add_and_normalise(self.norm, hidden_states, residual)
         keys, values = self.groups(positions, normalised)
         return x, keys, values
 
@@ -107,8 +113,7 @@ class UpperHalf(nn.Module):
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """[num_kept, hidden_size] -> [num_kept, hidden_size]."""
         hidden_states, residual = _run(self.layers, positions, x)
-        output: torch.Tensor = self.norm(hidden_states, residual)[0]
-        return output
+        return add_and_normalise(self.norm, hidden_states, residual)[0]
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
@@ -134,9 +139,11 @@ class SwiftKVDecoder(nn.Module):
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
         self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
+        if family.multipliers == "sizes":  # rounded as the weights are
+            self.embed_tokens.scale = torch.tensor(self.embed_tokens.scale).to(vllm_config.model_config.dtype).item()
         self.prefill_only = prefills_only(config)
         if not self.prefill_only:
-            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.norm = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 family,
@@ -157,8 +164,9 @@ class SwiftKVDecoder(nn.Module):
     def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
         windows = layer_windows(config)
-        self.norm_swiftkv = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.groups = GroupProjections(family, vllm_config, len(layer_map.leaders), prefix)
+        normalises = family.normalises_inputs
+        self.norm_swiftkv = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps) if normalises else None
+        self.groups = GroupProjections(family, vllm_config, layer_map.leaders, prefix)
         self.writers = tuple(
             GroupKeyValue(
                 vllm_config,
@@ -178,8 +186,9 @@ class SwiftKVDecoder(nn.Module):
             return
         for layer in range(first, layer_map.num_hidden_layers):
             name, leader = f"{prefix}.layers.{layer}", layer_map.leader(layer)
-            kind = OwnAttention if config.decodes_own and layer == leader else SharedAttention
-            attention = kind(family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group")
+            arguments = family, vllm_config, layer, f"{name}.self_attn", f"{prefix}.layers.{leader}.group"
+            own = config.decodes_own and layer == leader
+            attention = OwnAttention(*arguments) if own else SharedAttention(*arguments, leader)
             self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
         self.reader_name = attention.attn.layer_name
         with set_model_tag("upper"):

@@ -32,7 +32,7 @@ class StudentNames:
     """Layer map of the served model; in teacher mode no layer has a leader."""
     expected: frozenset[str]
     """Names of the SwiftKV tensors that the configuration promises; none in teacher mode."""
-    head_norms: bool
+    has_key_norms: bool
     own_output: bool
     """Whether layers >= l have an output projection of their own."""
     decodes_own: bool
@@ -51,8 +51,11 @@ class StudentNames:
         twins = ("swiftkv", "decode_swiftkv") if decodes_own else ("swiftkv",)
         parts = [f"{layer}.self_attn.{part}_proj_swiftkv" for layer in layers for part in ("qo" if own_output else "q")]
         parts += [f"{leader}.self_attn.{part}_proj_{t}" for leader in layer_map.leaders for part in "kv" for t in twins]
-        modules = [f"model.layers.{part}" for part in parts] + ["model.norm_swiftkv"] * bool(layer_map.leaders)
-        names = cls(layer_map, frozenset(), family.head_norms, own_output, decodes_own, prefill_only)
+        modules = [f"model.layers.{part}" for part in parts] + ["model.norm_swiftkv"] * (
+            bool(layer_map.leaders) and family.normalises_inputs
+        )
+        has_key_norms = family.query_key_norms is not None
+        names = cls(layer_map, frozenset(), has_key_norms, own_output, decodes_own, prefill_only)
         expected = {f"{module}.{kind}" for module in modules for kind in _kinds(model, names.mapper(), module)}
         return replace(names, expected=frozenset(expected))
 
@@ -90,8 +93,8 @@ class StudentNames:
         leaders, first = self.layer_map.leaders, self.layer_map.num_key_value_layers
         if leaders:
             upper = "|".join(str(layer) for layer in range(first, self.layer_map.num_hidden_layers))
-            of_teacher = "qkvo" if self.own_output else "qkv"
-            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.[{of_teacher}]_proj\.")] = None
+            of_teacher = "[qkvo]|qkv" if self.own_output else "[qkv]|qkv"
+            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.({of_teacher})_proj\.")] = None
             # A group's cache is written and read with the scale 1: those of layers are of other keys and values.
             dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.(attn\.)?[qkv]_(scale|zero_point)$")] = None
             for group, leader in enumerate(leaders):
@@ -104,7 +107,7 @@ class StudentNames:
                 else:
                     renamed[f"{of_leader}.k_norm."] = f"model.groups.k_norms.{group}."
             followers = "|".join(str(i) for i in range(first, self.layer_map.num_hidden_layers) if i not in leaders)
-            if self.head_norms and followers:
+            if self.has_key_norms and followers:
                 dropped[re.compile(rf"^model\.layers\.({followers})\.self_attn\.k_norm\.")] = None
             renamed |= {".q_proj_swiftkv.": ".query.", ".o_proj_swiftkv.": ".o_proj."}
         else:

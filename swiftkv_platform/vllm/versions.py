@@ -31,6 +31,8 @@ CALLS: Mapping[str, str] = {
     f"{_LAYERS}.rotary_embedding:get_rope": "head_size max_position rope_parameters",
     "vllm.compilation.backends:set_model_tag": "tag",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.Source": "model_or_path revision prefix",
+    "vllm.model_executor.models.gemma3:Gemma3MLP.__init__": "self hidden_size intermediate_size hidden_activation "
+    "quant_config prefix",
     "vllm.model_executor.models.llama:LlamaMLP.__init__": "self hidden_size intermediate_size hidden_act quant_config "
     "bias prefix",
     "vllm.model_executor.models.mixtral:MixtralMoE.__init__": "self num_experts top_k hidden_size intermediate_size "

@@ -63,9 +63,11 @@ def exit_divergence(student: Any, tokens: torch.Tensor) -> float:
     return float(F.kl_div(exit_log, teacher_log, log_target=True, reduction="none").sum(-1).mean())
 
 
-def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(tokens: torch.Tensor) -> None:
-    """Layer 4's keys are layer 3's, turned and scaled per frequency: the mean loses them, the joint fit does not."""
-    teacher = teacher_with_turned_keys()
+@pytest.mark.parametrize("family", ["llama", "phi3-partial"])
+def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(family: str, tokens: torch.Tensor) -> None:
+    """Layer 4's keys are layer 3's, turned and scaled per frequency: the mean loses them, the joint fit does not. With
+    RoPE over a part of each head, what it leaves is turned in pairs of its own."""
+    teacher = teacher_with_turned_keys(random_teacher() if family == "llama" else family_teacher(family))
     shape = {"num_key_value_layers": 3, "key_value_group_size": 2}
     copied = convert(copy.deepcopy(teacher), **shape)
     calibrated = convert(copy.deepcopy(teacher), **shape, calibration=[tokens])
@@ -74,30 +76,48 @@ def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(tokens: to
 
 
 @torch.no_grad()
-def teacher_with_turned_keys() -> Any:
+def teacher_with_turned_keys(teacher: Any) -> Any:
     """A teacher whose layer 4 has layer 3's keys, turned and scaled per frequency, and its values."""
-    teacher = random_teacher()
     layers, config = teacher.model.layers, teacher.config
+    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     for layer in layers[3:]:  # upper layers that hardly move the residual stream: all see the same hidden state
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.mul_(1e-3)
-        layer.self_attn.q_proj.weight.mul_(3)  # sharp attention, which wrong keys mislead
+        projections(layer)[0].mul_(3)  # sharp attention, which wrong keys mislead
         layer.input_layernorm.weight.copy_(layers[3].input_layernorm.weight)
-    pairs = layers[3].self_attn.k_proj.weight.unflatten(0, (config.num_key_value_heads, 2, -1))
-    angle = torch.rand(config.num_key_value_heads, config.head_dim // 2, 1) * 6.28
-    size = 0.5 + torch.rand_like(angle)
-    first, second = pairs.unbind(1)
-    turned = (angle.cos() * first - angle.sin() * second, angle.sin() * first + angle.cos() * second)
-    layers[4].self_attn.k_proj.weight.copy_(torch.stack([size * part for part in turned], dim=1).flatten(0, 2))
-    layers[4].self_attn.v_proj.weight.copy_(layers[3].self_attn.v_proj.weight)
+    (_, keys, values), (_, turned_keys, same_values) = projections(layers[3]), projections(layers[4])
+    rotated = int(size * (config.rope_parameters.get("partial_rotary_factor") or 1.0))
+    parts = keys.unflatten(0, (heads, size)).split([rotated, size - rotated], dim=1)
+    turned_keys.copy_(torch.cat([turn(part) for part in parts if part.shape[1]], dim=1).flatten(0, 1))
+    same_values.copy_(values)
     return teacher
+
+
+def projections(layer: Any) -> tuple[torch.Tensor, ...]:
+    """Weights of a layer's queries, keys and values; of Phi-3 parts of one."""
+    attention = layer.self_attn
+    if not hasattr(attention, "qkv_proj"):
+        return attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+    whole, outputs = attention.qkv_proj.weight, attention.o_proj.in_features
+    keys = (len(whole) - outputs) // 2
+    parts: tuple[torch.Tensor, ...] = whole.split([outputs, keys, keys])
+    return parts
+
+
+def turn(keys: torch.Tensor) -> torch.Tensor:
+    """[heads, dims, inputs] with each of RoPE's pairs turned and scaled by some complex number."""
+    first, second = keys.chunk(2, dim=1)
+    angle = torch.rand(*first.shape[:2], 1) * 6.28
+    size = 0.5 + torch.rand_like(angle)
+    turned = (angle.cos() * first - angle.sin() * second, angle.sin() * first + angle.cos() * second)
+    return torch.cat([size * part for part in turned], dim=1)
 
 
 @torch.no_grad()
 def test_layers_with_other_orders_of_heads_and_other_bases_of_values_share_both(tokens: torch.Tensor) -> None:
     """Layer 4's heads are layer 3's in another order, each with its values in another basis: queries and output
     projections of the student's own make up for both, and where the latter are frozen nothing does."""
-    teacher = teacher_with_turned_keys()
+    teacher = teacher_with_turned_keys(random_teacher())
     heads = teacher.config.num_key_value_heads
     attention = teacher.model.layers[4].self_attn
     for projection in (attention.k_proj, attention.v_proj):

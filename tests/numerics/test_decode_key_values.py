@@ -49,7 +49,7 @@ def make_student(name: str, layer_map: dict[str, Any] = LAYER_MAPS[0], **shape: 
 
 
 def expected_logits(student: Any, ids: torch.Tensor, turns: torch.Tensor | None) -> torch.Tensor:
-    inv_freq = student.model.rotary_emb.inv_freq
+    inv_freq = reference.frequencies(student.model.rotary_emb)
     return reference.logits(student.state_dict(), student.config, ids, inv_freq, swiftkv=True, turns=turns)
 
 
@@ -143,7 +143,7 @@ def packed_rows() -> PackedRows:
 
 def reference_losses(student: Any, rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of the KL at temperature 2, times 4, of the student and of its exit head."""
-    state, inv_freq = student.state_dict(keep_vars=True), student.model.rotary_emb.inv_freq
+    state, inv_freq = student.state_dict(keep_vars=True), reference.frequencies(student.model.rotary_emb)
     student_loss, exit_loss = torch.zeros(()), torch.zeros(())
     for row in range(len(rows)):
         batch, begin = to_tensors(rows.batch([row])), 0

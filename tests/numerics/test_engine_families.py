@@ -173,13 +173,19 @@ def test_what_can_never_fit_is_refused_with_the_numbers(student_dir: Path) -> No
 ORIGINAL, EXTENDED = 32, 128
 
 
-@pytest.fixture(scope="module")
-def longrope_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["llama", "phi3"])
+def longrope_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": EXTENDED / ORIGINAL}
     rope |= {"original_max_position_embeddings": ORIGINAL, "short_factor": [1.0] * 4}
     rope["long_factor"] = [1.0, 2.0, 4.0, 8.0]
     path = tmp_path_factory.mktemp("longrope")
-    random_teacher(num_hidden_layers=3, max_position_embeddings=EXTENDED, rope_parameters=rope).save_pretrained(path)
+    changes: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": EXTENDED, "rope_parameters": rope}
+    if request.param == "llama":
+        random_teacher(**changes).save_pretrained(path)
+    else:
+        rope["partial_rotary_factor"] = 1.0
+        changes["original_max_position_embeddings"] = ORIGINAL
+        family_teacher("phi3", **changes).save_pretrained(path)
     return path
 
 

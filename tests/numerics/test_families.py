@@ -60,13 +60,23 @@ def test_the_table_is_covered() -> None:
 @torch.no_grad()
 def test_both_modes_equal_the_reference(name: str, l: int, g: int, prompt: torch.Tensor) -> None:  # noqa: E741
     student = make_student(name, l, g)
-    state, inv_freq = student.state_dict(), student.model.rotary_emb.inv_freq
+    state, inv_freq = student.state_dict(), reference.frequencies(student.model.rotary_emb)
     for implementation in ("sdpa", "eager"):
         student.set_attn_implementation(implementation)
         for swiftkv in (True, False):
             expected = reference.logits(state, student.config, prompt, inv_freq, swiftkv=swiftkv)
             actual = student.swiftkv(swiftkv)(prompt[None], use_cache=False).logits[0]
             torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@every_family
+@torch.no_grad()
+def test_a_copied_start_keeps_the_keys_and_values_of_layer_l(name: str, prompt: torch.Tensor) -> None:
+    student = convert(family_teacher(name), num_key_value_layers=2)
+    mine, teachers = (
+        student.swiftkv(on)(prompt[None], use_cache=True).past_key_values.layers[2] for on in (True, False)
+    )
+    torch.testing.assert_close((mine.keys, mine.values), (teachers.keys, teachers.values), atol=1e-5, rtol=1e-5)
 
 
 @every_family

@@ -89,14 +89,22 @@ def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_
 
 @starts
 @pytest.mark.parametrize(
-    "family", ["deepseek_v2-lora", *(pytest.param(name, marks=in_soak) for name in ("dense", "qwen3", "qwen3_moe"))]
+    "family",
+    [
+        "deepseek_v2-lora",
+        *(
+            pytest.param(name, marks=in_soak)
+            for name in ("dense", "qwen3", "qwen3_moe", "olmo3", "phi3", "phi3-partial", "gemma3_text")
+        ),
+    ],
 )
 def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
-    """Heads with norms, experts, latents; rows of weights fused, and not. DeepSeek-V2 has experts too."""
+    """Heads with norms, each or all, experts, latents, projections that are one; rows of weights fused, and not.
+    DeepSeek-V2 has experts too."""
     teacher = random_teacher(seed=2) if family == "dense" else family_teacher(family)
     directory = saved(teacher if family == "dense" else disturb(convert(teacher, **STUDENT)), tmp_path)
     params = GREEDY if family == "dense" else replace(GREEDY, early_exit=EarlyExit("lossless", 0.0))
-    fused = {"fuse_weights": family != "qwen3"}
+    fused = {"fuse_weights": family not in ("qwen3", "phi3-partial")}
     expected = LLMEngine.from_pretrained(directory, EngineConfig(**SMALL, **fused)).generate(prompts(258), GREEDY)
     with sharing(directory, **SMALL, **fused) as engine:
         found = engine.generate(prompts(258), params)

@@ -101,7 +101,7 @@ def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> No
 
 
 @pytest.mark.usefixtures("squares")
-@pytest.mark.parametrize(("name", "trainable"), in_turn(["llama", "qwen3", "deepseek_v2"], ["qkv", "tail"]))
+@pytest.mark.parametrize(("name", "trainable"), in_turn(["llama", "qwen3", "deepseek_v2", "olmo2"], ["qkv", "tail"]))
 def test_flops_of_students_that_keep_their_own(name: str, trainable: Any) -> None:
     """The second half of each sample is deep."""
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "decode_key_value": "own"}

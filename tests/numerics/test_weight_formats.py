@@ -55,6 +55,8 @@ def test_integers_are_near_and_clip_where_that_is_nearer(form: WeightFormat, dty
         ("mixtral", "mixed", False),
         ("deepseek_v2", "int8", True),
         ("deepseek_v2-lora", "mixed", False),
+        ("olmo2", "int8", False),
+        ("phi3", "mixed", False),
     ],
 )
 def test_a_quantised_student_is_what_its_files_say(
@@ -117,6 +119,8 @@ def test_the_engine_reads_the_floats_that_pytorch_reads(
         ("qwen2", "mixed", {"key_value_group_size": 3, "own_output_projection": True}),
         ("deepseek_v2", "int8", OWN | {"key_value_group_size": 3}),
         ("mixtral", "int4", {}),
+        ("olmo3", "int4", OWN | {"key_value_group_size": 2}),
+        ("phi3-partial", "int8", {"key_value_group_size": 2}),
     ],
 )
 def test_rounding_by_text_is_nearer_to_the_float_student(

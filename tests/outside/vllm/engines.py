@@ -94,7 +94,7 @@ def expected(
     keep their own K and V, those of the second implementation."""
     model = AutoModelForCausalLM.from_pretrained(directory, swiftkv=swiftkv, **arguments)
     if swiftkv and model.config.decodes_own:
-        state, inv_freq = model.state_dict(), model.model.rotary_emb.inv_freq
+        state, inv_freq = model.state_dict(), reference.frequencies(model.model.rotary_emb)
         with torch.no_grad():
             return [reference.greedy(state, model.config, list(ids), inv_freq, count) for ids in batch]
     model.generation_config.eos_token_id = None

@@ -38,12 +38,14 @@ def halves_are_compiled(llm: LLM) -> bool:
         ("qwen3_moe", SHAPE),
         ("qwen2-mixed", OWN),
         ("qwen3_moe", OWN | {"key_value_group_size": 1}),
+        ("olmo3", SHAPE),
+        ("gemma3_text", OWN),
     ],
-    ids=["llama", "qwen2-mixed", "qwen3_moe", "qwen2-mixed-own", "qwen3_moe-own"],
+    ids=["llama", "qwen2-mixed", "qwen3_moe", "qwen2-mixed-own", "qwen3_moe-own", "olmo3", "gemma3_text-own"],
 )
 def test_text_of_the_compiled_halves(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
-    """One family of each kind: plain, biases with mixed windows, head norms with experts; chunks, mixed batches and
-    whole prompts in one run."""
+    """One family of each kind: plain, biases with mixed windows, head norms with experts, norms behind, RoPE by type of
+    layer; chunks, mixed batches and whole prompts in one run."""
     make_student(tmp_path, name, shape=shape)
     batch = prompts((100, 3, 41, 17))
     with serving(tmp_path, **COMPILED) as llm, recorded_sizes(llm) as sizes:

@@ -30,6 +30,7 @@ from tests.outside.vllm.engines import (
     serving,
 )
 from tests.outside.vllm.interpreted import SECOND_RUNNER
+from tests.parameters import pairwise
 
 in_this_process = pytest.mark.skipif(SECOND_RUNNER, reason="vLLM's own processes do not have Triton's interpreter")
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -183,11 +184,12 @@ def test_speculation(speculative: dict[str, Any], options: dict[str, Any], llama
 
 
 @in_this_process
-@pytest.mark.parametrize("shape", [SHAPE, OWN], ids=["shared", "own"])
-@pytest.mark.parametrize("num_key_value_heads", [2, 1], ids=["sharded", "replicated"])
-def test_two_ranks(num_key_value_heads: int, shape: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_key_value_heads", "shape"), pairwise(["qwen3", "olmo2"], [2, 1], [SHAPE, OWN], soak=False)
+)
+def test_two_ranks(name: str, num_key_value_heads: int, shape: dict[str, Any], tmp_path: Path) -> None:
     """Sharded key-value heads, and one head that both ranks hold."""
-    make_student(tmp_path, "qwen3", shape=shape, num_key_value_heads=num_key_value_heads)
+    make_student(tmp_path, name, shape=shape, num_key_value_heads=num_key_value_heads)
     batch = prompts()
     with serving(tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         assert complete(llm, batch) == expected(tmp_path, batch)

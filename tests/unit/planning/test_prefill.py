@@ -202,8 +202,19 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
         (
             {"model_type": "gpt2"},
             "model.name_or_path",
-            "model_type 'gpt2', and no SwiftKV .* there are deepseek_v2, granite, llama",
+            "model_type 'gpt2', and no SwiftKV .* there are deepseek_v2, gemma3_text, granite, llama",
         ),
+        (
+            {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
+            "final_logit_softcapping",
+            "final_logit_softcapping 30.0; null is accepted",
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+            "use_bidirectional_attention True; false is accepted",
+        ),
+        ({"model_type": "olmo3", "sliding_window": None}, "sliding_window", "sliding_window null, and layers of that"),
         ({"model_type": None}, "model.name_or_path", "model_type None, and no SwiftKV family"),
         ({"hidden_size": None}, "hidden_size", "a positive integer is accepted"),
         ({"vocab_size": "many"}, "vocab_size", "'many'; a positive integer is accepted"),

@@ -1,0 +1,20 @@
+"""Embeddings of families that multiply them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings times a factor; the weight is the checkpoint's. `rounds`: the factor is rounded to its dtype."""
+
+    def __init__(self, config: Any, scale: float, *, rounds: bool) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self._scale, self._rounds = scale, rounds
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor(self._scale).to(self.weight.dtype).item() if self._rounds else self._scale
+        return super().forward(input_ids) * scale

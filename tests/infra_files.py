@@ -40,7 +40,7 @@ def _resources() -> list[dict[str, Any]]:
     return [
         document
         for directory, kustomization in kustomizations().items()
-        for name in kustomization["resources"]
+        for name in kustomization.get("resources", ())
         if name.endswith(".yaml")
         for document in documents(KUBERNETES / directory / name)
     ]

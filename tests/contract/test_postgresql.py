@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -99,6 +100,17 @@ def test_a_statement_ends_in_time_and_a_migration_takes_its_own(postgres_url: st
                 session.execute(text("SELECT pg_sleep(0.4)"))
         with database.reading() as session:
             assert session.execute(text("SHOW statement_timeout")).scalar_one() == "200ms"
+
+
+def test_a_process_that_was_frozen_in_a_transaction_has_lost_it(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends the connection, with an error that the driver counts among mistakes of the caller."""
+    monkeypatch.setattr(postgresql, "_LONGEST_IDLE_S", 0.05)
+    with closing(Database(postgres_url)) as database:
+        with pytest.raises(DatabaseUnavailableError, match="idle-in-transaction"):
+            ask(database, between=lambda: time.sleep(0.5))
+        ask(database)
 
 
 def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -> None:

@@ -1,4 +1,4 @@
-"""Renderings of infra/kubernetes by kustomize follow the schemas of Kubernetes and KubeRay. Nothing is applied."""
+"""Renderings of infra/kubernetes by kustomize follow the schemas of what reads them. Nothing is applied."""
 
 import copy
 import functools
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,18 @@ VALUES = {
     "GPU_SERVING_IMAGE": "registry.example.com/swiftkv-cluster-vllm:0.1.0",
 }
 
-CRDS = Path(os.environ.get("SWIFTKV_KUBERAY_CRDS", ROOT.parent / "shared" / "data" / "kuberay-crds"))
-"""KubeRay's own definitions (`ray-operator/config/crd/bases` there), which are no part of this repository."""
+CRDS = Path(os.environ.get("SWIFTKV_CRDS", ROOT.parent / "shared" / "data"))
+"""Directory of definitions that are no part of this repository: `kuberay-crds` with KubeRay's own
+(`ray-operator/config/crd/bases` there), `kueue-crds` with Kueue's (`config/components/crd/bases`)."""
 
-OPERATOR = ("PodMonitor", "PrometheusRule")
-"""Kinds of the Prometheus operator; tests/unit/test_monitoring.py looks at them."""
+CUSTOM = {"ray.io": "kuberay-crds", "kueue.x-k8s.io": "kueue-crds"}
+"""Directories by group."""
+
+ADDING = ("../../monitoring", "../pinned-model", "../ingress", "../kueue")
+"""Components that add objects."""
 
 RENDERINGS = ("base", "components")
-"""Renderings whose every object is looked at; production's own are among those with all components."""
+"""Renderings whose every object is looked at; production's own are among those with components."""
 
 
 def kubectl() -> str:
@@ -55,36 +60,53 @@ def copy_of_infra(directory: Path, values: dict[str, str] | None) -> Path:
     return production
 
 
+def production(directory: Path, components: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Objects of a copy of the production overlay, in which the lines of these components are not commented out."""
+    overlay = copy_of_infra(directory, VALUES)
+    text = (overlay / "kustomization.yaml").read_text()
+    for line in ("components:", *(f"  - {name}" for name in components)) if components else ():
+        assert f"# {line}\n" in text
+        text = text.replace(f"# {line}\n", f"{line}\n")
+    (overlay / "kustomization.yaml").write_text(text)
+    return rendered(overlay)
+
+
+def rendered(directory: Path) -> list[dict[str, Any]]:
+    done = render(directory)
+    assert done.returncode == 0, done.stderr
+    return parsed(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Objects of the base, of production, and of production with all components."""
-    plain = copy_of_infra(tmp_path_factory.mktemp("plain"), VALUES)
-    full = copy_of_infra(tmp_path_factory.mktemp("full"), VALUES)
-    text = (full / "kustomization.yaml").read_text()
-    uncommented = re.sub(r"^# (components:|  - \.\.)", r"\1", text, flags=re.MULTILINE)
-    assert len(yaml.safe_load(uncommented)["components"]) == 3
-    (full / "kustomization.yaml").write_text(uncommented)
-    found = {}
-    for name, directory in (("base", KUBERNETES / "base"), ("production", plain), ("components", full)):
-        done = render(directory)
-        assert done.returncode == 0, done.stderr
-        found[name] = parsed(done.stdout)
-    return found
+    """Objects of the base, of production, and of production with the components that add something."""
+    return {
+        "base": rendered(KUBERNETES / "base"),
+        "production": production(tmp_path_factory.mktemp("plain")),
+        "components": production(tmp_path_factory.mktemp("full"), ADDING),
+    }
 
 
 @functools.cache
-def ray_schema(kind: str) -> dict[str, Any]:
-    """KubeRay's schema of a kind, which also refuses fields that the API server would drop without a word."""
-    path = CRDS / f"ray.io_{kind.lower()}s.yaml"
+def custom_schema(api_version: str, kind: str) -> dict[str, Any]:
+    """The schema of a custom kind, which also refuses fields that the API server would drop without a word."""
+    group, version = api_version.split("/")
+    path = CRDS / CUSTOM[group] / f"{group}_{kind.lower()}s.yaml"
     if not path.exists():  # no program that could be installed, so not even SWIFTKV_REQUIRE_ALL asks for them
-        pytest.skip(f"no KubeRay CRDs at {CRDS}; SWIFTKV_KUBERAY_CRDS names another directory")
+        pytest.skip(f"there is no {path}; SWIFTKV_CRDS names another directory")
     versions = documents(path)[0]["spec"]["versions"]
-    [schema] = [version["schema"]["openAPIV3Schema"] for version in versions if version["name"] == "v1"]
+    [schema] = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == version]
     strict: dict[str, Any] = copy.deepcopy(schema)
     for part in strict["properties"].values():
         _close(part)
     strict["properties"]["metadata"] = {"type": "object"}
     return strict
+
+
+def errors_of(document: dict[str, Any]) -> list[tuple[str, str]]:
+    schema = custom_schema(document["apiVersion"], document["kind"])
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(document)
+    return [(error.json_path, error.message) for error in errors]
 
 
 def _close(schema: Any) -> None:
@@ -105,7 +127,8 @@ def of_kind(documents: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]
 @pytest.mark.parametrize("rendering", RENDERINGS)
 def test_core_objects_and_pods_follow_their_schema(renderings: dict[str, list[dict[str, Any]]], rendering: str) -> None:
     documents = renderings[rendering]
-    core = [each for each in documents if each["kind"] not in ("RayCluster", "RayService", *OPERATOR)]
+    custom = (*CUSTOM, "monitoring.coreos.com")
+    core = [each for each in documents if each["apiVersion"].split("/")[0] not in custom]
     assert {"ConfigMap", "Deployment", "NetworkPolicy", "Service"} <= {document["kind"] for document in core}
     pods = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": template["spec"]}
@@ -129,13 +152,50 @@ def test_core_objects_and_pods_follow_their_schema(renderings: dict[str, list[di
 def test_ray_objects_follow_kuberays_schema(renderings: dict[str, list[dict[str, Any]]], rendering: str) -> None:
     documents = of_kind(renderings[rendering], "RayCluster", "RayService")
     assert len(documents) == (3 if rendering == "components" else 2)
-    for document in documents:
-        errors = jsonschema.Draft202012Validator(ray_schema(document["kind"])).iter_errors(document)
-        assert [(error.json_path, error.message) for error in errors] == []
+    assert [errors_of(document) for document in documents] == [[]] * len(documents)
     broken = copy.deepcopy(of_kind(documents, "RayCluster")[0])
     broken["spec"]["gcsFaultTolerance"] = {}
     broken["spec"]["headGroupSpec"]["template"]["spec"]["terminationGracePeriodSeconds"] = "long"
-    assert len(list(jsonschema.Draft202012Validator(ray_schema("RayCluster")).iter_errors(broken))) == 2
+    assert len(errors_of(broken)) == 2
+
+
+def test_queues_follow_kueues_schema(renderings: dict[str, list[dict[str, Any]]]) -> None:
+    queues = of_kind(renderings["components"], "LocalQueue")
+    quotas = rendered(KUBERNETES / "kueue-quotas")
+    assert [document["kind"] for document in (*queues, *quotas)].count("ClusterQueue") == len(queues) == 3
+    assert [errors_of(document) for document in (*queues, *quotas)] == [[]] * 9
+    for broken in copy.deepcopy((queues[0], *of_kind(quotas, "ClusterQueue"))):
+        broken["spec"]["cohort"] = "shared"  # its name in v1beta1
+        assert len(errors_of(broken)) == 1
+
+
+def test_kueue_admits_all_that_the_control_plane_lets_start(renderings: dict[str, list[dict[str, Any]]]) -> None:
+    """It admits pod by pod: a job whose pods were not all admitted would hold what others wait for."""
+    quotas = rendered(KUBERNETES / "kueue-quotas")
+    queues, flavors = (
+        {document["metadata"]["name"]: document["spec"] for document in of_kind(quotas, kind)}
+        for kind in ("ClusterQueue", "ResourceFlavor")
+    )
+    leads = {each["metadata"]["name"]: each for each in of_kind(renderings["components"], "LocalQueue")}
+    clusters = {each["metadata"]["name"]: each for each in of_kind(renderings["components"], "RayCluster")}
+    cluster = clusters["swiftkv-ray"]
+    assert "labels" not in cluster["metadata"], "Kueue would suspend it as a whole"
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        local = leads[group["template"]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]]
+        assert group["groupName"] in local["metadata"]["name"]
+        queue = queues[local["spec"]["clusterQueue"]]
+        namespace = {"kubernetes.io/metadata.name": local["metadata"]["namespace"]}
+        assert queue["namespaceSelector"] == {"matchLabels": namespace}
+        [resources] = queue["resourceGroups"]
+        [flavor] = resources["flavors"]
+        pod = group["template"]["spec"]
+        [requests] = [container["resources"]["requests"] for container in containers(group["template"])]
+        assert {*requests} == {*resources["coveredResources"]}, "Kueue admits no pod that asks for anything else"
+        assert resources["coveredResources"] == [quota["name"] for quota in flavor["resources"]]
+        for quota in flavor["resources"]:
+            amount, unit = re.fullmatch(r"(\d+)(\w*)", requests[quota["name"]]).groups()  # type: ignore[union-attr]
+            assert str(quota["nominalQuota"]) == f"{int(amount) * group['maxReplicas']}{unit}"
+        assert flavors[flavor["name"]].get("nodeLabels", {}) == pod.get("nodeSelector", {})
 
 
 def test_production_has_the_values_that_were_given(renderings: dict[str, list[dict[str, Any]]]) -> None:
@@ -212,3 +272,31 @@ def test_models_are_kept_in_a_volume_larger_than_their_cache(
         assert limit is not None
         assert not mount.get("readOnly", False)
         assert 0 < int(values["SWIFTKV_MODEL_CACHE_BYTES"]) <= 0.8 * (int(limit[1]) << 30)
+
+
+def test_ray_is_upgraded_beside_the_cluster_that_answers(tmp_path: Path) -> None:
+    """The steps of docs/operations.md: the control plane moves to the other cluster, then clients do; later, back."""
+    first, second = "swiftkv-serve", "swiftkv-serve-b"
+    before = production(tmp_path / "0")
+    [known] = [each for each in of_kind(before, "RayCluster") if each["metadata"]["name"] == first]
+    del known["metadata"]["name"]
+    kept = of_kind(before, "NetworkPolicy", "PodDisruptionBudget")
+    for number, (components, serves, asked) in enumerate(
+        (
+            (["../serve-b"], second, first),
+            (["../serve-b", "../serve-b-traffic"], second, second),
+            (["../serve-b-traffic"], first, second),
+        )
+    ):
+        documents = production(tmp_path / f"{number + 1}", components)
+        [service] = [each for each in of_kind(documents, "Service") if each["metadata"]["name"] == "swiftkv-serving"]
+        assert service["spec"]["selector"] == {"ray.io/cluster": asked}
+        [settings] = [each["data"] for each in of_kind(documents, "ConfigMap") if "SWIFTKV_SERVE_URL" in each["data"]]
+        assert settings["SWIFTKV_SERVE_DASHBOARD_URL"] == f"http://{serves}-head-svc:8265"
+        assert settings["SWIFTKV_SERVE_URL"] == f"http://{serves}-serve-svc:8001"
+        [serving] = [each for each in of_kind(documents, "RayCluster") if each["metadata"]["name"] != "swiftkv-ray"]
+        assert serving["metadata"].pop("name") == serves
+        assert serving == known, "with the same images, on the same nodes"
+        assert of_kind(documents, "NetworkPolicy", "PodDisruptionBudget") == kept
+    listed = [line.strip() for line in yaml.safe_dump_all(kept).splitlines()]
+    assert listed.count(f"- {first}") == listed.count(f"- {second}") >= 3, "what holds for the one holds for the other"

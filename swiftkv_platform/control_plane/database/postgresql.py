@@ -92,13 +92,15 @@ def is_read_only(error: BaseException) -> bool:
     return getattr(error, "sqlstate", None) == _READ_ONLY or getattr(error, "pgcode", None) == _READ_ONLY
 
 
-def check_writable(session: Session) -> None:
-    """Raises `DatabaseUnavailableError` where transactions can only read."""
-    if session.connection().exec_driver_sql("SHOW transaction_read_only").scalar_one() == "on":
-        raise read_only()
+def takes_writes(session: Session) -> bool:
+    """Whether transactions on the session's server can do more than read."""
+    return bool(session.connection().exec_driver_sql("SHOW transaction_read_only").scalar_one() == "off")
 
 
-def read_only() -> DatabaseUnavailableError:
+def read_only(engine: Engine) -> DatabaseUnavailableError:
+    """Error to raise where the server takes no writes. All connections are made anew: another one may be the primary
+    now."""
+    engine.dispose()
     return DatabaseUnavailableError(
         "the database is read-only, as a standby or a demoted primary is; database_url has to lead to the primary"
     )

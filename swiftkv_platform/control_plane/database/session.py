@@ -22,12 +22,12 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.control_plane.database.postgresql import (
     Timeouts,
-    check_writable,
     engine_options,
     is_read_only,
     prepare,
     read_only,
     take_as_long_as_it_takes,
+    takes_writes,
 )
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.settings import Settings
@@ -80,8 +80,8 @@ class Database:
         """Returns if the database answers and takes writes, else raises `DatabaseUnavailableError`."""
         with self.reading() as session:
             session.execute(text("SELECT 1"))
-            if self._engine.dialect.name == "postgresql":
-                check_writable(session)
+            if self._engine.dialect.name == "postgresql" and not takes_writes(session):
+                raise read_only(self._engine)
         file = self._engine.url.database if self.is_sqlite else None
         if file and not os.access(file, os.W_OK):
             raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
@@ -188,15 +188,16 @@ def _transaction(engine: Engine) -> Iterator[Session]:
     try:
         with Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
-    except (OperationalError, InterfaceError, PoolTimeoutError) as error:
+    except (DBAPIError, PoolTimeoutError) as error:
         # The driver's own text, not SQLAlchemy's: the latter repeats the statement with its parameters.
         cause = getattr(error, "orig", None) or error
-        raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
-    except DBAPIError as error:
-        if error.orig is None or not is_read_only(error.orig):
-            raise
-        engine.dispose()  # another server may be the primary now
-        raise read_only() from error
+        if is_read_only(cause):
+            raise read_only(engine) from error
+        is_away = isinstance(error, (OperationalError, InterfaceError, PoolTimeoutError))
+        # A server also ends connections with errors of other kinds, as that of a process that was frozen.
+        if is_away or getattr(error, "connection_invalidated", False):
+            raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
+        raise
 
 
 def open_database(settings: Settings) -> Database:

@@ -255,8 +255,8 @@ class DeploymentReconciler:
         ]
         stale: Collection[str] = ()
         if wanted != self._applied or _differ(wanted, states, kept):
-            # What the cluster has said is no word on what it is only now told to serve.
-            stale = {spec.id for spec in wanted if spec not in (self._applied or ())}
+            # What the cluster has said of these is no word on what it is only now told to serve.
+            stale = {spec.id for spec in wanted if spec not in (self._applied or ()) and spec.id in states}
             self._applied = None
             self.lease.check()  # another control plane may have applied something newer
             self.cluster.apply(wanted, keep=kept)

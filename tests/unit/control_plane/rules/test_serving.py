@@ -27,6 +27,7 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
+from tests.fakes.serve_cluster import FakeServeCluster
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
@@ -207,6 +208,11 @@ def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: 
     assert status(plane, deployment) is DeploymentStatus.PENDING
     reconciler.tick()
     assert status(plane, deployment) is DeploymentStatus.DEPLOYING
+    plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
+    reconciler.tick()
+    assert status(plane, deployment) is DeploymentStatus.RUNNING
+    DeploymentReconciler(plane.catalog, FakeServeCluster()).tick()  # started anew, with another cluster's address
+    assert status(plane, deployment) is DeploymentStatus.PENDING, "it runs where nobody is sent any more"
     delete(plane, deployment)
     restarted = DeploymentReconciler(plane.catalog, plane.serving)
     restarted.tick()

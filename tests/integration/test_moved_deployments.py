@@ -1,0 +1,70 @@
+"""A control plane that is told of another Ray cluster brings up there all that its table has, while the deployments of
+the cluster before answer on: the upgrade of Ray that docs/operations.md describes."""
+
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentStatus
+from swiftkv_platform.control_plane.deployments.ray_serve import RayServe
+from swiftkv_platform.control_plane.deployments.rows import DeploymentRepository
+from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
+from swiftkv_platform.control_plane.models.model import Model, imported_prefix
+from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.engine import LLMEngine, SamplingParams
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import publish_directory
+from tests.integration.conftest import wait_for
+from tests.integration.load import GREEDY, PROMPTS, Load, ask, replica_pids
+from tests.rays import free_port, ray_head
+from tests.unit.engine.tiny_models import save_swiftkv
+
+pytestmark = [pytest.mark.integration, pytest.mark.soak("starts two heads")]
+
+
+def test_deployments_move_to_another_cluster_without_a_request_lost(tmp_path: Path, sqlite_database: Database) -> None:
+    model = save_swiftkv(tmp_path / "model", 256)
+    artifact = tmp_path / "store" / imported_prefix("mdl_one")
+    store = open_store(str(tmp_path / "store"))
+    publish_directory(store, model, imported_prefix("mdl_one"), kind="artifact", lineage={}, metrics={})
+    outputs = LLMEngine.from_pretrained(artifact).generate(PROMPTS, SamplingParams(**GREEDY))
+    expected = {"mdl_one": [list(output.token_ids) for output in outputs]}
+    rows = DeploymentRepository(sqlite_database)
+    registered = Model("mdl_one", "default", "one", None, 0, 1, str(artifact), "d" * 64, 7, {}, {})
+    registry = Registry(sqlite_database)
+    registry.note_import(registered.prefix, by="default", now=1.0)
+    registry.add_model(registered, max_bytes=None, now=1.0)
+    spec = ResolvedDeployment(id="dep_one", model="mdl_one", artifact_uri=str(artifact), engine={"num_threads": 1})
+    rows.create_deployment(Deployment(spec, "default", 1))
+
+    def bring_up(cluster: RayServe) -> None:
+        """Reconcile as a control plane does that has just started with this cluster's address."""
+        wait_for(lambda: cluster.status() == {})
+        reconciler = DeploymentReconciler(rows, cluster)
+
+        def runs() -> bool:
+            reconciler.tick()
+            return rows.all_deployments().items[0].state.status is DeploymentStatus.RUNNING
+
+        wait_for(runs)
+
+    first_url, second_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    with ray_head(num_cpus=2) as first, closing(RayServe(first.dashboard_url, first_url)) as before:
+        bring_up(before)
+        replicas = replica_pids(first.dashboard_url, spec.id)
+        with (
+            Load(first_url, expected, num_clients=2, pause_s=0.1) as load,
+            ray_head(num_cpus=2) as second,
+            closing(RayServe(second.dashboard_url, second_url)) as after,
+        ):
+            bring_up(after)
+            have = len(load.answers)
+            wait_for(lambda: len(load.answers) > have + 10)
+            assert replica_pids(first.dashboard_url, spec.id) == replicas, "the same processes"
+            with closing(httpx.Client(base_url=second_url, timeout=60.0, trust_env=False)) as client:
+                assert ask(client, PROMPTS[0], stream=False) == ({"mdl_one"}, expected["mdl_one"][0])
+        assert (load.failed, load.wrong) == ([], [])

@@ -34,11 +34,10 @@ def attach_stored(model: Any, checkpoint: Checkpoint, ranks: Ranks | None = None
     """Put the integers that a checkpoint stores beside the weights of a model that was loaded from it, with `ranks`
     one's own part of each."""
     for name, linear in _projections(model):
-        stored = stored_integers(checkpoint, f"{whole_name(name)}.weight")
+        weight = f"{whole_name(name)}.weight"
+        stored = stored_integers(checkpoint, weight)
         if stored is not None:
-            linear.integers = (
-                stored if ranks is None else _own_part(stored, f"{name}.weight", linear, ranks, model.config)
-            )
+            linear.integers = stored if ranks is None else _own_part(stored, weight, linear, ranks, model.config)
 
 
 def round_weights(model: Any, form: WeightFormat) -> None:
@@ -99,7 +98,7 @@ def _round(linear: nn.Linear, form: WeightFormat) -> IntegerWeight:
 
 def _own_part(whole: IntegerWeight, name: str, linear: nn.Linear, ranks: Ranks, config: Any) -> IntegerWeight | None:
     """A rank's part of a weight; None: it cuts a group of inputs."""
-    if (cut := cut_of(whole_name(name), config)) is None:
+    if (cut := cut_of(name, config)) is None:
         return whole
     first, *others = (whole.part(index) for index in cut.indices(linear.weight.shape[cut.dim], ranks))
     return first if first is None or not others else IntegerWeight.cat([first, *(one for one in others if one)])

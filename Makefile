@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench drill gpu soak coverage vllm-env judges-env judges plugin outside clean
+.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench drill gpu soak coverage vllm-env judges-env judges plugin outside peers-env peers clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -148,5 +148,22 @@ plugin: install  # what .ci/run has time for of `make outside`: every family's g
 judges: install vllm-env judges-env  # those of `make outside` alone
 	$(JUDGE) --page docs/judges.md
 
+PEERS_VENV ?= .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.installed
+peers-env: $(PEERS_STAMP)  # OpenVINO GenAI in an environment of its own, for benchmarks.engine; not this project
+
+$(PEERS_STAMP): Makefile
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet 'torch==2.13.0' openvino-genai==2026.4.1.0 optimum-intel==2.2.0 nncf==3.4.0
+	$(PEERS_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
+PEERS = $(BIN)/python -m benchmarks.engine --rounds 5 --openvino-python $(PEERS_VENV)/bin/python \
+  --systems swiftkv swiftkv-int8 swiftkv-int4 openvino-bfloat16 openvino-int8 openvino-int4
+peers: install peers-env  # our engine beside OpenVINO GenAI on weights in bfloat16, int8 and int4; half an hour, alone
+	for length in 512 2048 8192; do $(PEERS) --loads prefill --prompt-length $$length || exit 1; done
+	for size in 1 8 32; do $(PEERS) --loads decode --batch-size $$size || exit 1; done
+	$(PEERS) --loads decode --batch-size 1 --context-length 4096
+
 clean:
-	rm -rf $(VENV) .venv-lock .venv-vllm-* .venv-judges $(JUDGES)/node/node_modules site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lock .venv-vllm-* .venv-judges .venv-peers $(JUDGES)/node/node_modules site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

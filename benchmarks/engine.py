@@ -4,6 +4,7 @@
     python -m benchmarks.engine --loads decode --systems dense swiftkv
     python -m benchmarks.engine --vllm-python VENV/bin/python    # one that has vLLM, for the dense model there
     python -m benchmarks.engine --vllm-python VENV/bin/python --systems vllm vllm-swiftkv    # one with our plugin too
+    python -m benchmarks.engine --openvino-python VENV/bin/python --systems swiftkv swiftkv-int8 openvino-int8
 
 One random model, one run. Systems take turns within each round, so that all see the same noise of the machine; figures
 are medians over rounds, under the field's names. FLOPs are counted on real steps, KV blocks are those of real caches.
@@ -34,14 +35,21 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, ker
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
 
+OPENVINO_WORKER = Path(__file__).with_name("openvino_worker.py")
 KV_CACHE_BYTES = 99 << 20
-"""Holds both loads; a whole number of blocks of either model of this shape, in bfloat16 and in 8 bits."""
+"""Holds 3,168 tokens of either model of this shape, in bfloat16 and in 8 bits a whole number of blocks; longer loads
+take multiples."""
 VLLM_KV_CACHE_BYTES = 96 << 20
 """Whole blocks of both models with vLLM's 128 tokens a block on CPUs; as many for the dense one as `KV_CACHE_BYTES`."""
+CACHED_TOKENS = 3000
 OURS = ["dense", "swiftkv"]
 VLLM = {"vllm": "dense", "vllm-swiftkv": "swiftkv"}
 """Model that vLLM serves, by system."""
-SYSTEMS = [*OURS, "huggingface", *VLLM]
+INTEGERS = {f"{name}-{form}": (name, form) for name in OURS for form in ("int8", "int4")}
+"""Model and `EngineConfig.weights` of our engine on weights that are rounded when they are loaded, by system."""
+OPENVINO = {f"openvino-{form}": form for form in ("bfloat16", "int8", "int4")}
+"""Weights of the dense model in OpenVINO GenAI, by system."""
+SYSTEMS = [*OURS, *INTEGERS, "huggingface", *VLLM, *OPENVINO]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -49,7 +57,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     config = EngineConfig(
-        kv_cache_bytes=KV_CACHE_BYTES, enable_prefix_caching=False, seed=0, native_kernels=args.native_kernels
+        kv_cache_bytes=caches(args) * KV_CACHE_BYTES,
+        enable_prefix_caching=False,
+        seed=0,
+        native_kernels=args.native_kernels,
     )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -57,6 +68,10 @@ def main(argv: list[str] | None = None) -> None:
         loaded = {name: load_model(path, config) for name, path in paths.items()}
         engines = {name: LLMEngine(model, config) for name, model in loaded.items()}
         systems = {name: engine_system(engine) for name, engine in engines.items()}
+        for name in [name for name in args.systems if name in INTEGERS]:
+            model, weights = INTEGERS[name]
+            rounded = config.model_copy(update={"weights": weights})
+            systems[name] = engine_system(LLMEngine(load_model(paths[model], rounded), rounded))
         if "huggingface" in args.systems:
             dense: Any = LlamaForCausalLM.from_pretrained(
                 paths["dense"], dtype=torch.bfloat16, attn_implementation="sdpa"
@@ -68,7 +83,15 @@ def main(argv: list[str] | None = None) -> None:
         for name in [name for name in args.systems if name in VLLM]:
             workers[name] = stack.enter_context(vllm_worker(args, paths[VLLM[name]], config))
             systems[name] = vllm_system(workers[name])
-            print(f"{name} {json.dumps(workers[name].made)}", flush=True)
+        for name in [name for name in args.systems if name in OPENVINO]:
+            arguments = {"model": str(paths["dense"]), "form": OPENVINO[name]}
+            worker = VLLMWorker(
+                args.openvino_python, arguments, num_threads=torch.get_num_threads(), script=OPENVINO_WORKER
+            )
+            workers[name] = stack.enter_context(worker)
+            systems[name] = vllm_system(worker)
+        for name, worker in workers.items():
+            print(f"{name} {json.dumps(worker.made)}", flush=True)
         loads = {
             "prefill": ((1, args.prompt_length), 1, args.prefill_rounds),
             "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),
@@ -79,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
             results = compare({one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size)
             report[name], report["speedups"][name] = results, speedups(results)
             print_table(name, results)
-        report["vllm"] = {
+        report["workers"] = {
             name: worker.made | {"idle_cpu_seconds": worker.idle_cpu_seconds} for name, worker in workers.items()
         }
     write_report(report, args.output)
@@ -90,7 +113,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="two rounds of each load")
     parser.add_argument("--loads", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
     parser.add_argument(
-        "--systems", nargs="+", choices=SYSTEMS, help="default: all but vllm-swiftkv; vllm where --vllm-python is given"
+        "--systems",
+        nargs="+",
+        choices=SYSTEMS,
+        help="default: dense, swiftkv and huggingface; vllm where --vllm-python is given",
     )
     parser.add_argument("--rounds", type=int, default=7, help="of decode")
     parser.add_argument("--prefill-rounds", type=int, default=5)
@@ -103,12 +129,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--native-kernels", action=argparse.BooleanOptionalAction, default=True, help="or PyTorch's operators"
     )
     add_vllm_python(parser)
+    parser.add_argument(
+        "--openvino-python", type=Path, metavar="PATH", help="an interpreter that has openvino-genai (`make peers-env`)"
+    )
     add_shape(parser)
     args = parser.parse_args(argv)
     if args.systems is None:
         args.systems = [*OURS, "huggingface", *(["vllm"] if args.vllm_python else [])]
     if any(name in VLLM for name in args.systems) != (args.vllm_python is not None):
         parser.error("--systems vllm and --vllm-python PATH go together: give both, or neither")
+    if any(name in OPENVINO for name in args.systems) != (args.openvino_python is not None):
+        parser.error("--systems openvino-... and --openvino-python PATH go together: give both, or neither")
     if args.short:
         args.rounds = args.prefill_rounds = 2
     return args
@@ -126,6 +157,12 @@ def save_models(args: argparse.Namespace, directory: Path) -> dict[str, Path]:
 def longest(args: argparse.Namespace) -> int:
     """Tokens of the longest sequence, prompt and answer."""
     return int(max(args.prompt_length + 1, args.context_length + args.output_length))
+
+
+def caches(args: argparse.Namespace) -> int:
+    """Multiples of the cache that hold each load."""
+    tokens = max(args.prompt_length + 1, args.batch_size * (args.context_length + args.output_length))
+    return int(-(-tokens // CACHED_TOKENS))
 
 
 def sampling(num_output: int) -> SamplingParams:
@@ -158,7 +195,7 @@ def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig) -> 
     """vLLM on a model, with the limits of our engine."""
     arguments = engine_arguments(
         model,
-        kv_cache_bytes=VLLM_KV_CACHE_BYTES,
+        kv_cache_bytes=caches(args) * VLLM_KV_CACHE_BYTES,
         max_model_len=longest(args),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -211,7 +248,7 @@ def speedups(results: dict[str, Figures]) -> dict[str, Figures]:
     return {
         other: {name: speed(row) / speed(results[other]) for name, row in results.items() if name != other}
         for other in results
-        if other not in OURS
+        if other not in OURS and other not in INTEGERS
     }
 
 

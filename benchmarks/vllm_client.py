@@ -79,13 +79,15 @@ class VLLMWorker:
         *,
         num_threads: int,
         answer_seconds: float = ANSWER_SECONDS,
+        script: Path = SCRIPT,
     ) -> None:
         """Start it and wait until it has loaded the model.
 
         Args:
-            python: an interpreter that has vLLM.
-            arguments: of vLLM's engine.
+            python: an interpreter that has vLLM, or what `script` needs.
+            arguments: of vLLM's engine, or the script's first line.
             num_threads: of OpenMP.
+            script: another program that speaks as `vllm_worker.py` does.
             answer_seconds: how long one answer may take.
 
         Raises:
@@ -98,7 +100,7 @@ class VLLMWorker:
         try:
             with self._stderr.open("wb") as stderr:
                 self._process = subprocess.Popen(
-                    [str(python), str(SCRIPT)],
+                    [str(python), str(script)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=stderr,
@@ -106,7 +108,7 @@ class VLLMWorker:
                 )
         except OSError as error:
             self._directory.cleanup()
-            raise WorkerError(f"--vllm-python is {str(python)!r}, which does not run ({error})") from error
+            raise WorkerError(f"the interpreter {str(python)!r} does not run ({error})") from error
         self.idle_cpu_seconds = 0.0
         """CPU time that it has burnt between its turns."""
         try:

@@ -113,7 +113,7 @@ def test_a_silent_worker_is_stopped(fake_python: Path) -> None:
 
 
 def test_an_interpreter_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=r"--vllm-python is '.*/missing', which does not run \(.*No such file"):
+    with pytest.raises(WorkerError, match=r"the interpreter '.*/missing' does not run \(.*No such file"):
         started(tmp_path / "missing")
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")
@@ -129,7 +129,7 @@ def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsy
     tiny += " --systems dense swiftkv huggingface vllm vllm-swiftkv"
     engine.main([*tiny.split(), "--vllm-python", str(fake_python), "--output", str(tmp_path / "engine.json")])
     report = json.loads((tmp_path / "engine.json").read_text(encoding="utf-8"))
-    assert {name: made["vllm"] for name, made in report["vllm"].items()} == {"vllm": "fake", "vllm-swiftkv": "fake"}
+    assert {name: made["vllm"] for name, made in report["workers"].items()} == {"vllm": "fake", "vllm-swiftkv": "fake"}
     for load, figure, tokens in (("prefill", "median_ttft_ms", 41), ("decode", "median_tpot_ms", 8 * 16)):
         rows = report[load]
         assert list(rows) == ["dense", "swiftkv", "huggingface", "vllm", "vllm-swiftkv"]

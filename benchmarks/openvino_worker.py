@@ -1,0 +1,81 @@
+"""OpenVINO GenAI behind a pipe, for benchmarks that compare with it: run as a script by an interpreter that has
+openvino-genai, optimum-intel and nncf.
+
+It speaks as `vllm_worker.py` does. The first line in is {"model", "form"}: a directory of transformers, and `bfloat16`,
+`int8` or `int4` (groups of 128, symmetric). The pipeline hands over whole batches alone: the time of the first tokens
+is that of the same prompts with one token, and the others come at equal distances until the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from typing import Any, TextIO
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what OpenVINO prints
+    import openvino
+    import openvino_genai
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+    given = json.loads(sys.stdin.readline())
+    quantization = {
+        "bfloat16": None,
+        "int8": OVWeightQuantizationConfig(bits=8),
+        "int4": OVWeightQuantizationConfig(bits=4, group_size=128, ratio=1.0, sym=True),
+    }[given["form"]]
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    with tempfile.TemporaryDirectory() as directory:
+        model = OVModelForCausalLM.from_pretrained(
+            given["model"], export=True, load_in_8bit=False, quantization_config=quantization, compile=False
+        )
+        model.save_pretrained(directory)
+        del model
+        options = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": threads}
+        pipeline = openvino_genai.LLMPipeline(directory, "CPU", **options)
+    _say(answers, {"openvino": openvino.__version__, "threads": threads, "form": given["form"]})
+    resting_since = time.process_time()
+    for line in sys.stdin:
+        command = json.loads(line)
+        idle_cpu_s = time.process_time() - resting_since
+        _say(answers, {"token_times": _generate(pipeline, command), "idle_cpu_s": idle_cpu_s})
+        resting_since = time.process_time()
+
+
+def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def _generate(pipeline: Any, command: dict[str, Any]) -> list[list[float]]:
+    """Seconds until each token; all prompts of one length, all answers too."""
+    (length,) = set(command["max_tokens"])
+    first = _time(pipeline, command["prompts"], 1)
+    if length == 1:
+        return [[first]] * len(command["prompts"])
+    each = (_time(pipeline, command["prompts"], length) - first) / (length - 1)
+    return [[first + i * each for i in range(length)]] * len(command["prompts"])
+
+
+def _time(pipeline: Any, prompts: list[list[int]], length: int) -> float:
+    import numpy as np
+    import openvino
+    import openvino_genai
+
+    token_ids = np.array(prompts, dtype=np.int64)
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens = config.min_new_tokens = length
+    config.ignore_eos, config.do_sample = True, False
+    inputs = openvino_genai.TokenizedInputs(openvino.Tensor(token_ids), openvino.Tensor(np.ones_like(token_ids)))
+    start = time.perf_counter()
+    pipeline.generate(inputs, config)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@ openvino-genai, optimum-intel and nncf.
 
 It speaks as `vllm_worker.py` does. The first line in is {"model", "form"}: a directory of transformers, and `bfloat16`,
 `int8` or `int4` (groups of 128, symmetric). The pipeline hands over whole batches alone: the time of the first tokens
-is that of the same prompts with one token, and the others come at equal distances until the end.
+is that of prompts as long with one token, and the others come at equal distances until the end.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
 def _generate(pipeline: Any, command: dict[str, Any]) -> list[list[float]]:
     """Seconds until each token; all prompts of one length, all answers too."""
     (length,) = set(command["max_tokens"])
-    first = _time(pipeline, command["prompts"], 1)
     if length == 1:
-        return [[first]] * len(command["prompts"])
+        return [[_time(pipeline, command["prompts"], 1)]] * len(command["prompts"])
+    first = _time(pipeline, [prompt[::-1] for prompt in command["prompts"]], 1)  # the pipeline keeps prefixes
     each = (_time(pipeline, command["prompts"], length) - first) / (length - 1)
     return [[first + i * each for i in range(length)]] * len(command["prompts"])
 

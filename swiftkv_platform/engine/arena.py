@@ -42,9 +42,9 @@ class Arena:
 def _huge_pages(num_bytes: int) -> torch.Tensor | None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
     try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without them, or one that promises no memory for whole and packed weights together
         return None
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -76,7 +76,7 @@ class IntegerWeight(NamedTuple):
         return IntegerWeight(self.integers[rows, columns].clone(), self.scale[rows, groups].clone(), self.form)
 
     def chunk(self, count: int) -> list[IntegerWeight]:
-        """As many weights of equally many outputs."""
+        """Divide it into `count` weights of equally many outputs."""
         parts = zip(self.integers.chunk(count), self.scale.chunk(count), strict=True)
         return [IntegerWeight(integers, scale, self.form) for integers, scale in parts]
 

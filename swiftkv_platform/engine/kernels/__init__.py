@@ -42,6 +42,8 @@ _FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
 COLUMNS = 32
 """Outputs of a block of packed weights."""
+MOST_INPUTS = 1 << 16
+"""Inputs whose products, of 8 bits each, fit into int32 together."""
 GROUP = 32
 """Inputs whose weights in int4 share a multiplier; groups of a checkpoint are a multiple of it."""
 
@@ -137,11 +139,11 @@ class Packed(NamedTuple):
     """[num_blocks, size_in / n, COLUMNS, n] in bfloat16 (n = 2) or int8 (4); in int4 uint8 [num_blocks, size_in / 8,
     COLUMNS, 4], 8 added, the first four of eight inputs in the low bits."""
     scales: torch.Tensor | None = None
-    """Of the outputs, float32 [num_blocks, COLUMNS]."""
+    """Scales of the outputs, float32 [num_blocks, COLUMNS]."""
     offsets: torch.Tensor | None = None
     """128 times the sum of an output's integers, int32 [num_blocks, COLUMNS]."""
     multipliers: torch.Tensor | None = None
-    """Of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / GROUP, COLUMNS]."""
+    """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / GROUP, COLUMNS]."""
 
     def moved_into(self, arena: Arena) -> Packed:
         """The same in an arena."""
@@ -149,7 +151,10 @@ class Packed(NamedTuple):
 
 
 def packs(weight: IntegerWeight) -> bool:
-    """Whether the products can take a weight: as many inputs as they multiply together, and multipliers for int4."""
+    """Whether the products can take a weight: as many inputs as they multiply together, sums that int32 holds, and
+    multipliers for int4."""
+    if weight.integers.shape[1] > MOST_INPUTS:
+        return False
     if weight.form == "int8":
         return weight.integers.shape[1] % 4 == 0
     return weight.group_size % GROUP == 0 and weight.multipliers() is not None

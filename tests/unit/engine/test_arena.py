@@ -1,6 +1,7 @@
 """Weights in huge pages: what is moved stays what it is, and memory comes back."""
 
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,22 @@ def test_tensors_are_moved_one_behind_the_other() -> None:
         assert places[0] % PAGE == 0
         assert [place % ALIGNMENT for place in places] == [0, 0, 0]
         assert places[0] < places[1] < places[2] < places[0] + 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="there is no /proc/self/statm")
+def test_memory_comes_back_with_the_last_tensor() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before, size = resident(), 64 << 20
+    arena = Arena(size)
+    halves = [arena.move(torch.ones(size // 2, dtype=torch.uint8)) for _ in range(2)]
+    del arena
+    assert resident() - before > 0.9 * size
+    halves.pop()
+    assert resident() - before > 0.9 * size
+    halves.pop()
+    assert resident() - before < 0.1 * size
 
 
 def test_what_does_not_fit_stays_where_it_is() -> None:

@@ -71,7 +71,7 @@ def rounded(weight: torch.Tensor, form: WeightFormat, group: int | None) -> Inte
 def test_linear_in_integers(
     size_in: int, size_out: int, form: WeightFormat, group: int | None, native_kernels: None
 ) -> None:
-    """As near to the floats that they stand for as bfloat16 lets; and a row's result is the same in any company."""
+    """Results are as near to those of the floats as bfloat16 lets, and a row's are the same in any company."""
     weight = rounded(numbers(size_out, size_in, scale=size_in**-0.5), form, group)
     floats, bias = dequantize_weight(weight.integers, weight.scale), torch.randn(size_out)
     x = numbers(1, 300, size_in)

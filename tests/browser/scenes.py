@@ -240,8 +240,16 @@ def deploy(server: Server, model: str | None = None, **spec: Any) -> str:
     return deployment
 
 
+def upload(server: Server, name: str) -> str:
+    """An uploaded file of two rows; returns its id."""
+    sent = {"files": {"file": (name, b'{"text": "a"}\n' * 2)}, "data": {"purpose": "fine-tune"}}
+    answer = server.client.post("/v1/files", **sent).raise_for_status()  # type: ignore[arg-type]
+    file: str = answer.json()["id"]
+    return file
+
+
 def team(server: Server) -> dict[str, str]:
-    """A team's week: two trained models, both served, a sweep that runs, a job that waits and one that failed.
+    """A team's week: two trained models, both served, a file, a sweep that runs, a job that waits and one that failed.
 
     Returns the pages that show them, by name.
     """
@@ -250,7 +258,8 @@ def team(server: Server) -> dict[str, str]:
     chat = deploy(server, first["distilled_model"], route_prefix="/chat")
     deploy(server, second["distilled_model"], route_prefix="/next")
     lost, running = failed(server), sweep(server)
-    server.submit(**{**SPEC, "name": "waits-for-its-turn"})
+    file = upload(server, "support-chats-" + "2026-" * 20 + ".jsonl")
+    server.submit(**{**SPEC, "name": "waits-for-its-turn", "data": {"sources": [{"name_or_path": file}]}})
     return {
         "overview": "overview",
         "jobs": "jobs",
@@ -259,6 +268,8 @@ def team(server: Server) -> dict[str, str]:
         "sweep": f"jobs/{running}",
         "runs": f"runs?jobs={first['id']},{second['id']}",
         "new job": "submit",
+        "new job on a file": f"submit?file={file}",
+        "files": "files",
         "clone": f"submit?job={first['id']}",
         "models": f"models?model={first['distilled_model']}",
         "deployments": "deployments",

@@ -34,6 +34,7 @@ REPORT: dict[str, Any] = {
     "kv_bytes_ratio": 0.75,
     "ttft_ms": {"dense": 376.0, "swiftkv": 196.0},
     "tokens_trained": 817334,
+    "training": {"step": 30},
     "gates": [
         {"field": f"evaluation.{field}", "subject": subject, "limit": limit, "value": value, **more, **PASSED}
         for field, subject, limit, value, more in (
@@ -171,6 +172,8 @@ def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str,
         {"step": step, "tokens": 900 * step, "loss": 2.0 / (1 + step / 9), "lr": 3e-3, "tokens_per_second": 2500 + step}
         for step in range(1, 31)
     ]
+    for step in (15, 30):
+        points[step - 1]["held_out_kl"] = 6.0 / step
     worker.say("metrics", time=begun + 1, points=points, total_steps=30)
     for step in (15, 30):
         key, at = worker.checkpoint(step, held_out_kl=6.0 / step), begun + 6.0 * step
@@ -240,8 +243,16 @@ def deploy(server: Server, model: str | None = None, **spec: Any) -> str:
     return deployment
 
 
+def upload(server: Server, name: str) -> str:
+    """An uploaded file of two rows; returns its id."""
+    sent = {"files": {"file": (name, b'{"text": "a"}\n' * 2)}, "data": {"purpose": "fine-tune"}}
+    answer = server.client.post("/v1/files", **sent).raise_for_status()  # type: ignore[arg-type]
+    file: str = answer.json()["id"]
+    return file
+
+
 def team(server: Server) -> dict[str, str]:
-    """A team's week: two trained models, both served, a sweep that runs, a job that waits and one that failed.
+    """A team's week: two trained models, both served, a file, a sweep that runs, a job that waits and one that failed.
 
     Returns the pages that show them, by name.
     """
@@ -250,7 +261,8 @@ def team(server: Server) -> dict[str, str]:
     chat = deploy(server, first["distilled_model"], route_prefix="/chat")
     deploy(server, second["distilled_model"], route_prefix="/next")
     lost, running = failed(server), sweep(server)
-    server.submit(**{**SPEC, "name": "waits-for-its-turn"})
+    file = upload(server, "support-chats-" + "2026-" * 20 + ".jsonl")
+    server.submit(**{**SPEC, "name": "waits-for-its-turn", "data": {"sources": [{"name_or_path": file}]}})
     return {
         "overview": "overview",
         "jobs": "jobs",
@@ -259,6 +271,8 @@ def team(server: Server) -> dict[str, str]:
         "sweep": f"jobs/{running}",
         "runs": f"runs?jobs={first['id']},{second['id']}",
         "new job": "submit",
+        "new job on a file": f"submit?file={file}",
+        "files": "files",
         "clone": f"submit?job={first['id']}",
         "models": f"models?model={first['distilled_model']}",
         "deployments": "deployments",

@@ -54,7 +54,7 @@ def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: 
                 page.evaluate("scrollTo(0, 0)")
             if name == "overview" and FOLDER:
                 expect(page.get_by_text("TTFT 200 ms")).to_have_count(2)
-            if name in ("new job", "clone"):
+            if name in ("new job", "new job on a file", "clone"):
                 expect(page.get_by_label("Plan", exact=True).get_by_role("status")).to_have_text("accepted")
             page.evaluate(AXE)
             assert page.evaluate(FOUND) == [], (name, width)

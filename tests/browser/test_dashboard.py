@@ -117,7 +117,7 @@ def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page)
     expect(main).to_be_focused()
     expect(page.get_by_role("heading", name="Overview", exact=True)).to_be_visible()
     skip.focus()
-    for name, title in (("Overview", "Overview"), ("Jobs", "Jobs"), ("New job", "New job"), ("Models", "Models")):
+    for name, title in (("Overview", "Overview"), ("Jobs", "Jobs"), ("New job", "New job"), ("Files", "Files")):
         link = page.get_by_role("navigation").get_by_role("link", name=name)
         page.keyboard.press("Tab")
         expect(link).to_be_focused()

@@ -5,7 +5,18 @@ import re
 import pytest
 import yaml
 
-from tests.browser.scenes import PUBLISH_TARGET, Page, address, editor, evaluated, expect, paste, trained
+from tests.browser.scenes import (
+    OUT_OF_MEMORY,
+    PUBLISH_TARGET,
+    Page,
+    address,
+    editor,
+    evaluated,
+    expect,
+    failed,
+    paste,
+    trained,
+)
 from tests.browsers import playwright
 from tests.unit.control_plane.routes.conftest import Server
 
@@ -22,6 +33,15 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
     checkpoints = page.get_by_role("region", name="Checkpoints")
     expect(checkpoints.get_by_role("row")).to_have_count(3)
     expect(checkpoints.get_by_role("row").filter(has_text="ckpt_00000030")).to_contain_text("lowest")
+    expect(
+        page.get_by_role("img", name="Held-out KL by step; last: held_out_kl 0.2, the model at step 30")
+    ).to_be_visible()
+
+
+def test_a_job_that_failed_leads_with_cause_and_cure_and_promises_no_curves(server: Server, page: Page) -> None:
+    page.goto(f"{address(server)}/#/jobs/{failed(server)}")
+    expect(page.locator("main .problem").first).to_contain_text(f"out_of_memory: {OUT_OF_MEMORY}To change:")
+    expect(page.get_by_text("The job ended before its first step.")).to_be_visible()
 
 
 @pytest.mark.soak("a long scene")
@@ -63,6 +83,8 @@ def test_runs_are_laid_over_each_other(server: Server, page: Page) -> None:
     page.get_by_label("Overlay second").check()
     page.get_by_role("link", name="Overlay 2 runs").click()
     expect(page.get_by_role("img", name="Loss by step; last: first 0.4615, second 0.4615")).to_be_visible()
+    chosen = "model of first at step 30, model of second at step 30"
+    expect(page.get_by_role("img", name=f"Held-out KL by step; last: first 0.2, second 0.2, {chosen}")).to_be_visible()
 
 
 @pytest.mark.soak("a long scene")

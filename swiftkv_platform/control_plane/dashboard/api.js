@@ -9,14 +9,19 @@ export class ApiError extends Error {
   }
 }
 
-async function failure(response) {
-  const text = await response.text();
+function refusal(text, { status, statusText }) {
   try {
-    return new ApiError(JSON.parse(text));
+    const { error, ...problem } = JSON.parse(text);
+    if (!error) return new ApiError(problem);
+    // Below /v1 in OpenAI's form.
+    const { message, code, param } = error;
+    return new ApiError({ detail: message, code, status, errors: param ? [{ field: param, message }] : [] });
   } catch {
-    return new ApiError({ detail: text || response.statusText, code: "http_error", status: response.status });
+    return new ApiError({ detail: text || statusText, code: "http_error", status });
   }
 }
+
+const failure = async (response) => refusal(await response.text(), response);
 
 /** Send a request; `body` is made JSON. Throws `ApiError` for a refusal, `TypeError` where nothing answers. */
 export async function send(method, path, body, { signal, headers = {} } = {}) {
@@ -31,6 +36,25 @@ export const get = async (path) => (await send("GET", path)).json();
 export const post = async (path, body, headers) => (await send("POST", path, body, { headers })).json();
 export const patch = async (path, body, headers) => (await send("PATCH", path, body, { headers })).json();
 export const remove = async (path) => (await send("DELETE", path)).json();
+
+/**
+ * POST the form of `fields`. `onProgress` is given the share that is sent, which `fetch` does not tell. Throws as `send`,
+ * and `AbortError`.
+ */
+export function upload(path, fields, { signal, onProgress }) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries(fields)) form.append(name, value);
+  const request = new XMLHttpRequest();
+  signal.addEventListener("abort", () => request.abort());
+  return new Promise((resolve, reject) => {
+    request.upload.onprogress = ({ loaded, total }) => onProgress(loaded / total);
+    request.onload = () => (request.status < 400 ? resolve(JSON.parse(request.responseText)) : reject(refusal(request.responseText, request)));
+    request.onerror = () => reject(new TypeError("the request broke off"));
+    request.onabort = () => reject(new DOMException("", "AbortError"));
+    request.open("POST", path);
+    request.send(form);
+  });
+}
 
 /** A fresh `Idempotency-Key`. */
 export const newKey = () => crypto.getRandomValues(new Uint32Array(4)).join("-");

@@ -6,6 +6,7 @@ import { Empty, Loading, Problem, useFresh } from "./parts.js";
 import { Audit } from "./pages/audit.js";
 import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
+import { Files } from "./pages/files.js";
 import { Job } from "./pages/job.js";
 import { Jobs } from "./pages/jobs.js";
 import { Models } from "./pages/models.js";
@@ -21,13 +22,14 @@ const PAGES = [
   { path: /^jobs\/(\w+)$/, page: Job, title: "Job" },
   { path: /^runs$/, page: Runs, title: "Runs side by side" },
   { path: /^submit$/, page: Submit, title: "New job" },
+  { path: /^files$/, page: Files, title: "Files" },
   { path: /^models$/, page: Models, title: "Models" },
   { path: /^deployments$/, page: Deployments, title: "Deployments" },
   { path: /^deployments\/(\w+)$/, page: Deployment, title: "Deployment" },
   { path: /^playground$/, page: Playground, title: "Playground" },
   { path: /^audit$/, page: Audit, title: "Audit" },
 ];
-const MENU = ["overview", "jobs", "submit", "models", "deployments", "playground"];
+const MENU = ["overview", "jobs", "submit", "files", "models", "deployments", "playground"];
 const OPERATORS = ["audit"];
 
 function route() {

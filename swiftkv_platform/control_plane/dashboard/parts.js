@@ -153,10 +153,33 @@ function lastValues(plot) {
   if (plot.cursor.idx == null) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
 }
 
-/** Lines over steps, or another whole `unit`: `series` is {name: [values]}. The last values are said in words. */
-export function Chart({ title, x, series, unit = "step" }) {
+/** Draw a dashed line with its label at each of `marks` [{x, label}]. */
+function drawMarks({ ctx, bbox: { left, top, width, height }, valToPos }, marks, ink) {
+  ctx.save();
+  Object.assign(ctx, { strokeStyle: ink, fillStyle: ink, lineWidth: devicePixelRatio, font: `${12 * devicePixelRatio}px system-ui, sans-serif`, textBaseline: "top" });
+  ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+  for (const [i, { x, label }] of marks.entries()) {
+    const at = valToPos(x, "x", true);
+    const isRight = at > left + width / 2;
+    ctx.textAlign = isRight ? "right" : "left";
+    ctx.fillText(label, at + (isRight ? -4 : 4) * devicePixelRatio, top + 14 * i * devicePixelRatio);
+    ctx.beginPath();
+    ctx.moveTo(at, top);
+    ctx.lineTo(at, top + height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+/**
+ * Lines over steps, or another whole `unit`: `series` is {name: [values]}, `marks` are places with a name [{x, label}].
+ * The last values and the marks are said in words.
+ */
+export function Chart({ title, x, series, unit = "step", marks = [] }) {
   const place = useRef(null);
   const plot = useRef(null);
+  const marked = useRef(marks);
+  marked.current = marks;
   const names = Object.keys(series);
   const data = [x, ...names.map((name) => series[name])];
   useEffect(() => {
@@ -167,7 +190,7 @@ export function Chart({ title, x, series, unit = "step" }) {
       height: 200,
       scales: { x: { time: false } },
       axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
-      hooks: { setLegend: [lastValues] },
+      hooks: { setLegend: [lastValues], draw: [(drawn) => drawMarks(drawn, marked.current, ink())] },
       series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2, spanGaps: true }))],
     };
     plot.current = new uPlot(options, data, place.current);
@@ -184,10 +207,10 @@ export function Chart({ title, x, series, unit = "step" }) {
   }, [names.join()]);
   useEffect(() => {
     plot.current.setData(data);
-  }, [x.length, x[x.length - 1]]);
+  }, [x.length, x[x.length - 1], JSON.stringify(marks)]);
   const last = names.map((name) => `${name} ${figure(series[name].findLast((value) => value != null))}`);
   return html`<section class="panel">
     <h3>${title}</h3>
-    <div ref=${place} role="img" aria-label="${title} by ${unit}; last: ${last.join(", ")}"></div>
+    <div ref=${place} role="img" aria-label="${title} by ${unit}; last: ${[...last, ...marks.map(({ x: at, label }) => `${label} at ${unit} ${figure(at)}`)].join(", ")}"></div>
   </section>`;
 }

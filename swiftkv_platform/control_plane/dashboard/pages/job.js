@@ -12,9 +12,10 @@ import { eta } from "./overview.js";
 import { Sweep } from "./sweep.js";
 
 const LIVE = new Set(["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling"]);
+const KL = "Held-out KL";
 const CHARTS = [
   { title: "Loss", fits: (name) => name === "loss" || name.endsWith("_loss") },
-  { title: "Held-out KL", fits: (name) => name === "held_out_kl" },
+  { title: KL, fits: (name) => name === "held_out_kl" },
   { title: "Learning rate", fits: (name) => name === "lr" },
   { title: "Gradient norm", fits: (name) => name === "grad_norm" },
   { title: "Tokens per second", fits: (name) => name === "tokens_per_second" },
@@ -57,15 +58,18 @@ function Actions({ job, onDone }) {
     <${Problem} problem=${problem} />`;
 }
 
-function Curves({ points, id }) {
-  if (!points?.length) return html`<div class="panel"><${Empty} title="No curves yet">They appear with the first step.<//></div>`;
+/** `chosen`: the checkpoint that is the model. */
+function Curves({ points, id, live, chosen }) {
+  if (!points?.length) {
+    return html`<div class="panel">${live ? html`<${Empty} title="No curves yet">They appear with the first step.<//>` : html`<${Empty} title="No curves">The job ended before its first step.<//>`}</div>`;
+  }
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];
   const x = points.map((point) => point.step);
-  const charts = CHARTS.map(({ title, fits }) => ({ title, chosen: names.filter(fits) })).filter(({ chosen }) => chosen.length);
+  const charts = CHARTS.map(({ title, fits }) => ({ title, shown: names.filter(fits) })).filter(({ shown }) => shown.length);
   return html`<div class="grid">
-    ${charts.map(({ title, chosen }) => {
-      const series = Object.fromEntries(chosen.map((name) => [name, points.map((point) => point[name] ?? null)]));
-      return html`<${Chart} key=${title} title=${title} x=${x} series=${series} />`;
+    ${charts.map(({ title, shown }) => {
+      const series = Object.fromEntries(shown.map((name) => [name, points.map((point) => point[name] ?? null)]));
+      return html`<${Chart} key=${title} title=${title} x=${x} series=${series} marks=${title === KL && chosen ? [{ x: chosen.step, label: "the model" }] : []} />`;
     })}
   </div>
   <p class="small"><a href="#/runs?jobs=${id}">Show as a run</a>; the list of jobs lays several over each other.</p>`;
@@ -107,7 +111,7 @@ export function Job({ id }) {
     ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} verdict=${job.verdict} /></section>`}
     ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} limit=${job.spec.evaluation.max_kl} />`}
     <h2>Curves</h2>
-    <${Curves} points=${points} id=${id} />
+    <${Curves} points=${points} id=${id} live=${live} chosen=${checkpoints?.find((item) => item.distilled_model)} />
     ${turns.length > 0 && html`<h2>Course</h2><${Table} caption="Turns of the training run" columns=${EVENTS} rows=${turns} empty="" />`}
     ${checkpoints?.length > 0 && html`<h2>Checkpoints</h2><${Checkpoints} job=${job} checkpoints=${checkpoints} points=${points} />`}
     ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}

@@ -4,7 +4,8 @@ import { html } from "../vendor/htm-preact.js";
 import { all, get } from "../api.js";
 import { Chart, Loading, Problem, Status, Table, figure, percent, useFresh } from "../parts.js";
 
-const MEASURES = { loss: "Loss", logits_loss: "Logits loss", hidden_loss: "Hidden loss", exit_loss: "Exit loss", lr: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second" };
+const KL = "held_out_kl";
+const MEASURES = { loss: "Loss", [KL]: "Held-out KL", logits_loss: "Logits loss", hidden_loss: "Hidden loss", exit_loss: "Exit loss", lr: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second" };
 
 /** `points` of each run on one axis of steps: {x, series}. */
 export function overlaid(runs, measure) {
@@ -17,7 +18,10 @@ export function overlaid(runs, measure) {
   return { x, series };
 }
 
-const load = (id) => async () => ({ job: await get(`/jobs/${id}`), points: await all(`/jobs/${id}/metrics`) });
+async function load(id) {
+  const [job, points, checkpoints] = await Promise.all([get(`/jobs/${id}`), all(`/jobs/${id}/metrics`), all(`/jobs/${id}/checkpoints`)]);
+  return { job, points, chosen: checkpoints.find((item) => item.distilled_model) };
+}
 
 const COLUMNS = [
   { name: "Run", cell: ({ job, name }) => html`<a href="#/jobs/${job.id}">${name}</a>` },
@@ -31,7 +35,7 @@ const COLUMNS = [
 
 export function Runs({ query }) {
   const ids = (query.get("jobs") ?? "").split(",").filter(Boolean);
-  const [runs, problem] = useFresh(() => Promise.all(ids.map((id) => load(id)())), [ids.join()], 5000);
+  const [runs, problem] = useFresh(() => Promise.all(ids.map(load)), [ids.join()], 5000);
   const names = runs?.map(({ job }) => job.name) ?? [];
   // Runs of one name are told apart by the end of their id.
   const named = runs?.map((run, i) => ({ ...run, id: run.job.id, name: names.indexOf(names[i]) === names.lastIndexOf(names[i]) ? names[i] : `${names[i]} …${run.job.id.slice(-4)}` }));
@@ -41,7 +45,8 @@ export function Runs({ query }) {
         <h2>Curves</h2>
         <div class="grid">${Object.entries(MEASURES).map(([measure, title]) => {
           const { x, series } = overlaid(named, measure);
-          return x.length > 0 && html`<${Chart} key=${title} title=${title} x=${x} series=${series} />`;
+          const marks = measure === KL ? named.filter(({ chosen }) => chosen).map(({ name, chosen }) => ({ x: chosen.step, label: `model of ${name}` })) : [];
+          return x.length > 0 && html`<${Chart} key=${title} title=${title} x=${x} series=${series} marks=${marks} />`;
         })}</div>`
       : !problem && html`<${Loading} what="runs" />`}`;
 }

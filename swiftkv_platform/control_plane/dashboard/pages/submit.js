@@ -8,10 +8,14 @@ import { Editor } from "../spec/editor.js";
 import { Form } from "../spec/form.js";
 import { PlanPanel } from "../spec/plan.js";
 import { check, loadSchema, withoutDefaults } from "../spec/schema.js";
+import { Upload } from "../upload.js";
 
 const FIRST = "builtin-python-5m";
 const QUIET_MS = 400;
 const NONE = { plan: null, problem: null, busy: true };
+
+/** The change of a spec that has it train on an uploaded file in place of its first source. */
+const trainsOn = ({ id, format }) => [["data", "sources", 0], { name_or_path: id, ...(format === "prompts" && { complete: {} }) }];
 
 /** The plan of `value`, asked for once typing rests; an answer that has been overtaken is dropped. */
 function usePlan(value, json) {
@@ -50,7 +54,8 @@ function faultsOf({ problem: unreadable, value }, schema, refusal) {
 function Origin({ recipes, jobs, query, chosen }) {
   const go = (event) => {
     const [kind, id] = event.target.value.split(":");
-    location.hash = `#/submit?${kind}=${id}`;
+    const file = kind === "recipe" && query.get("file");
+    location.hash = `#/submit?${kind}=${id}${file ? `&file=${file}` : ""}`;
   };
   const value = query.get("job") ? `job:${query.get("job")}` : `recipe:${chosen?.id ?? FIRST}`;
   const listed = jobs?.some(({ id }) => id === query.get("job"));
@@ -94,11 +99,18 @@ function Spec({ start, schema, recipes }) {
     setRefusal(null);
     setText(next);
   };
+  const [files, , reloadFiles] = useFresh(() => all("/v1/files"), [], null);
+  const take = (file) => {
+    setRefusal(null);
+    setText((now) => change(now, [trainsOn(file)])); // what was typed meanwhile stays
+    return reloadFiles();
+  };
+  const upload = html`<${Upload} id="spec-upload" label="or upload rows" hint="JSON Lines, chosen or dropped here; they take the place of the first source." disabled=${spec.value === null} onDone=${take} />`;
   const teachers = [...new Set(recipes.map((recipe) => recipe.spec.model.name_or_path))];
   const sources = [...new Set(recipes.flatMap((recipe) => recipe.spec.data.sources.map((source) => source.name_or_path)))];
   const go = (field) => setShown({ ...rangeOf(spec.doc, parts(field)) });
   return html`<div class="spec">
-    <${Form} spec=${spec.value} schema=${schema} faults=${faults} onChange=${(changes) => edit(change(text, changes))} models=${teachers} sources=${sources} />
+    <${Form} spec=${spec.value} schema=${schema} faults=${faults} onChange=${(changes) => edit(change(text, changes))} models=${teachers} sources=${sources} files=${files ?? []} upload=${upload} />
     <section aria-label="Editor">
       <${Editor} label="Spec, YAML or JSON" text=${text} onInput=${edit} onSubmit=${submit} schema=${schema} marks=${marks} shown=${shown} />
       <p class="quiet small">Ctrl Space completes, Ctrl Enter submits, Tab leaves the editor.</p>
@@ -121,7 +133,9 @@ const load = async (query) => {
     return { schema, recipes, start: write(copy), words };
   }
   const recipe = recipes.find(({ id }) => id === (query.get("recipe") ?? FIRST)) ?? recipes[0];
-  return { schema, recipes, start: recipe.text, words: recipe.description, recipe };
+  const file = query.get("file") && (await get(`/v1/files/${query.get("file")}`));
+  const start = file ? change(recipe.text, [trainsOn(file)]) : recipe.text;
+  return { schema, recipes, start, words: recipe.description, recipe };
 };
 
 export function Submit({ query }) {

@@ -37,7 +37,7 @@ export function change(text, changes) {
       const missing = above === null || typeof above !== "object";
       if (missing) doc.setIn(path.slice(0, depth), doc.createNode(typeof path[depth] === "number" ? [] : {}));
     }
-    doc.setIn(path, value);
+    doc.setIn(path, typeof value === "object" ? doc.createNode(value) : value);
   }
   return doc.toString({ lineWidth: 0 });
 }

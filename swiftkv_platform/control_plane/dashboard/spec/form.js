@@ -1,10 +1,12 @@
 // The fields that most people change, read from the spec's text and written back to it.
 
 import { html, useState } from "../vendor/htm-preact.js";
+import { contents } from "../upload.js";
 import { at } from "./document.js";
 import { fieldAt } from "./schema.js";
 
 const L = ["swiftkv", "num_key_value_layers"];
+const SOURCE = ["data", "sources", 0, "name_or_path"];
 const REDUCTION = ["swiftkv", "prefill_reduction"];
 
 /** [legend, [field]]; `clears` names what the field stands in for. */
@@ -12,7 +14,7 @@ const GROUPS = [
   ["Job", [{ path: ["name"], label: "Name" }]],
   ["Model and data", [
     { path: ["model", "name_or_path"], label: "Teacher", list: "models" },
-    { path: ["data", "sources", 0, "name_or_path"], label: "Data", list: "sources" },
+    { path: SOURCE, label: "Data", list: "sources" },
   ]],
   ["SwiftKV", [
     { path: L, label: "l, layers with KV", kind: "int", clears: REDUCTION },
@@ -69,14 +71,16 @@ function Field({ field, spec, schema, faults, onChange, disabled }) {
   </label>`;
 }
 
-export function Form({ spec, schema, faults, onChange, models, sources }) {
+/** `files`: uploaded ones, which `upload` adds to. */
+export function Form({ spec, schema, faults, onChange, models, sources, files, upload }) {
   const paired = (fields) => (fields.length > 2 ? "pair" : "");
   const more = (at(spec, ["data", "sources"])?.length ?? 1) - 1;
+  const named = files.find(({ id }) => id === at(spec, SOURCE));
   return html`<form class="form panel" onSubmit=${(event) => event.preventDefault()} aria-label="What most people change">
     ${GROUPS.map(([legend, fields]) => html`<fieldset><legend>${legend}</legend><div class=${paired(fields)} style=${paired(fields) ? "" : "display: grid; gap: 0.6rem"}>
       ${fields.map((field) => html`<${Field} key=${field.label} field=${field} spec=${spec} schema=${schema} faults=${faults} onChange=${onChange} disabled=${spec === null} />`)}
-    </div>${legend.includes("data") && more > 0 ? html`<span class="quiet small">${more} more in the editor</span>` : ""}</fieldset>`)}
+    </div>${legend.includes("data") ? html`${named && html`<span class="quiet small">${contents(named)}</span>`}${more > 0 && html`<span class="quiet small">${more} more in the editor</span>`}${upload}` : ""}</fieldset>`)}
     <datalist id="models">${models.map((name) => html`<option value=${name}></option>`)}</datalist>
-    <datalist id="sources">${sources.map((name) => html`<option value=${name}></option>`)}</datalist>
+    <datalist id="sources">${sources.map((name) => html`<option value=${name}></option>`)}${files.map((file) => html`<option value=${file.id}>${contents(file)}</option>`)}</datalist>
   </form>`;
 }

@@ -1,0 +1,64 @@
+// Uploaded files of rows, for jobs to train on.
+
+import { html, useState } from "../vendor/htm-preact.js";
+import { all, get, remove } from "../api.js";
+import { Empty, Loading, Problem, Search, Table, bytes, count, useAction, useFresh, when } from "../parts.js";
+import { Upload } from "../upload.js";
+
+const EVERY_MS = 10000;
+const LOOKED_THROUGH = 500;
+const USERS_SHOWN = 3;
+
+/** The newest jobs that train on each file, by the file's id. */
+async function users() {
+  const found = new Map();
+  for (const job of (await get(`/jobs?limit=${LOOKED_THROUGH}`)).data) {
+    for (const name of new Set(job.spec.data.sources.map((source) => source.name_or_path))) found.set(name, [...(found.get(name) ?? []), job]);
+  }
+  return found;
+}
+
+function Users({ jobs }) {
+  const more = jobs.length - USERS_SHOWN;
+  return html`<span>${jobs.slice(0, USERS_SHOWN).map((job, i) => html`${i > 0 && ", "}<a href="#/jobs/${job.id}">${job.name}</a>`)}${more > 0 && ` and ${count(more)} more`}</span>`;
+}
+
+const text = (file) => [file.filename, file.id, file.format].join(" ");
+
+export function Files() {
+  const [search, setSearch] = useState("");
+  const [act, busy, refusal] = useAction();
+  const [files, problem, reload] = useFresh(() => all("/v1/files"), [], EVERY_MS);
+  const [usedBy] = useFresh(users, [], null);
+  const [quota] = useFresh(() => get("/quota"), [files?.length], null);
+  const erase = (file) => () => {
+    if (!confirm(`Delete ${file.filename} (${file.id})? Nothing brings it back.`)) return;
+    act(async () => {
+      await remove(`/v1/files/${file.id}`);
+      await reload();
+    });
+  };
+  const columns = [
+    { name: "File", sort: (file) => file.filename, cell: (file) => html`<span><a href="/v1/files/${file.id}/content" download=${file.filename}>${file.filename}</a><br /><code class="quiet">${file.id}</code></span>` },
+    { name: "Rows", number: true, sort: (file) => file.rows, cell: (file) => count(file.rows) },
+    { name: "Format", sort: (file) => file.format, cell: (file) => file.format },
+    { name: "Purpose", sort: (file) => file.purpose, cell: (file) => file.purpose },
+    { name: "Size", number: true, sort: (file) => file.bytes, cell: (file) => bytes(file.bytes) },
+    { name: "Used by", sort: (file) => usedBy?.get(file.id)?.length ?? 0, cell: (file) => (usedBy?.has(file.id) ? html`<${Users} jobs=${usedBy.get(file.id)} />` : "") },
+    { name: "Uploaded", sort: (file) => file.created_at, cell: (file) => html`<span>${when(file.created_at)}${file.expires_at && html`<br /><span class="quiet small">until ${when(file.expires_at)}</span>`}</span>` },
+    {
+      name: "",
+      cell: (file) => html`<span class="row">
+        <a href="#/submit?file=${file.id}" aria-label="Train on ${file.filename}">Train</a>
+        <button class="danger" disabled=${busy} onClick=${erase(file)} aria-label="Delete ${file.filename}">Delete</button>
+      </span>`,
+    },
+  ];
+  const empty = html`<div class="panel"><${Empty} title="No file yet">Conversations, prompts with completions, or texts: one JSON object a line.<//></div>`;
+  const stored = quota && `${bytes(quota.stored_bytes)}${quota.max_stored_bytes == null ? "" : ` of ${bytes(quota.max_stored_bytes)}`} stored`;
+  return html`<div class="head"><h1>Files</h1></div>
+    <${Upload} id="upload" label="Upload rows" hint="JSON Lines, chosen or dropped here. Every row is looked at, and a file is kept whole or not at all." onDone=${reload} />
+    <${Problem} problem=${problem ?? refusal} />
+    <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search files" /><span class="end">${stored}</span></div>
+    ${files ? html`<${Table} caption="Files" columns=${columns} rows=${files} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="files" />`}`;
+}

@@ -1,5 +1,6 @@
 """The whole path over HTTP, every part real: a job through POST /jobs, its model deployed, /generate, cancellation."""
 
+import json
 import os
 import re
 import time
@@ -198,7 +199,12 @@ def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform,
     def picture(name: str) -> None:
         page.screenshot(path=pictures / f"{name}.png", full_page=True)
 
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": QUESTION}]}) + "\n")
     page.goto(platform.url)
+    page.get_by_role("navigation").get_by_role("link", name="Files").click()
+    page.get_by_label("Upload rows").set_input_files(tmp_path / "chats.jsonl")
+    page.get_by_role("link", name="chats.jsonl", exact=True).wait_for()
+    picture("files")
     page.get_by_role("link", name="New job").first.click()
     page.get_by_label("Begin from").select_option("recipe:builtin-python-5m")
     for label, value in (("Name", "from-a-browser"), ("Steps", "4"), ("Batch size", "4"), ("Workers", "1")):

@@ -42,6 +42,7 @@ take multiples."""
 VLLM_KV_CACHE_BYTES = 96 << 20
 """Whole blocks of both models with vLLM's 128 tokens a block on CPUs; as many for the dense one as `KV_CACHE_BYTES`."""
 CACHED_TOKENS = 3000
+"""Tokens of a load for which one cache is taken."""
 OURS = ["dense", "swiftkv"]
 VLLM = {"vllm": "dense", "vllm-swiftkv": "swiftkv"}
 """Model that vLLM serves, by system."""

@@ -114,7 +114,8 @@ def quantize_weight(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the type of `weight`, or
     [size_out, 1] without groups. Each scale is the one of some that has the least squared error, all rounded to
-    nearest; the search may clip the largest weights.
+    nearest; the search may clip the largest weights. Those of int4 are multiples of a step of their row
+    (`MAX_MULTIPLIER`).
 
     Args:
         gram: sums of outer products of inputs, float32 [size_in, size_in]. With it the error is that of the output on

@@ -10,13 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.memory import layer_shapes
 from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import convert, export_adapter
+from swiftkv_platform.model import convert, export, export_adapter
 from swiftkv_platform.model.adapters import check_base
 from tests.engine_schedules import Subject, check_outputs, free_drafts, happened, random_arrivals, run, scattered_exits
 from tests.tiny_models import disturb, family_teacher, random_teacher
@@ -114,6 +115,21 @@ def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
 
 
 @starts
+@starts
+def test_two_ranks_cut_integers_as_floats(tmp_path: Path) -> None:
+    """Prompts get the log-probabilities of one rank, but for the rounding of a sum in two parts."""
+    teacher = family_teacher("phi3", hidden_size=128, intermediate_size=128)  # 64 columns a rank: whole groups
+    export(convert(teacher, num_key_value_layers=2).to(torch.bfloat16), tmp_path / "served", quantize="mixed")
+    scored = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for size in (1, 2):
+        with sharing(tmp_path / "served", size, **SMALL, kv_cache_bytes=1 << 20) as engine:
+            outputs = engine.generate(prompts(100), scored)
+            rows = [one for output in outputs for one in output.prompt_logprobs or () if one is not None]
+            found.append(torch.tensor([next(iter(one.values())) for one in rows]))
+    assert (found[0] - found[1]).abs().max() < 0.1
+
+
 @in_soak
 def test_an_adapter_is_put_together_once_for_all_ranks(tmp_path: Path) -> None:
     base = saved(random_teacher(seed=4), tmp_path / "base")

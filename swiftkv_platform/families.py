@@ -132,6 +132,21 @@ class Family:
         """Whether a norm stands before attention, and norm_swiftkv before the K and V of layers >= l."""
         return self.norms != "behind"
 
+    def check_sharing(self, num_key_value_heads: int | None, field: str) -> None:
+        """Raises `ModelError`, naming `field`, where layers >= l cannot have KV heads of another number."""
+        why = None
+        if self.attention == "latent":
+            why = "caches one latent for all heads (MLA): there are no heads to share"
+        elif self.query_key_norms == "all heads":
+            why = "normalises the keys of all its heads together: other heads than the teacher's have no norm"
+        if why and num_key_value_heads is not None:
+            raise ModelError(
+                f"num_key_value_heads_swiftkv is {num_key_value_heads}, but {self.model_type} {why}; "
+                "use swiftkv.sharing: gqa",
+                field=field,
+                value=num_key_value_heads,
+            )
+
     def teacher_class(self, kind: str) -> str:
         """Name of transformers' class of a kind, such as `DecoderLayer`."""
         of_decoder = kind in ("Model", "Config") and self.decoder_prefix

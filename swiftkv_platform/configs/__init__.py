@@ -87,20 +87,7 @@ class SwiftKVConfigMixin:
         heads, config = self.num_key_value_heads_swiftkv, cast("Any", self)
         if heads is None:
             return
-        if self.family.attention == "latent":
-            raise ModelError(
-                f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} caches one latent for all heads "
-                "(MLA): there are no heads to share; use swiftkv.sharing: gqa",
-                field="swiftkv.sharing",
-                value=heads,
-            )
-        if self.family.query_key_norms == "all heads":
-            raise ModelError(
-                f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} normalises the keys of all its heads "
-                "together: other heads than the teacher's have no norm; use swiftkv.sharing: gqa",
-                field="swiftkv.sharing",
-                value=heads,
-            )
+        self.family.check_sharing(heads, "swiftkv.sharing")
         theirs = config.num_key_value_heads
         fits = heads >= 1 and config.num_attention_heads % heads == 0
         if not fits or (theirs % heads and heads % theirs):

@@ -16,7 +16,7 @@ from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.sharding import Ranks, cut_of, whole_name
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.stored_quantization import stored_integers
+from swiftkv_platform.model.stored_quantization import as_floats
 from swiftkv_platform.model.weight_formats import (
     IntegerWeight,
     WeightFormat,
@@ -26,16 +26,14 @@ from swiftkv_platform.model.weight_formats import (
     quantize_weight,
 )
 
-GROUP_SIZE = kernels.GROUP
-"""Inputs that share a scale where weights are rounded to int4."""
-
 
 def attach_stored(model: Any, checkpoint: Checkpoint, ranks: Ranks | None = None) -> None:
     """Put the integers that a checkpoint stores beside the weights of a model that was loaded from it, with `ranks`
     one's own part of each."""
+    weights = as_floats(checkpoint)
     for name, linear in _projections(model):
         weight = f"{whole_name(name)}.weight"
-        stored = stored_integers(checkpoint, weight)
+        stored = weights.integers(weight)
         if stored is not None:
             linear.integers = stored if ranks is None else _own_part(stored, weight, linear, ranks, model.config)
 
@@ -44,7 +42,8 @@ def round_weights(model: Any, form: WeightFormat) -> None:
     """Round the projections of a model's layers that are not in integers to nearest, and its heads to int8, in place.
 
     `int4` leaves what makes queries, keys and values in int8, as the export format `mixed` does, and projections whose
-    inputs make no groups. Raises `ModelError`: `int4` for a model whose projections are stored in int8.
+    inputs make no groups. Where no kernel multiplies integers, a head that is the embedding too stays as it is. Raises
+    `ModelError`: `int4` for a model whose projections are stored in int8.
     """
     for name, linear in _projections(model):
         if (stored := integers_of(linear)) is not None:
@@ -55,13 +54,12 @@ def round_weights(model: Any, form: WeightFormat) -> None:
                     ", and the model is stored in int8; use auto, or export it from its floats with --quantize int4",
                 )
             continue
-        four = form == "int4" and not makes_heads(name) and linear.in_features % GROUP_SIZE == 0
-        rounded = _round(linear, "int4" if four else "int8")
-        linear.weight.data = dequantize_weight(rounded.integers, rounded.scale).to(linear.weight.dtype)
-        linear.integers = rounded
+        four = form == "int4" and not makes_heads(name) and linear.in_features % kernels.GROUP == 0
+        _round(linear, "int4" if four else "int8")
+    embedding = model.get_input_embeddings().weight
     for name in ("lm_head", "exit_head"):
         if isinstance(head := getattr(model, name, None), nn.Linear):
-            head.integers = _round(head, "int8")  # type: ignore[assignment]  # a tied head's floats embed tokens too
+            _round(head, "int8", keeps_floats=head.weight is embedding)
 
 
 def integers_of(linear: nn.Module) -> IntegerWeight | None:
@@ -91,9 +89,11 @@ def _projections(model: Any) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _round(linear: nn.Linear, form: WeightFormat) -> IntegerWeight:
-    group = GROUP_SIZE if form == "int4" else None
-    return IntegerWeight(*quantize_weight(linear.weight.detach(), form, group), form)
+def _round(linear: Any, form: WeightFormat, *, keeps_floats: bool = False) -> None:
+    group = kernels.GROUP if form == "int4" else None
+    linear.integers = rounded = IntegerWeight(*quantize_weight(linear.weight.detach(), form, group), form)
+    if not keeps_floats:
+        linear.weight.data = dequantize_weight(rounded.integers, rounded.scale).to(linear.weight.dtype)
 
 
 def _own_part(whole: IntegerWeight, name: str, linear: nn.Linear, ranks: Ranks, config: Any) -> IntegerWeight | None:

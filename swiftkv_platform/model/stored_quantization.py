@@ -39,31 +39,12 @@ def quantization_fields(config: Any) -> dict[str, Any] | None:
     return fields if fields is None or isinstance(fields, dict) else fields.to_dict()
 
 
-def as_floats(checkpoint: Checkpoint) -> _Dequantized:
+def as_floats(checkpoint: Checkpoint) -> Dequantized:
     """The checkpoint under the names of its weights, in their shapes, and dequantised where it stores them quantised.
     Reading raises `ModelError`: quantised weights without scales, or scales that do not fit."""
     own = {name for name in checkpoint.shards if not _belongs_to_another(name, checkpoint)}
     shards = {name.removesuffix(PACKED): shard for name, shard in checkpoint.shards.items() if name in own}
-    return _Dequantized(checkpoint.source, shards, checkpoint.hub_arguments, stored=checkpoint)
-
-
-def stored_integers(checkpoint: Checkpoint, name: str) -> IntegerWeight | None:
-    """Integers and scales that stand for the weight `name`, with a scale for each row or group of its inputs; None: it
-    is stored otherwise."""
-    packed = f"{name}{PACKED}" in checkpoint.shards
-    if not packed and (name not in checkpoint.shards or checkpoint.headers[name].dtype != torch.int8):
-        return None
-    if f"{name}{_SCALES[0]}" not in checkpoint.shards:
-        return None
-    weights = as_floats(checkpoint)
-    integers, bits = weights.unpack(name, None) if packed else (checkpoint.tensors([name])[name], 8)
-    scale = checkpoint.tensors([f"{name}{_SCALES[0]}"])[f"{name}{_SCALES[0]}"]
-    rows = len(integers)
-    scale = scale.expand(rows, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
-    fits = len(scale) == rows and integers.shape[1] % scale.shape[1] == 0
-    if not fits or (bits == 8 and scale.shape[1] > 1):
-        return None
-    return IntegerWeight(integers, scale, "int4" if bits == 4 else "int8")
+    return Dequantized(checkpoint.source, shards, checkpoint.hub_arguments, stored=checkpoint)
 
 
 def read_all(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -92,7 +73,9 @@ def without_swiftkv(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Dequantized(Checkpoint):
+class Dequantized(Checkpoint):
+    """A checkpoint whose quantised weights are read as floats."""
+
     stored: Checkpoint = field(kw_only=True)
 
     @cached_property
@@ -119,6 +102,24 @@ class _Dequantized(Checkpoint):
                 raise self._misfit(f"{name}{PACKED} is {list(info.shape)}, which does not hold {list(shape)} integers")
         return shapes
 
+    def integers(self, name: str) -> IntegerWeight | None:
+        """Integers and scales that stand for a weight, with a scale for each row or group of its inputs; None: it is
+        stored otherwise."""
+        stored, scales = self.stored, f"{name}{_SCALES[0]}"
+        packed = f"{name}{PACKED}" in stored.shards
+        if not packed and (name not in stored.shards or stored.headers[name].dtype != torch.int8):
+            return None
+        if scales not in stored.shards:
+            return None
+        integers, bits = self._unpack(name, None) if packed else (stored.tensors([name])[name], 8)
+        scale = stored.tensors([scales])[scales]
+        rows, size = integers.shape
+        scale = scale.expand(rows, 1) if scale.numel() == 1 else scale.reshape(len(scale), -1)
+        fits = len(scale) == rows and size % scale.shape[1] == 0
+        if not fits or (bits == 8 and scale.shape[1] > 1):
+            return None
+        return IntegerWeight(integers, scale, "int4" if bits == 4 else "int8")
+
     def _info(self, name: str) -> TensorInfo:
         if name in self.stored.shards:
             return self.stored.headers[name]
@@ -127,7 +128,7 @@ class _Dequantized(Checkpoint):
 
     def _tensor(self, name: str, part: Part | None) -> torch.Tensor:
         if name not in self.stored.shards:
-            weight, _ = self.unpack(name, part)
+            weight, _ = self._unpack(name, part)
         else:
             weight = self.stored.tensors([name], part)[name]
             if weight.dtype not in QUANTIZED_DTYPES:
@@ -137,7 +138,7 @@ class _Dequantized(Checkpoint):
             raise self._misfit(f"{name} is quantised and has no {name}_scale or {name}_scale_inv beside it")
         return self._multiply(name, weight, self.stored.tensors([scales])[scales], part)
 
-    def unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
+    def _unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
         """Integers of a packed weight, int8, and the bits of each."""
         size = self._shapes[name][1]
         packed = f"{name}{PACKED}"

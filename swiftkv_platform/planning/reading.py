@@ -25,12 +25,6 @@ def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) ->
             field="num_key_value_heads_swiftkv",
             value=kv_heads,
         )
-    if num_key_value_heads is not None and family.query_key_norms == "all heads":
-        raise ModelError(
-            "num_key_value_heads_swiftkv has no meaning where the keys of all heads are normalised together",
-            field="num_key_value_heads_swiftkv",
-            value=num_key_value_heads,
-        )
     size = fields.count("head_dim", default=family.head_dim or max(hidden // heads, 1))
     bias = fields.has(family.input_bias)
     norms = {"head": (size, size), "all heads": (heads * size, kv_heads * size), None: (0, 0)}[family.query_key_norms]
@@ -48,14 +42,8 @@ def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) ->
     )
 
 
-def _latent(family: Family, fields: Fields, num_key_value_heads: int | None) -> AttentionShape:
+def _latent(family: Family, fields: Fields, _num_key_value_heads: int | None) -> AttentionShape:
     """Multi-head latent attention (DeepSeek-V2): one latent and one rotated key a token are cached for all heads."""
-    if num_key_value_heads is not None:
-        raise ModelError(
-            "num_key_value_heads_swiftkv has no meaning for latent attention, which caches no heads",
-            field="num_key_value_heads_swiftkv",
-            value=num_key_value_heads,
-        )
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     nope, rope = fields.count("qk_nope_head_dim", default=128), fields.count("qk_rope_head_dim", default=64)
     value, rank = fields.count("v_head_dim", default=128), fields.count("kv_lora_rank", default=512)
@@ -239,6 +227,7 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
     attention, feed_forward = _ATTENTION[family.attention], _FEED_FORWARD[family.feed_forward]
     own = attention(family, fields, None)
     shared_heads = num_key_value_heads_swiftkv or fields.optional_count("num_key_value_heads_swiftkv")
+    family.check_sharing(shared_heads, "num_key_value_heads_swiftkv")
     return Architecture(
         model_type=family.model_type,
         hidden_size=fields.count("hidden_size"),

@@ -119,6 +119,11 @@ def _check() -> None:
     )
     if not torch.allclose(found, wanted, atol=0.02):
         raise _UnavailableError("attention computed with them is wrong")
+    integers = torch.arange(-64, 64, dtype=torch.int8).repeat(COLUMNS, 1)
+    x = query.reshape(-1, integers.shape[1])[:1].expand(2 * COLUMNS, -1).contiguous()  # rows for tiles
+    found = linear(x, pack(IntegerWeight(integers, torch.full((COLUMNS, 1), 0.01), "int8")), None, COLUMNS)
+    if not torch.allclose(found.float(), F.linear(x.float(), 0.01 * integers.float()), rtol=0.02, atol=0.02):
+        raise _UnavailableError("products in integers computed with them are wrong")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

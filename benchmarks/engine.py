@@ -27,10 +27,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import LlamaForCausalLM
 
 from benchmarks.common import add_shape, benchmark_parser, conditions, random_llama, random_student, write_report
+from benchmarks.engine_worker import EngineWorker, add_vllm_python, engine_arguments
 from benchmarks.serving.metrics import Figures, RequestTimes, figures, medians
 from benchmarks.serving.systems import Prompts, System, generate_system, vllm_system
 from benchmarks.serving.workloads import Request
-from benchmarks.vllm_client import VLLMWorker, add_vllm_python, engine_arguments
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
@@ -80,13 +80,13 @@ def main(argv: list[str] | None = None) -> None:
             systems["huggingface"] = generate_system(dense.eval(), args.batch_size)
         report: dict[str, Any] = {**conditions(args), "counted": count(engines, args), "kv_blocks": kv_blocks(loaded)}
         print(json.dumps(report["counted"] | {"kv_blocks": report["kv_blocks"]}), flush=True)
-        workers: dict[str, VLLMWorker] = {}
+        workers: dict[str, EngineWorker] = {}
         for name in [name for name in args.systems if name in VLLM]:
             workers[name] = stack.enter_context(vllm_worker(args, paths[VLLM[name]], config))
             systems[name] = vllm_system(workers[name])
         for name in [name for name in args.systems if name in OPENVINO]:
             arguments = {"model": str(paths["dense"]), "form": OPENVINO[name]}
-            worker = VLLMWorker(
+            worker = EngineWorker(
                 args.openvino_python, arguments, num_threads=torch.get_num_threads(), script=OPENVINO_WORKER
             )
             workers[name] = stack.enter_context(worker)
@@ -192,7 +192,7 @@ def engine_system(engine: LLMEngine) -> System:
     return play
 
 
-def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig) -> VLLMWorker:
+def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig) -> EngineWorker:
     """vLLM on a model, with the limits of our engine."""
     arguments = engine_arguments(
         model,
@@ -201,7 +201,7 @@ def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig) -> 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    return VLLMWorker(args.vllm_python, arguments, num_threads=torch.get_num_threads())
+    return EngineWorker(args.vllm_python, arguments, num_threads=torch.get_num_threads())
 
 
 def compare(

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 import swiftkv_platform.model  # registers the classes with transformers  # noqa: F401
 from benchmarks.common import benchmark_parser, conditions, write_report
 from benchmarks.engine import compare, engine_system
+from benchmarks.engine_worker import EngineWorker, add_vllm_python, engine_arguments
 from benchmarks.serving.systems import System, vllm_system
-from benchmarks.vllm_client import VLLMWorker, add_vllm_python, engine_arguments
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 
 KV_CACHE_BYTES = 1 << 30
@@ -76,9 +76,9 @@ def vllm_systems(args: argparse.Namespace, stack: ExitStack) -> dict[str, System
         max_num_batched_tokens=max(args.lengths),
     )
 
-    def start(swiftkv: bool) -> VLLMWorker:
+    def start(swiftkv: bool) -> EngineWorker:
         own = arguments if swiftkv else arguments | {"hf_overrides": {"swiftkv": False}}
-        return stack.enter_context(VLLMWorker(args.vllm_python, own, num_threads=torch.get_num_threads()))
+        return stack.enter_context(EngineWorker(args.vllm_python, own, num_threads=torch.get_num_threads()))
 
     return {f"vllm, {mode}": vllm_system(start(swiftkv)) for mode, swiftkv in MODES.items()}
 

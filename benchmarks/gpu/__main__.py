@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine_worker import add_vllm_python
 from benchmarks.gpu import agreement
 from benchmarks.gpu.agreement import Answer
 from benchmarks.gpu.engines import Limits, Model, Running, Start, own_engine, prepare, release_memory, vllm_engine
@@ -39,7 +40,6 @@ from benchmarks.serving.output import by_row
 from benchmarks.serving.parts import summary
 from benchmarks.serving.systems import System, random_prompts
 from benchmarks.serving.workloads import Request
-from benchmarks.vllm_client import add_vllm_python
 
 Report = dict[str, Any]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.engine_worker import EngineWorker, engine_arguments
 from benchmarks.gpu.agreement import Answer, engine_answers
 from benchmarks.serving.systems import System, engine_system, vllm_system
-from benchmarks.vllm_client import VLLMWorker, engine_arguments
 from swiftkv_platform.engine import EngineConfig, LLMEngine
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.model import convert_checkpoint
@@ -179,7 +179,7 @@ def vllm_engine(python: Path) -> Start:
             dtype=limits.dtype,
         )
         arguments |= {"kv_cache_dtype": limits.kv_cache_dtype, "enforce_eager": limits.enforce_eager}
-        with VLLMWorker(python, arguments, num_threads=torch.get_num_threads()) as worker:
+        with EngineWorker(python, arguments, num_threads=torch.get_num_threads()) as worker:
 
             def answers(prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
                 found = worker.logprobs(prompts, [num_tokens] * len(prompts))

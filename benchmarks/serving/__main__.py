@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from benchmarks.common import add_shape, conditions
+from benchmarks.engine_worker import add_vllm_python
 from benchmarks.serving.output import PLOTS, TABLES
 from benchmarks.serving.parts import PARTS, Report
 from benchmarks.serving.systems import Systems
 from benchmarks.serving.workloads import SHAPES
-from benchmarks.vllm_client import add_vllm_python
 
 SHORT: dict[str, Any] = {
     "rounds": 1,

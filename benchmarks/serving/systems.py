@@ -17,9 +17,9 @@ import torch
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.common import random_llama
+from benchmarks.engine_worker import EngineWorker, engine_arguments
 from benchmarks.serving.metrics import RequestTimes
 from benchmarks.serving.workloads import Request
-from benchmarks.vllm_client import VLLMWorker, engine_arguments
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert
@@ -60,7 +60,7 @@ class Systems:
         path = self._path("dense")
         return LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
-    def vllm(self) -> VLLMWorker:
+    def vllm(self) -> EngineWorker:
         """vLLM on the dense model, with the limits of our engine. The caller ends it."""
         arguments = engine_arguments(
             self._path("dense"),
@@ -69,7 +69,7 @@ class Systems:
             max_num_seqs=self._args.max_num_seqs,
             max_num_batched_tokens=self._args.max_num_batched_tokens,
         )
-        return VLLMWorker(self._args.vllm_python, arguments, num_threads=torch.get_num_threads())
+        return EngineWorker(self._args.vllm_python, arguments, num_threads=torch.get_num_threads())
 
     def prompts(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
         return random_prompts(requests, self._args.vocab_size, seed)
@@ -200,7 +200,7 @@ def generate_system(model: Any, batch_size: int) -> System:
     return play
 
 
-def vllm_system(worker: VLLMWorker) -> System:
+def vllm_system(worker: EngineWorker) -> System:
     """vLLM's own batching; requests are sent when they are due."""
 
     def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:

@@ -11,8 +11,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import engine
+from benchmarks.engine_worker import EngineWorker, WorkerError, engine_arguments
 from benchmarks.serving import __main__ as serving
-from benchmarks.vllm_client import VLLMWorker, WorkerError, engine_arguments
 from tests.fakes.vllm_package.vllm import DIES, SLEEPS
 
 FAKE = Path(__file__).parents[2] / "fakes" / "vllm_package"
@@ -49,26 +49,26 @@ def python(request: pytest.FixtureRequest, fake_python: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worker(python: Path, model: Path) -> Iterator[VLLMWorker]:
+def worker(python: Path, model: Path) -> Iterator[EngineWorker]:
     with started(python, model) as worker:
         yield worker
         worker.close()
         assert ended(worker)
 
 
-def started(python: Path, model: Path = FAKE, **options: float) -> VLLMWorker:
+def started(python: Path, model: Path = FAKE, **options: float) -> EngineWorker:
     arguments = engine_arguments(
         model, kv_cache_bytes=1 << 20, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64
     )
     arguments["enforce_eager"] = True  # compiling takes a minute for each worker
-    return VLLMWorker(python, arguments, num_threads=1, **options)
+    return EngineWorker(python, arguments, num_threads=1, **options)
 
 
-def ended(worker: VLLMWorker) -> bool:
+def ended(worker: EngineWorker) -> bool:
     return worker._process.poll() is not None
 
 
-def test_answers_come_with_the_time_of_every_token(worker: VLLMWorker) -> None:
+def test_answers_come_with_the_time_of_every_token(worker: EngineWorker) -> None:
     assert worker.made["max_num_batched_tokens"] == 64
     assert worker.made["threads"] == 1
     for lengths in ([1], [5, 3]):
@@ -78,13 +78,13 @@ def test_answers_come_with_the_time_of_every_token(worker: VLLMWorker) -> None:
     assert worker.idle_cpu_seconds >= 0
 
 
-def test_a_request_is_sent_when_it_is_due(worker: VLLMWorker) -> None:
+def test_a_request_is_sent_when_it_is_due(worker: EngineWorker) -> None:
     first, second = worker.generate([[7] * 20, [8] * 20], [2, 2], arrivals=[0.3, 0.0])
     assert min(first) >= 0.3
     assert max(second) < min(first)
 
 
-def test_log_probabilities_are_those_of_the_answers(worker: VLLMWorker) -> None:
+def test_log_probabilities_are_those_of_the_answers(worker: EngineWorker) -> None:
     for token_ids, logprobs in worker.logprobs([[7] * 20, [8] * 9], [3, 3]):
         assert len(token_ids) == len(logprobs) == 3
         assert max(logprobs) < 0

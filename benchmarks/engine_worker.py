@@ -1,7 +1,7 @@
-"""vLLM in an interpreter of its own, asked over a pipe: its dependencies differ from this project's pins.
+"""Another engine in an interpreter of its own, asked over a pipe: its dependencies differ from this project's pins.
 
-`VLLMWorker` starts `vllm_worker.py` there. Times are taken inside the worker, so the pipe costs none of them. Knows no
-torch and nothing of the benchmarks that use it.
+`EngineWorker` starts `vllm_worker.py` there, or what speaks as it does. Times are taken inside the worker, so the pipe
+costs none of them. Knows no torch and nothing of the benchmarks that use it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def engine_arguments(
     }
 
 
-class VLLMWorker:
+class EngineWorker:
     """A running worker; as a context manager it is gone, with its memory, after the block."""
 
     def __init__(

@@ -24,6 +24,7 @@ from hypothesis import settings
 from swiftkv_platform.control_plane.database.session import Database
 from tests.postgres import emptied, postgres_server
 from tests.rays import become_a_driver
+from tests.requirements import missing
 
 become_a_driver()
 
@@ -137,6 +138,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+@pytest.fixture
+def native_kernels() -> None:
+    """Skip where this machine cannot build or run the engine's kernels."""
+    import torch
+
+    from swiftkv_platform.engine import kernels
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in kernels.VECTOR_FLAGS:
+        pytest.skip(f"the processor offers {capability}; {' or '.join(kernels.VECTOR_FLAGS)} is needed")
+    if not kernels.available():
+        missing("native kernels cannot be built or loaded; the log says why (Debian: apt-get install g++)")
 
 
 @pytest.fixture(scope="session")

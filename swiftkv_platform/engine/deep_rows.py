@@ -92,6 +92,10 @@ class DeepRows:
             cache = replace(cache, slots=take(cache.slots, writing))
         return cls(cache, decoder.layer_map.num_key_value_layers, places, tuple(writing))
 
+    def place(self, group: int) -> tuple[Any, torch.Tensor]:
+        """Return what the cache holds of a group, and the slots that its deep rows write to."""
+        return self.cache.read(self.first_cache_layer + group), self.cache.slots
+
     def write(self, group: int, own: KeyValue) -> Any:
         layer = self.first_cache_layer + group
         if self.deep is None:

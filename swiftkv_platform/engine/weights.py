@@ -15,13 +15,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.engine.integer_weights import common_weights, integers_of
-from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation, rotate, split_heads
+from swiftkv_platform.engine.native_modules import (
+    NativeAttention,
+    NativeEmbedding,
+    NativeHead,
+    NativeLayer,
+    NativeLinear,
+    NativeMLP,
+    NativeRMSNorm,
+    rotate_heads,
+)
+from swiftkv_platform.model.attention import HeadAttentionMixin
 from swiftkv_platform.model.weight_formats import IntegerWeight
 
 SIBLINGS = (
@@ -52,6 +59,7 @@ def lay_out(model: Any, *, native: bool = False) -> None:
     make_linear = _linear_class(model, arena)
     if arena is not None:
         _replace(model, _is_gated_mlp, lambda mlp: NativeMLP(mlp, arena))
+        _pack_heads(model, arena)
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
     shared = [projection for leader in leaders for projection in leader.input_projections]
     if shared:
@@ -78,6 +86,19 @@ def align(model: nn.Module) -> None:
         for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
             if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
                 parameter.data = parameter.data.clone()
+
+
+def _pack_heads(model: Any, arena: Arena) -> None:
+    """Put heads on the kernels; a tied one in floats has the embeddings read out of its packed weight."""
+    embedding = model.model.embed_tokens
+    for name in ("lm_head", "exit_head"):
+        head = getattr(model, name, None)
+        if type(head) is not nn.Linear:
+            continue
+        packed = NativeHead(common_weights([head])[0], head.bias, arena)
+        if head.weight is embedding.weight and integers_of(head) is None:
+            model.model.embed_tokens = NativeEmbedding(embedding, packed)
+        setattr(model, name, packed)
 
 
 MakeLinear = Callable[[Any, torch.Tensor | None], Any]
@@ -115,17 +136,12 @@ def use_kernels(model: Any) -> None:
     for layer in model.model.layers:
         attention = layer.self_attn
         if isinstance(attention, HeadAttentionMixin):
-            attention.rotate = _rotate
+            attention.rotate = rotate_heads
         elif all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")) or hasattr(attention, "qkv_proj"):
             layer.self_attn = NativeAttention(attention)
-
-
-def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """`model.attention.rotate`; by the kernels where the factors are in their dtype, as most families' are."""
-    size = rotation[0].shape[-1]
-    if size < x.shape[-1]:
-        return torch.cat((_rotate(x[..., :size], rotation), x[..., size:]), dim=-1)
-    return (kernels.rotate if rotation[0].dtype == x.dtype else rotate)(x, rotation)
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = NativeLayer.of(layer) or layer
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -223,122 +239,10 @@ class _Part(nn.Module):
 
     def __init__(self, fused: _Fused, at: int) -> None:
         super().__init__()
-        self._fused = fused
+        self.fused = fused
         self._at = at
         self.in_features = fused.linear.in_features
         self.out_features = fused.sizes[at]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._fused.part(x, self._at)
-
-
-class NativeLinear(nn.Module):
-    """y = x W^T + b."""
-
-    def __init__(self, weight: torch.Tensor | IntegerWeight, bias: torch.Tensor | None, arena: Arena) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.weight = kernels.pack(weight).moved_into(arena)
-        self.bias = None if bias is None else kernels.padded(bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        return kernels.linear(x, self.weight, self.bias, self.out_features)
-
-
-class NativeRMSNorm(nn.Module):
-    """The families' RMSNorm."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight = kernels.padded(norm.weight)
-        self.variance_epsilon = norm.variance_epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size]; in float32 inside."""
-        return kernels.rms_norm(x, self.weight, self.variance_epsilon)
-
-
-class NativeMLP(nn.Module):
-    """The families' gated MLP with SiLU: gate, up and their product in one operator."""
-
-    def __init__(self, mlp: Any, arena: Arena) -> None:
-        super().__init__()
-        fused = getattr(mlp, "gate_up_proj", None)
-        separate = fused is None
-        gate, up = common_weights([mlp.gate_proj, mlp.up_proj]) if separate else common_weights([fused])[0].chunk(2)
-        self.gate_up = _GatedLinear(gate, up, arena)
-        self.down_proj = mlp.down_proj
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] -> the same."""
-        y: torch.Tensor = self.down_proj(self.gate_up(x))
-        return y
-
-
-class _GatedLinear(nn.Module):
-    """silu(x G^T) * x U^T."""
-
-    def __init__(self, gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight, arena: Arena) -> None:
-        super().__init__()
-        self._size, self.in_features = gate.shape
-        self.out_features = 2 * self._size  # of its products
-        self.weight = kernels.pack_gated(gate, up).moved_into(arena)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., intermediate_size]."""
-        return kernels.gated_linear(x, self.weight, self._size)
-
-
-class NativeAttention(nn.Module):
-    """A family's own attention by head; what is the kernels' is its RoPE."""
-
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-    qkv_proj: nn.Module
-    o_proj: nn.Module
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
-
-    def __init__(self, attention: Any) -> None:
-        super().__init__()
-        self._modules.update(attention._modules)
-        self.config, self.layer_idx = attention.config, attention.layer_idx
-        self.head_dim, self.scaling = attention.head_dim, attention.scaling
-        self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, True
-        self.sliding_window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
-        self.q_norm, self.k_norm = (attention._modules.get(name) for name in ("q_norm", "k_norm"))
-        self.normalises_all_heads = self.config.family.query_key_norms == "all heads"
-        self.rotates = getattr(attention, "use_rope", True)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Rotation,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the family's module: output [1, num_tokens, hidden_size], and weights if the backend has them."""
-        query, key, value = (
-            split_heads(part, self.head_dim, norm, of_all=self.normalises_all_heads)
-            for part, norm in zip(self._project(hidden_states), (self.q_norm, self.k_norm, None), strict=True)
-        )
-        if self.rotates:
-            query, key = _rotate(query, position_embeddings), _rotate(key, position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, weights = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs
-        )
-        return self.o_proj(output.flatten(-2)), weights
-
-    def _project(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Queries, keys and values of all heads, each [1, num_tokens, num_heads * head_dim]."""
-        if not hasattr(self, "qkv_proj"):
-            return [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
-        heads = (self.config.num_attention_heads, *[self.config.num_key_value_heads] * 2)
-        parts: Sequence[torch.Tensor] = self.qkv_proj(hidden_states).split([n * self.head_dim for n in heads], dim=-1)
-        return parts
+        return self.fused.part(x, self._at)

@@ -38,16 +38,18 @@ class DeepGroup:
     def __init__(
         self, group: int, leader: SwiftKVAttentionMixin, writer: DeepWriter, kept: TokenSelection | None
     ) -> None:
-        self._group, self._leader, self._writer = group, leader, writer
+        self.group, self.writer = group, writer
+        self.key_value: KeyValue | None = None
+        """None until the leader has attended."""
+        self._leader = leader
         self._kept = kept or TokenSelection()
-        self._key_value: KeyValue | None = None
 
     def __call__(self, attention: SwiftKVAttentionMixin, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
         if attention is self._leader:
-            stored = self._writer.write(self._group, attention.own_key_value(hidden_states, rotation))
-            self._key_value = attention.expand_key_value(read(take_rows(stored, self._kept)))
-        assert self._key_value is not None, "a group's leader attends first"
-        return self._key_value
+            stored = self.writer.write(self.group, attention.own_key_value(hidden_states, rotation))
+            self.key_value = attention.expand_key_value(read(take_rows(stored, self._kept)))
+        assert self.key_value is not None, "a group's leader attends first"
+        return self.key_value
 
 
 @dataclass(frozen=True)

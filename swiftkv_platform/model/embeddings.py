@@ -16,5 +16,8 @@ class ScaledEmbedding(nn.Embedding):
         self._scale, self._rounds = scale, rounds
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        scale = torch.tensor(self._scale).to(self.weight.dtype).item() if self._rounds else self._scale
-        return super().forward(input_ids) * scale
+        return self.scaled(super().forward(input_ids))
+
+    def scaled(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Embeddings that were read out of the weight, times the factor."""
+        return embedded * (torch.tensor(self._scale).to(embedded.dtype).item() if self._rounds else self._scale)

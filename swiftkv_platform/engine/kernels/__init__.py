@@ -15,8 +15,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +28,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weight_formats import IntegerWeight
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-HEADERS = [SOURCE.with_name(name) for name in ("products.h", "vectors.h")]
+HEADERS = [SOURCE.with_name(name) for name in ("blocks.h", "heads.h", "integers.h", "products.h", "vectors.h")]
 CACHE_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
@@ -45,7 +46,7 @@ COLUMNS = 32
 MOST_INPUTS = 1 << 16
 """Inputs whose products, of 8 bits each, fit into int32 together."""
 GROUP = 32
-"""Inputs whose weights in int4 share a multiplier; groups of a checkpoint are a multiple of it."""
+"""Number that groups of inputs in int4 are a multiple of."""
 
 
 def serve(model: Any) -> bool:
@@ -137,6 +138,14 @@ def padded(vector: torch.Tensor) -> torch.Tensor:
     return F.pad(vector.detach().float(), (0, -vector.numel() % COLUMNS))
 
 
+class Norm(Protocol):
+    """An RMSNorm."""
+
+    weight: torch.Tensor
+    """As `padded` makes it."""
+    variance_epsilon: float
+
+
 class Packed(NamedTuple):
     """A weight as the products read it; all but the numbers are for integers."""
 
@@ -148,7 +157,7 @@ class Packed(NamedTuple):
     offsets: torch.Tensor | None = None
     """128 times the sum of an output's integers, int32 [num_blocks, COLUMNS]."""
     multipliers: torch.Tensor | None = None
-    """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / GROUP, COLUMNS]."""
+    """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / group, COLUMNS]."""
 
     def moved_into(self, arena: Arena) -> Packed:
         """The same in an arena."""
@@ -176,9 +185,8 @@ def pack(weight: torch.Tensor | IntegerWeight) -> Packed:
     multipliers = weight.multipliers()
     assert multipliers is not None, "scales of int4 that are no multiples of one"
     scales = weight.scale[:, :1].float() / multipliers[:, :1]
-    multipliers = multipliers.repeat_interleave(weight.group_size // GROUP, dim=1)
     first, second = (integers + 8).view(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)
-    wide = integers.unflatten(1, (-1, GROUP)) * multipliers.to(torch.int8).unsqueeze(-1)
+    wide = integers.unflatten(1, (-1, weight.group_size)) * multipliers.to(torch.int8).unsqueeze(-1)
     return Packed(
         _in_blocks((first | second << 4).flatten(1), 4),
         _blocks(scales).squeeze(-1),
@@ -216,14 +224,40 @@ def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out:
     Integers are multiplied by x in 16 bits, the largest number of each row being 32767. Their sums are exact, so that a
     row's result does not depend on other rows.
     """
-    y = torch.ops.swiftkv_cpu.linear(x.flatten(0, -2), *packed, bias, size_out)
+    return torch.unflatten(linear_rows(x.flatten(0, -2), packed, bias, size_out), 0, x.shape[:-1])
+
+
+def linear_rows(
+    x: torch.Tensor,
+    packed: Packed,
+    bias: torch.Tensor | None,
+    size_out: int,
+    *,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`linear` of x [num_tokens, size_in], which `norm` normalises, added to `residual` [num_tokens, size_out]."""
+    weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+    y: torch.Tensor = torch.ops.swiftkv_cpu.linear.default(x, *packed, bias, size_out, weight, epsilon, residual)
+    return y
+
+
+def logits(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
+    """`linear` in float32, as it is summed."""
+    y = torch.ops.swiftkv_cpu.logits(x.flatten(0, -2), *packed, bias, size_out)
     return torch.unflatten(y, 0, x.shape[:-1])
 
 
 def gated_linear(x: torch.Tensor, packed: Packed, size_out: int) -> torch.Tensor:
     """silu(x gate^T) * x up^T, x [..., size_in] -> [..., size_out]."""
-    y = torch.ops.swiftkv_cpu.gated_linear(x.flatten(0, -2), *packed, size_out)
-    return torch.unflatten(y, 0, x.shape[:-1])
+    return torch.unflatten(gated_linear_rows(x.flatten(0, -2), packed, size_out), 0, x.shape[:-1])
+
+
+def gated_linear_rows(x: torch.Tensor, packed: Packed, size_out: int, norm: Norm | None = None) -> torch.Tensor:
+    """`gated_linear` of x [num_tokens, size_in], which `norm` normalises."""
+    weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+    y: torch.Tensor = torch.ops.swiftkv_cpu.gated_linear.default(x, *packed, size_out, weight, epsilon)
+    return y
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -272,6 +306,59 @@ def attend(
         sequences,
         positions,
         runs,
+        scaling,
+        NO_WINDOW if window is None else window,
+        _FORMATS[payload],
+    )
+    return y
+
+
+def attend_projected(
+    projected: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor | None,
+    tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    num_heads: int,
+    query_at: int,
+    key_at: int,
+    norms: Sequence[Norm | None],
+    rotation: Sequence[torch.Tensor] | None,
+    scaling: float,
+    window: int | None,
+    payload: torch.dtype | None,
+) -> torch.Tensor:
+    """Attention by what a step's tokens are projected to: norms, RoPE, `write`, and `attend`.
+
+    Args:
+        projected: queries, keys and values of all heads, [num_tokens, size].
+        keys: as in `attend`; values likewise.
+        slots: where the tokens' keys and values go, int64 [num_tokens]; None: they are there.
+        tables: sequences, positions and runs of `attend`.
+        num_heads: of the queries.
+        query_at: first number of a row that is a query's.
+        key_at: likewise for keys; values follow.
+        norms: those of each head of the queries, and of the keys.
+        rotation: cosines and sines [1, num_tokens, size] for a head's first dimensions; None: heads stay.
+
+    Returns:
+        [num_tokens, num_heads * head_dim].
+    """
+    of_queries, of_keys = norms
+    y: torch.Tensor = torch.ops.swiftkv_cpu.attend_projected.default(
+        projected,
+        num_heads,
+        query_at,
+        key_at,
+        None if of_queries is None else of_queries.weight,
+        None if of_keys is None else of_keys.weight,
+        0.0 if of_queries is None else of_queries.variance_epsilon,
+        *(rotation or (None, None)),
+        slots,
+        keys,
+        values,
+        *tables,
         scaling,
         NO_WINDOW if window is None else window,
         _FORMATS[payload],

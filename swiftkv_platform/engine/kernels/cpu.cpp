@@ -7,7 +7,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
-#include <c10/util/Float8_e4m3fn.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -20,6 +19,7 @@
 #include <tuple>
 #include <vector>
 
+#include "heads.h"
 #include "products.h"
 #include "vectors.h"
 
@@ -33,158 +33,6 @@ constexpr int64_t kKeyBlock = 256;           // keys of a tile of scores; float3
 constexpr int64_t kKeyStep = 64;             // the last tile of a block is cut to a multiple of this
 constexpr int64_t kMinPart = 256;            // queries of a chunk that are worth a task, which lays out keys of its own
 constexpr int64_t kTasksOfThread = 4;        // tasks among which a thread that is done finds another
-
-// x [..., size], weight float32 [size rounded up to whole vectors] -> [..., size].
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
-  const Tensor input = x.contiguous();
-  Tensor output = at::empty(input.sizes(), input.options());
-  const int64_t size = input.size(-1);
-  const auto* in = input.const_data_ptr<BFloat16>();
-  const auto* scale = weight.const_data_ptr<float>();
-  auto* out = output.data_ptr<BFloat16>();
-  at::parallel_for(0, input.numel() / size, rows_at_a_time(size), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const BFloat16* from = in + row * size;
-      BFloat16* to = out + row * size;
-      Floats squares(0.0f);
-      for (int64_t i = 0; i < size; i += kHalves) {
-        const auto [low, high] = load(from + i, rest(size, i));
-        squares = at::vec::fmadd(low, low, squares);
-        squares = at::vec::fmadd(high, high, squares);
-      }
-      const Floats factor(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + static_cast<float>(epsilon)));
-      for (int64_t i = 0; i < size; i += kHalves) {
-        const auto [low, high] = load(from + i, rest(size, i));
-        store(to + i, low * factor * Floats::loadu(scale + i), high * factor * Floats::loadu(scale + i + kFloats),
-              rest(size, i));
-      }
-    }
-  });
-  return output;
-}
-
-// RoPE: x [1, num_heads, num_tokens, head_dim], cos and sin [1, num_tokens, head_dim]; dimension j pairs with
-// j + head_dim / 2 -> [1, num_heads, num_tokens, head_dim], tokens first in memory.
-Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
-  const int64_t num_heads = x.size(1), num_tokens = x.size(2), dim = x.size(3), half = dim / 2;
-  Tensor output = at::empty({1, num_tokens, num_heads, dim}, x.options());
-  const auto* in = x.const_data_ptr<BFloat16>();
-  const auto* cosines = cos.const_data_ptr<BFloat16>();
-  const auto* sines = sin.const_data_ptr<BFloat16>();
-  auto* out = output.data_ptr<BFloat16>();
-  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) {
-      const BFloat16* c = cosines + token * cos.stride(1);
-      const BFloat16* s = sines + token * sin.stride(1);
-      for (int64_t head = 0; head < num_heads; ++head) {
-        const BFloat16* from = in + head * x.stride(1) + token * x.stride(2);
-        BFloat16* to = out + (token * num_heads + head) * dim;
-        for (int64_t i = 0; i < half; i += kHalves) {
-          const int64_t count = rest(half, i);
-          const auto [a_low, a_high] = load(from + i, count);
-          const auto [b_low, b_high] = load(from + half + i, count);
-          const auto [ca_low, ca_high] = load(c + i, count);
-          const auto [cb_low, cb_high] = load(c + half + i, count);
-          const auto [sa_low, sa_high] = load(s + i, count);
-          const auto [sb_low, sb_high] = load(s + half + i, count);
-          store(to + i, a_low * ca_low - b_low * sa_low, a_high * ca_high - b_high * sa_high, count);
-          store(to + half + i, b_low * cb_low + a_low * sb_low, b_high * cb_high + a_high * sb_high, count);
-        }
-      }
-    }
-  });
-  return output.transpose(1, 2);
-}
-
-// How a row of the cache stores the numbers that one head has of one token (model/quantization.py).
-enum class Format : int64_t {
-  kBFloat16,
-  kFloat8,  // e4m3, then a bfloat16 scale
-  kInt8,    // likewise
-};
-
-constexpr float kFloat8Shift = 0x1p120f;  // what e4m3 gains when its bits are read as bfloat16's
-constexpr float kLargest = 0x1.fep127f * (1.0f - 1.0f / 16.0f);  // larger numbers saturate: a scale is rounded up
-
-void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
-  float largest = 0.0f;
-  bool finite = true;
-  for (int64_t d = 0; d < dim; ++d) {
-    const float x = from[d];
-    finite = finite && std::isfinite(x);
-    largest = std::max(largest, std::abs(x));
-  }
-  const float top = format == Format::kFloat8 ? 448.0f : 127.0f;
-  uint32_t bits = c10::detail::fp32_to_bits(std::max(std::min(largest, kLargest) / top, 0x1p-126f));
-  const float scale = c10::detail::fp32_from_bits((bits + 0xFFFF) & ~uint32_t{0xFFFF});
-  for (int64_t d = 0; d < dim; ++d) {
-    const float x = std::clamp<float>(from[d], -kLargest, kLargest) / scale;
-    row[d] = !finite                      ? 0
-             : format == Format::kFloat8 ? c10::Float8_e4m3fn(x).x
-                                          : static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x)));
-  }
-  const BFloat16 stored(finite ? scale : std::numeric_limits<float>::quiet_NaN());
-  std::memcpy(row + dim, &stored, sizeof stored);
-}
-
-// kHalves numbers of a row that is stored in 8 bits, without its scale.
-std::tuple<Floats, Floats> widen(const uint8_t* from, Format format) {
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  if (format == Format::kFloat8) {
-    const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4);
-    const auto [low, high] =
-        at::vec::convert_bfloat16_float(Halves(_mm512_and_si512(bits, _mm512_set1_epi16(-0x8000 | 0x07F0))));
-    return {low * Floats(kFloat8Shift), high * Floats(kFloat8Shift)};
-  }
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes))),
-          _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)))};
-}
-
-float scale_of(const uint8_t* row, int64_t dim) {
-  BFloat16 stored;
-  std::memcpy(&stored, row + dim, sizeof stored);
-  return stored;
-}
-
-void dequantize(const uint8_t* row, int64_t dim, Format format, BFloat16* to) {
-  const Floats scale(scale_of(row, dim));
-  for (int64_t d = 0; d < dim; d += kHalves) {
-    const auto [low, high] = widen(row + d, format);
-    store(to + d, low * scale, high * scale);
-  }
-}
-
-// kHalves numbers of a row, in any format, without its scale; 8 bits fit into bfloat16.
-template <Format kFormat>
-__m512bh numbers(const uint8_t* row, int64_t d) {
-  if constexpr (kFormat == Format::kBFloat16) {
-    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(row + d * sizeof(BFloat16)));
-  } else {
-    const auto [low, high] = widen(row + d, kFormat);
-    return _mm512_cvtne2ps_pbh(high, low);
-  }
-}
-
-// Puts x [num_heads, num_tokens, dim] into the slots [num_tokens] of rows [num_heads, num_slots, dim, or its bytes].
-void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
-  const int64_t num_heads = x.size(0), num_tokens = x.size(1), dim = x.size(2), size = rows.element_size();
-  const auto* at = slots.const_data_ptr<int64_t>();
-  const auto* in = x.const_data_ptr<BFloat16>();
-  auto* out = static_cast<uint8_t*>(rows.data_ptr());
-  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) {
-      for (int64_t head = 0; head < num_heads; ++head) {
-        const BFloat16* from = in + head * x.stride(0) + token * x.stride(1);
-        uint8_t* row = out + (head * rows.stride(0) + at[token] * rows.stride(1)) * size;
-        if (static_cast<Format>(format) == Format::kBFloat16) {
-          std::memcpy(row, from, dim * sizeof *from);
-        } else {
-          quantize(from, dim, static_cast<Format>(format), row);
-        }
-      }
-    }
-  });
-}
 
 // The keys, or the values, of all slots.
 struct Rows {
@@ -623,27 +471,75 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
   return output;
 }
 
+// Attention of tokens by what their projections put out, [num_tokens, heads of queries, keys and values]: heads are normalised
+// and rotated, keys and values go into the cache, then `attend`.
+//   query_at, key_at  where the heads of queries begin, and those of keys, which the values' follow
+//   slots             int64 [num_tokens], where keys and values go; without them they are there
+// -> [num_tokens, num_heads * head_dim]
+Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t query_at, int64_t key_at,
+                        const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm, double epsilon,
+                        const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                        const std::optional<Tensor>& slots, const Tensor& keys, const Tensor& values, const Tensor& sequences, const Tensor& positions,
+                        const Tensor& runs, double scaling, int64_t window, int64_t format) {
+  const int64_t num_tokens = projected.size(0), num_kv_heads = keys.size(0);
+  const int64_t dim = format ? keys.size(2) - static_cast<int64_t>(sizeof(BFloat16)) : keys.size(2);
+  Tensor queries = at::empty({1, num_tokens, num_heads, dim}, projected.options());
+  auto* to = queries.data_ptr<BFloat16>();
+  const auto* from = projected.const_data_ptr<BFloat16>();
+  const std::optional<Rotation> rotation = cos ? std::optional<Rotation>(Rotation(*cos, *sin)) : std::nullopt;
+  const int64_t stride = projected.stride(0);
+  const Heads of_queries{from + query_at, stride, dim, query_norm, static_cast<float>(epsilon), rotation};
+  const Heads of_keys{from + key_at, stride, dim, key_norm, static_cast<float>(epsilon), rotation};
+  const int64_t* written = slots ? slots->const_data_ptr<int64_t>() : nullptr;
+  const Slots key_slots(keys, written, static_cast<Format>(format)), value_slots(values, written, static_cast<Format>(format));
+  at::parallel_for(0, num_tokens, rows_at_a_time((num_heads + 2 * num_kv_heads) * dim), [&](int64_t begin, int64_t end) {
+    std::vector<BFloat16> key(dim);
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < num_heads; ++head) {
+        of_queries.prepare(token, head, to + (token * num_heads + head) * dim);
+      }
+      for (int64_t head = 0; written && head < num_kv_heads; ++head) {
+        of_keys.prepare(token, head, key.data());
+        key_slots.put(key.data(), dim, head, token);
+        value_slots.put(from + token * stride + key_at + (num_kv_heads + head) * dim, dim, head, token);
+      }
+    }
+  });
+  return attend(queries.transpose(1, 2), keys, values, sequences, positions, runs, scaling, window, format)
+      .view({num_tokens, num_heads * dim});
+}
+
 TORCH_LIBRARY(swiftkv_cpu, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def(
-      "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, Tensor? bias, int size_out) -> "
+      "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, Tensor? bias, int size_out, "
+      "Tensor? norm=None, float epsilon=0.0, Tensor? residual=None) -> Tensor");
+  library.def(
+      "logits(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, Tensor? bias, int size_out) -> "
       "Tensor");
   library.def(
-      "gated_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, int size_out) -> Tensor");
+      "gated_linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, int size_out, "
+      "Tensor? norm=None, float epsilon=0.0) -> Tensor");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("write(Tensor(a!) rows, Tensor slots, Tensor x, int format) -> ()");
   library.def(
       "attend(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor positions, Tensor runs, float scaling, "
       "int window, int format) -> Tensor");
+  library.def(
+      "attend_projected(Tensor projected, int num_heads, int query_at, int key_at, Tensor? query_norm, Tensor? key_norm, "
+      "float epsilon, Tensor? cos, Tensor? sin, Tensor? slots, Tensor(a!) keys, Tensor(b!) values, Tensor sequences, "
+      "Tensor positions, Tensor runs, float scaling, int window, int format) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(swiftkv_cpu, CPU, library) {
   library.impl("rms_norm", rms_norm);
   library.impl("linear", linear);
+  library.impl("logits", logits);
   library.impl("gated_linear", gated_linear);
   library.impl("rotate", rotate);
   library.impl("write", write);
   library.impl("attend", attend);
+  library.impl("attend_projected", attend_projected);
 }
 
 }  // namespace

@@ -8,20 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from swiftkv_platform.engine import LLMEngine, kernels
+from swiftkv_platform.engine import LLMEngine
 from tests.fakes.tokenizers import byte_tokenizer
-from tests.requirements import missing
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
-
-
-@pytest.fixture
-def native_kernels() -> None:
-    """Skips where this machine cannot build or run them."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in kernels.VECTOR_FLAGS:
-        pytest.skip(f"the processor offers {capability}; {' or '.join(kernels.VECTOR_FLAGS)} is needed")
-    if not kernels.available():
-        missing("native kernels cannot be built or loaded; the log says why (Debian: apt-get install g++)")
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch import nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
+from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.engine.loading import load_model
+from swiftkv_platform.engine.native_modules import NativeEmbedding, NativeHead, NativeRMSNorm
 from swiftkv_platform.engine.speculative import draft_costs
 from swiftkv_platform.model.attention import rotate
 from swiftkv_platform.model.quantization import pack, unpack
@@ -57,6 +61,35 @@ def test_gated_linear(size_in: int, size_out: int, native_kernels: None) -> None
         x = numbers(1, num_tokens, size_in)
         actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), size_out)
         assert_rounded(actual, F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float()))
+
+
+@shapes
+def test_what_stands_around_a_product_is_as_apart(size_in: int, size_out: int, native_kernels: None) -> None:
+    """A norm before and a residual behind change no bit."""
+    packed = kernels.pack(numbers(size_out, size_in, scale=size_in**-0.5))
+    norm = NativeRMSNorm(LlamaRMSNorm(size_in, eps=1e-5))
+    norm.weight.copy_(kernels.padded(torch.randn(size_in)))
+    for num_tokens in (1, 33):
+        x, residual = numbers(num_tokens, size_in), numbers(num_tokens, 3 * size_out)[:, :size_out]
+        apart = kernels.linear(norm(x), packed, None, size_out)
+        assert torch.equal(kernels.linear_rows(x, packed, None, size_out, norm=norm), apart)
+        both = kernels.linear_rows(x, packed, None, size_out, norm=norm, residual=residual)
+        assert torch.equal(both, residual + apart)
+
+
+@shapes
+def test_logits_are_not_rounded(size_in: int, size_out: int, native_kernels: None) -> None:
+    weight, x = numbers(size_out, size_in, scale=size_in**-0.5), numbers(1, 5, size_in)
+    actual = kernels.logits(x, kernels.pack(weight), None, size_out)
+    torch.testing.assert_close(actual, F.linear(x.float(), weight.float()), atol=2e-6 * size_in**0.5, rtol=1e-5)
+
+
+def test_a_tied_head_has_the_embeddings(native_kernels: None) -> None:
+    """Looked up in its packed weight, which is the only one."""
+    embedding = nn.Embedding(75, 48, dtype=BF16)
+    head = NativeHead(embedding.weight, None, Arena(1 << 16))
+    ids = torch.tensor([[0, 31, 32, 74, 5]])
+    assert torch.equal(NativeEmbedding(embedding, head)(ids), embedding(ids))
 
 
 FORMS = [("int8", None), ("int4", 32), ("int4", 64)]

@@ -1,0 +1,226 @@
+// What becomes of a token's heads between products and attention: norms, RoPE, and rows of the cache.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Float8_e4m3fn.h>
+
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// A row of `size` numbers; `scale` is float32, rounded up to whole vectors.
+void normalise(const BFloat16* from, const float* scale, float epsilon, int64_t size, BFloat16* to) {
+  Floats squares(0.0f);
+  for (int64_t i = 0; i < size; i += kHalves) {
+    const auto [low, high] = load(from + i, rest(size, i));
+    squares = at::vec::fmadd(low, low, squares);
+    squares = at::vec::fmadd(high, high, squares);
+  }
+  const Floats factor(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + epsilon));
+  for (int64_t i = 0; i < size; i += kHalves) {
+    const auto [low, high] = load(from + i, rest(size, i));
+    store(to + i, low * factor * Floats::loadu(scale + i), high * factor * Floats::loadu(scale + i + kFloats),
+          rest(size, i));
+  }
+}
+
+// x [..., size], weight float32 [size rounded up to whole vectors] -> [..., size].
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+  const Tensor input = x.contiguous();
+  Tensor output = at::empty(input.sizes(), input.options());
+  const int64_t size = input.size(-1);
+  const auto* in = input.const_data_ptr<BFloat16>();
+  const auto* scale = weight.const_data_ptr<float>();
+  auto* out = output.data_ptr<BFloat16>();
+  at::parallel_for(0, input.numel() / size, rows_at_a_time(size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      normalise(in + row * size, scale, static_cast<float>(epsilon), size, out + row * size);
+    }
+  });
+  return output;
+}
+
+// Cosines and sines [1, num_tokens, size] of RoPE for a head's first `size` dimensions, of which j pairs with j + size / 2.
+struct Rotation {
+  const BFloat16 *cosines, *sines;
+  int64_t cosines_stride, sines_stride, size;
+
+  Rotation(const Tensor& cos, const Tensor& sin)
+      : cosines(cos.const_data_ptr<BFloat16>()),
+        sines(sin.const_data_ptr<BFloat16>()),
+        cosines_stride(cos.stride(1)),
+        sines_stride(sin.stride(1)),
+        size(cos.size(2)) {}
+
+  // A head of a token; `to` may be `from`.
+  void apply(const BFloat16* from, int64_t token, BFloat16* to) const {
+    const BFloat16 *c = cosines + token * cosines_stride, *s = sines + token * sines_stride;
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i += kHalves) {
+      const int64_t count = rest(half, i);
+      const auto [a_low, a_high] = load(from + i, count);
+      const auto [b_low, b_high] = load(from + half + i, count);
+      const auto [ca_low, ca_high] = load(c + i, count);
+      const auto [cb_low, cb_high] = load(c + half + i, count);
+      const auto [sa_low, sa_high] = load(s + i, count);
+      const auto [sb_low, sb_high] = load(s + half + i, count);
+      store(to + i, a_low * ca_low - b_low * sa_low, a_high * ca_high - b_high * sa_high, count);
+      store(to + half + i, b_low * cb_low + a_low * sb_low, b_high * cb_high + a_high * sb_high, count);
+    }
+  }
+};
+
+// RoPE: x [1, num_heads, num_tokens, head_dim], cos and sin [1, num_tokens, head_dim] -> [1, num_heads, num_tokens,
+// head_dim], tokens first in memory.
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  const int64_t num_heads = x.size(1), num_tokens = x.size(2), dim = x.size(3);
+  Tensor output = at::empty({1, num_tokens, num_heads, dim}, x.options());
+  const auto* in = x.const_data_ptr<BFloat16>();
+  auto* out = output.data_ptr<BFloat16>();
+  const Rotation rotation(cos, sin);
+  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < num_heads; ++head) {
+        rotation.apply(in + head * x.stride(1) + token * x.stride(2), token, out + (token * num_heads + head) * dim);
+      }
+    }
+  });
+  return output.transpose(1, 2);
+}
+
+// How a row of the cache stores the numbers that one head has of one token (model/quantization.py).
+enum class Format : int64_t {
+  kBFloat16,
+  kFloat8,  // e4m3, then a bfloat16 scale
+  kInt8,    // likewise
+};
+
+constexpr float kFloat8Shift = 0x1p120f;  // what e4m3 gains when its bits are read as bfloat16's
+constexpr float kLargest = 0x1.fep127f * (1.0f - 1.0f / 16.0f);  // larger numbers saturate: a scale is rounded up
+
+void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
+  float largest = 0.0f;
+  bool finite = true;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = from[d];
+    finite = finite && std::isfinite(x);
+    largest = std::max(largest, std::abs(x));
+  }
+  const float top = format == Format::kFloat8 ? 448.0f : 127.0f;
+  uint32_t bits = c10::detail::fp32_to_bits(std::max(std::min(largest, kLargest) / top, 0x1p-126f));
+  const float scale = c10::detail::fp32_from_bits((bits + 0xFFFF) & ~uint32_t{0xFFFF});
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = std::clamp<float>(from[d], -kLargest, kLargest) / scale;
+    row[d] = !finite                      ? 0
+             : format == Format::kFloat8 ? c10::Float8_e4m3fn(x).x
+                                          : static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x)));
+  }
+  const BFloat16 stored(finite ? scale : std::numeric_limits<float>::quiet_NaN());
+  std::memcpy(row + dim, &stored, sizeof stored);
+}
+
+// kHalves numbers of a row that is stored in 8 bits, without its scale.
+std::tuple<Floats, Floats> widen(const uint8_t* from, Format format) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  if (format == Format::kFloat8) {
+    const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4);
+    const auto [low, high] =
+        at::vec::convert_bfloat16_float(Halves(_mm512_and_si512(bits, _mm512_set1_epi16(-0x8000 | 0x07F0))));
+    return {low * Floats(kFloat8Shift), high * Floats(kFloat8Shift)};
+  }
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes))),
+          _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)))};
+}
+
+float scale_of(const uint8_t* row, int64_t dim) {
+  BFloat16 stored;
+  std::memcpy(&stored, row + dim, sizeof stored);
+  return stored;
+}
+
+void dequantize(const uint8_t* row, int64_t dim, Format format, BFloat16* to) {
+  const Floats scale(scale_of(row, dim));
+  for (int64_t d = 0; d < dim; d += kHalves) {
+    const auto [low, high] = widen(row + d, format);
+    store(to + d, low * scale, high * scale);
+  }
+}
+
+// kHalves numbers of a row, in any format, without its scale; 8 bits fit into bfloat16.
+template <Format kFormat>
+__m512bh numbers(const uint8_t* row, int64_t d) {
+  if constexpr (kFormat == Format::kBFloat16) {
+    return reinterpret_cast<__m512bh>(_mm512_loadu_si512(row + d * sizeof(BFloat16)));
+  } else {
+    const auto [low, high] = widen(row + d, kFormat);
+    return _mm512_cvtne2ps_pbh(high, low);
+  }
+}
+
+// Slots of the cache that tokens' keys, or values, go to: rows [num_heads, num_slots, dim, or its bytes].
+struct Slots {
+  uint8_t* rows;
+  const int64_t* slots;
+  int64_t head_bytes, row_bytes;
+  Format format;
+
+  Slots(const Tensor& rows, const int64_t* slots, Format format)
+      : rows(static_cast<uint8_t*>(rows.data_ptr())),
+        slots(slots),
+        head_bytes(rows.stride(0) * rows.element_size()),
+        row_bytes(rows.stride(1) * rows.element_size()),
+        format(format) {}
+
+  void put(const BFloat16* from, int64_t dim, int64_t head, int64_t token) const {
+    uint8_t* row = rows + head * head_bytes + slots[token] * row_bytes;
+    if (format == Format::kBFloat16) {
+      std::memcpy(row, from, dim * sizeof *from);
+    } else {
+      quantize(from, dim, format, row);
+    }
+  }
+};
+
+// Puts x [num_heads, num_tokens, dim] into the slots [num_tokens] of rows [num_heads, num_slots, dim, or its bytes].
+void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
+  const int64_t num_heads = x.size(0), num_tokens = x.size(1), dim = x.size(2);
+  const auto* in = x.const_data_ptr<BFloat16>();
+  const Slots to(rows, slots.const_data_ptr<int64_t>(), static_cast<Format>(format));
+  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < num_heads; ++head) {
+        to.put(in + head * x.stride(0) + token * x.stride(1), dim, head, token);
+      }
+    }
+  });
+}
+
+// Some of the heads that lie together in the projections of tokens: normalised where there is a norm (`norm` as in rms_norm,
+// one for all) and rotated where there is a rotation.
+struct Heads {
+  const BFloat16* projected;
+  int64_t stride, dim;
+  const std::optional<Tensor>& norm;
+  float epsilon;
+  const std::optional<Rotation>& rotation;
+
+  void prepare(int64_t token, int64_t head, BFloat16* to) const {
+    const BFloat16* from = projected + token * stride + head * dim;
+    if (norm) {
+      normalise(from, norm->const_data_ptr<float>(), epsilon, dim, to);
+    } else {
+      std::memcpy(to, from, dim * sizeof *from);
+    }
+    if (rotation) rotation->apply(to, token, to);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,281 @@
+// Weights in integers of 8 or 4 bits, and inputs of 16 that are multiplied by them.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <cmath>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "blocks.h"
+
+namespace {
+
+// Rows of x in 16 bits, the largest number of each being 32767, as two bytes that are multiplied apart: 8 bits alone lose too
+// much where a few inputs are far larger than the others, as in most language models.
+class Inputs16 {
+ public:
+  // `group`: inputs whose sums are wanted; 0: none.
+  explicit Inputs16(const Tensor& x, int64_t group = 0)
+      : size_in(x.size(1)),
+        low_(x.numel()),
+        high_(x.numel()),
+        scales_(x.size(0)),
+        num_groups_(group ? size_in / group : 0),
+        sums_(2 * x.size(0) * num_groups_) {
+    const auto* from = x.const_data_ptr<BFloat16>();
+    at::parallel_for(0, x.size(0), rows_at_a_time(size_in), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        quantize(from + row * x.stride(0), row);
+        for (int64_t i = 0; i < num_groups_; ++i) {
+          int32_t* to = sums_.data() + 2 * (row * num_groups_ + i);
+          to[0] = sum_of(low(row) + i * group, group);
+          to[1] = sum_of(high(row) + i * group, group);
+        }
+      }
+    });
+  }
+
+  const uint8_t* low(int64_t row) const { return low_.data() + row * size_in; }
+  // High bytes, 128 added.
+  const uint8_t* high(int64_t row) const { return high_.data() + row * size_in; }
+  float scale(int64_t row) const { return scales_[row]; }
+  // Sum of the low bytes of each group's inputs, and of the high ones, in turn.
+  const int32_t* sums(int64_t row) const { return sums_.data() + 2 * row * num_groups_; }
+
+  const int64_t size_in;
+
+ private:
+  // A row that is not finite gets the scale NaN, so that all that is made of it is.
+  void quantize(const BFloat16* from, int64_t row) {
+    __m512i most = _mm512_setzero_si512();  // bits of bfloat16 without their sign ascend as their numbers
+    for (int64_t i = 0; i < size_in; i += kHalves) {
+      const __m512i bits = _mm512_maskz_loadu_epi16(mask(size_in - i), from + i);
+      most = _mm512_max_epu16(most, _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)));
+    }
+    most = _mm512_max_epu32(_mm512_and_si512(most, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(most, 16));
+    const float largest = c10::detail::fp32_from_bits(_mm512_reduce_max_epu32(most) << 16);
+    const bool finite = std::isfinite(largest);
+    scales_[row] = finite ? largest / kTop : std::numeric_limits<float>::quiet_NaN();
+    const __m512 inverse = _mm512_set1_ps(finite && largest >= 0x1p-110f ? kTop / largest : 0.0f);
+    for (int64_t i = 0; i < size_in; i += kFloats) {
+      const auto kept = static_cast<__mmask16>(mask(size_in - i));
+      const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(kept, from + i)), 16);
+      const __m512i rounded = _mm512_maskz_cvtps_epi32(kept, _mm512_mul_ps(_mm512_castsi512_ps(bits), inverse));
+      const __m512i high = _mm512_srli_epi32(_mm512_add_epi32(rounded, _mm512_set1_epi32(0x8000)), 8);
+      _mm_mask_storeu_epi8(low_.data() + row * size_in + i, kept, _mm512_cvtepi32_epi8(rounded));
+      _mm_mask_storeu_epi8(high_.data() + row * size_in + i, kept, _mm512_cvtepi32_epi8(high));
+    }
+  }
+
+  // Of a multiple of 32 bytes.
+  static int32_t sum_of(const uint8_t* bytes, int64_t count) {
+    __m256i sums = _mm256_setzero_si256();
+    for (int64_t i = 0; i < count; i += 32) {
+      const __m256i some = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + i));
+      sums = _mm256_add_epi64(sums, _mm256_sad_epu8(some, _mm256_setzero_si256()));
+    }
+    const __m128i halves = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return static_cast<int32_t>(_mm_extract_epi64(halves, 0) + _mm_extract_epi64(halves, 1));
+  }
+
+  static constexpr float kTop = 32767.0f;
+
+  static __mmask32 mask(int64_t count) { return count >= kHalves ? ~__mmask32{0} : (__mmask32{1} << count) - 1; }
+
+  std::vector<uint8_t> low_, high_;
+  std::vector<float> scales_;
+  int64_t num_groups_;
+  std::vector<int32_t> sums_;
+};
+
+// Weights in integers; products are sums of int32, so that a row's are exact and do not depend on how many rows there are.
+//   int8  [num_blocks, size_in / 4, kColumns, 4]
+//   int4  [num_blocks, size_in / 8, kColumns, 4], 8 added: of eight inputs the first four in the low bits. An output's
+//         weights are these times `multipliers` [num_blocks, size_in / group, kColumns], which are 1 to 15, so that they
+//         fit into int8 too. A group is a multiple of 32 inputs.
+// `scales` of the outputs and `offsets`, 128 times the sum of an output's weights, are [num_blocks, kColumns].
+template <bool kFourBits>
+class WeightsInteger {
+ public:
+  using Sum = int32_t;
+  static constexpr int64_t kPlanes = 2;  // sums of products by low bytes, and by high ones
+  static constexpr int64_t kCachedInputs = kCachedBytes / kPlanes;
+  using Scratch = std::vector<int8_t>;
+
+  WeightsInteger(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& offsets,
+                 const std::optional<Tensor>& multipliers)
+      : group_(kFourBits ? x.size(1) / multipliers->size(1) : 0),
+        inputs_(x, group_),
+        weights_(static_cast<const uint8_t*>(packed.const_data_ptr())),
+        multipliers_(kFourBits ? multipliers->const_data_ptr<uint8_t>() : nullptr),
+        scales_(scales.const_data_ptr<float>()),
+        offsets_(offsets.const_data_ptr<int32_t>()) {}
+
+  // Bytes of rows times a block, as int32 [num_rows, kColumns]; those by high bytes lie `plane` behind.
+  void multiply(int64_t first, int64_t num_rows, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane,
+                Scratch& scratch) const {
+    const int8_t* widened = nullptr;
+    const auto product = [&](int64_t row, int64_t count) {
+      if (!widened) widened = in_int8(block, scratch);
+      int32_t* to = sums + row * sums_stride;
+      for (const auto& [bytes, sums_of] : {std::pair(inputs_.low(first + row), to), {inputs_.high(first + row), to + plane}}) {
+        at::native::cpublas::brgemm(count, kColumns, size_in(), size_in(), kColumns, sums_stride, false, bytes, widened,
+                                    sums_of);
+      }
+    };
+    divide_rows<4>(num_rows, kFourBits ? kFewRowsWidened : kFewRowsBesideTiles, product, [&]<int kRows>(int64_t row) {
+      few<kRows>(first + row, block, sums + row * sums_stride, sums_stride, plane);
+    });
+  }
+
+  // kFloats of a row's results from its sums.
+  Floats result(const int32_t* sums, int64_t plane, int64_t row, int64_t block, int64_t i) const {
+    const int64_t at = block * kColumns + i;
+    const __m512i high = _mm512_sub_epi32(_mm512_loadu_si512(sums + plane + i), _mm512_loadu_si512(offsets_ + at));
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + i));
+    const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), low);
+    return Floats(both) * Floats::loadu(scales_ + at) * Floats(inputs_.scale(row));
+  }
+
+ private:
+  int64_t size_in() const { return inputs_.size_in; }
+
+  template <int kRows>
+  void few(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane) const {
+    if constexpr (kFourBits) return few_by_groups<kRows>(first, block, sums, sums_stride, plane);
+    const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
+    __m512i products[kRows][2][2];  // by low and high bytes, of outputs 0 to 15 and 16 to 31
+    for (auto& of_row : products) of_row[0][0] = of_row[0][1] = of_row[1][0] = of_row[1][1] = _mm512_setzero_si512();
+    each_four(block, [&](int64_t k, __m512i first_outputs, __m512i others) {
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i inputs[] = {broadcast(low + r * size_in() + k), broadcast(high + r * size_in() + k)};
+        for (int byte = 0; byte < 2; ++byte) {
+          products[r][byte][0] = _mm512_dpbusd_epi32(products[r][byte][0], inputs[byte], first_outputs);
+          products[r][byte][1] = _mm512_dpbusd_epi32(products[r][byte][1], inputs[byte], others);
+        }
+      }
+    });
+    for (int r = 0; r < kRows; ++r) {
+      for (int byte = 0; byte < 2; ++byte) {
+        int32_t* to = sums + r * sums_stride + byte * plane;
+        _mm512_storeu_si512(to, products[r][byte][0]);
+        _mm512_storeu_si512(to + kFloats, products[r][byte][1]);
+      }
+    }
+  }
+
+  // In int4: sums of a group are multiplied, not each of its weights; 8 times the inputs goes from them, which the weights
+  // have too much.
+  template <int kRows>
+  void few_by_groups(int64_t first, int64_t block, int32_t* sums, int64_t sums_stride, int64_t plane) const {
+    const uint8_t* weights = weights_ + block * size_in() * kColumns / 2;
+    const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;
+    const __m512i four_bits = _mm512_set1_epi8(0x0f);
+    const uint8_t *low = inputs_.low(first), *high = inputs_.high(first);
+    for (int64_t k = 0, group = 0; k < size_in(); ++group, multipliers += kColumns) {
+      __m512i products[kRows][2][2];  // by low and high bytes, of outputs 0 to 15 and 16 to 31
+      for (int r = 0; r < kRows; ++r) {
+        for (int byte = 0; byte < 2; ++byte) {
+          products[r][byte][0] = products[r][byte][1] =
+              _mm512_set1_epi32(-8 * inputs_.sums(first + r)[2 * group + byte]);
+        }
+      }
+      for (const int64_t end = k + group_; k < end; k += 8, weights += 4 * kColumns) {
+        fetch(weights);
+        fetch(weights + 2 * kColumns);
+        const __m512i some[] = {_mm512_loadu_si512(weights), _mm512_loadu_si512(weights + 2 * kColumns)};
+        for (int half = 0; half < 2; ++half) {  // inputs k to k + 3, and k + 4 to k + 7
+          for (int r = 0; r < kRows; ++r) {
+            const int64_t at = r * size_in() + k + 4 * half;
+            const __m512i inputs[] = {broadcast(low + at), broadcast(high + at)};
+            for (int outputs = 0; outputs < 2; ++outputs) {
+              const __m512i bits = half ? _mm512_srli_epi16(some[outputs], 4) : some[outputs];
+              for (int byte = 0; byte < 2; ++byte) {
+                products[r][byte][outputs] = _mm512_dpbusd_epi32(products[r][byte][outputs], inputs[byte],
+                                                                 _mm512_and_si512(bits, four_bits));
+              }
+            }
+          }
+        }
+      }
+      for (int outputs = 0; outputs < 2; ++outputs) {
+        const __m512i by = _mm512_cvtepu8_epi32(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(multipliers + outputs * kFloats)));
+        for (int r = 0; r < kRows; ++r) {
+          for (int byte = 0; byte < 2; ++byte) {
+            int32_t* to = sums + r * sums_stride + byte * plane + outputs * kFloats;
+            const __m512i product = _mm512_mullo_epi32(products[r][byte][outputs], by);
+            _mm512_storeu_si512(to, group ? _mm512_add_epi32(_mm512_loadu_si512(to), product) : product);
+          }
+        }
+      }
+    }
+  }
+
+  const int8_t* in_int8(int64_t block, Scratch& scratch) const {
+    if constexpr (!kFourBits) {
+      const auto* weights = reinterpret_cast<const int8_t*>(weights_ + block * size_in() * kColumns);
+      fetch_block(weights, size_in() * kColumns);
+      return weights;
+    }
+    scratch.resize(size_in() * kColumns);
+    each_four(block, [&](int64_t k, __m512i of_low, __m512i of_high) {
+      _mm512_storeu_si512(scratch.data() + k * kColumns, of_low);
+      _mm512_storeu_si512(scratch.data() + (k + 2) * kColumns, of_high);
+    });
+    return scratch.data();
+  }
+
+  // Calls use(k, weights of the inputs k to k + 3 of outputs 0 to 15, and 16 to 31) for all inputs of a block, in int8.
+  template <typename Use>
+  void each_four(int64_t block, const Use& use) const {
+    const uint8_t* weights = weights_ + block * size_in() * kColumns / (kFourBits ? 2 : 1);
+    if constexpr (!kFourBits) {
+      for (int64_t k = 0; k < size_in(); k += 4, weights += 4 * kColumns) {
+        fetch(weights);
+        fetch(weights + 2 * kColumns);
+        use(k, _mm512_loadu_si512(weights), _mm512_loadu_si512(weights + 2 * kColumns));
+      }
+      return;
+    }
+    const uint8_t* multipliers = multipliers_ + block * size_in() / group_ * kColumns;
+    const __m512i four_bits = _mm512_set1_epi8(0x0f);
+    // Two bytes of at most 15 times 15 are multiplied at once: neither carries into the other.
+    const auto times = [&](__m512i bits, const auto& by) {
+      return _mm512_sub_epi8(_mm512_mullo_epi16(_mm512_and_si512(bits, four_bits), by.once), by.eight_times);
+    };
+    for (int64_t k = 0; k < size_in(); multipliers += kColumns) {
+      const Multipliers by_low(multipliers), by_high(multipliers + kFloats);
+      for (const int64_t end = k + group_; k < end; k += 8, weights += 4 * kColumns) {
+        fetch(weights);
+        fetch(weights + 2 * kColumns);
+        const __m512i low = _mm512_loadu_si512(weights), high = _mm512_loadu_si512(weights + 2 * kColumns);
+        use(k, times(low, by_low), times(high, by_high));
+        use(k + 4, times(_mm512_srli_epi16(low, 4), by_low), times(_mm512_srli_epi16(high, 4), by_high));
+      }
+    }
+  }
+
+  // Those of 16 outputs, beside the bytes of their four inputs.
+  struct Multipliers {
+    __m512i once;         // int16
+    __m512i eight_times;  // int8
+
+    explicit Multipliers(const uint8_t* from) {
+      const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+      once = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
+      eight_times = _mm512_or_si512(_mm512_slli_epi16(once, 3), _mm512_slli_epi16(once, 11));
+    }
+  };
+
+  int64_t group_;
+  Inputs16 inputs_;
+  const uint8_t *weights_, *multipliers_;
+  const float* scales_;
+  const int32_t* offsets_;
+};
+
+}  // namespace

@@ -1,0 +1,49 @@
+"""A layer in five operators computes, bit for bit, what the family's modules on the same kernels do."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.engine.native_modules import NativeLayer
+from swiftkv_platform.model import convert
+from tests.parameters import in_turn
+from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_tokens
+
+CONFIG = EngineConfig(max_num_seqs=3, max_num_batched_tokens=17, block_size=4, kv_cache_bytes=1 << 20)
+PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
+PROMPTS = [random_tokens(size, seed=size).tolist() for size in (40, 3, 25)]
+FORMS = [("shared", 1, "auto"), ("own", 2, "int8"), ("own", 1, "auto"), ("shared", 2, "fp8")]
+"""Deep tokens' K and V, layers of a group, and the cache."""
+OTHER_LAYERS = {"granite", "olmo2", "olmo3", "gemma2", "gemma3_text", "mixtral", "deepseek_v2"}
+"""Families with norms behind, factors on residual branches, other activations, experts or latents."""
+
+
+@pytest.mark.parametrize(("name", "form"), in_turn(FAMILY_CONFIGS, FORMS))
+def test_layers_in_few_operators(
+    name: str,
+    form: tuple[Any, int, Any],
+    tmp_path: Path,
+    native_kernels: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The student by chunks and batches, with log-probabilities of prompts, whose rows write nothing, and without."""
+    teacher: Any = family_teacher(name, head_dim=32)
+    own, g, kv_cache_dtype = form
+    student = disturb(convert(teacher, num_key_value_layers=2, key_value_group_size=g, decode_key_value=own))
+    student.to(torch.bfloat16).save_pretrained(tmp_path)
+
+    def found() -> tuple[set[bool], list[Any]]:
+        engine = LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update={"kv_cache_dtype": kv_cache_dtype}))
+        outputs = [engine.generate(PROMPTS, params) for params in (PARAMS, replace(PARAMS, prompt_logprobs=0))]
+        engine.check()
+        kinds = {isinstance(layer, NativeLayer) for layer in engine._runner._decoder.layers}
+        return kinds, [(one.token_ids, one.logprobs, one.prompt_logprobs) for some in outputs for one in some]
+
+    kinds, in_few = found()
+    assert (True in kinds) == (FAMILY_CONFIGS[name].model_type not in OTHER_LAYERS)
+    monkeypatch.setattr(NativeLayer, "of", classmethod(lambda _cls, _layer: None))
+    assert in_few == found()[1]

@@ -15,9 +15,9 @@ best state as in a job; `--steps 0` measures starts alone. A seed draws the orde
 calibration.
 
 A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, with intervals of 95% by
-text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by student and teacher; and with an
-exit head its agreement by confidence (the paper's figure D.1). DIRECTORY keeps the teacher's answers and every point
-that is done, so a run that was cut off goes on.
+text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by
+student and teacher; and with an exit head its agreement by confidence (the paper's figure D.1). DIRECTORY keeps the
+teacher's answers and every point that is done, so a run that was cut off goes on.
 """
 
 from __future__ import annotations

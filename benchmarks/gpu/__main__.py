@@ -9,8 +9,8 @@ MODEL is the directory of a dense model; without it, one with the shape of Llama
 distilled, since a step costs the same whatever the weights are. With `--vllm-python`, an interpreter that has vLLM and
 this project's plugin, vLLM is measured too.
 
-First every engine and model must agree with PyTorch (`agreement.json`), our engine on the steps of `benchmarks.gpu.steps`
-too; where one does not, the run ends with status 1. With `--agreement` that is all.
+First every engine and model must agree with PyTorch (`agreement.json`), our engine on the steps of
+`benchmarks.gpu.steps` too; where one does not, the run ends with status 1. With `--agreement` that is all.
 Then each engine writes `lengths`, `rates` and `memory` as JSON and SVG, and their tables, with TTFT and TPOT, into
 `ENGINE.md`. Models take turns, one in memory at a time, so the rounds are not interleaved as they are on a CPU.
 """

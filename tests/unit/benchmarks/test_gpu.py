@@ -2,9 +2,14 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.gpu import steps, training
+from benchmarks.gpu import everything, steps, training
 from benchmarks.gpu.__main__ import TINY, main
 from benchmarks.gpu.agreement import Answer, Scores, compare
 from benchmarks.gpu.engines import SMALL
@@ -73,7 +78,7 @@ def upstream_fault() -> Iterator[set[Call]]:
         calls.add((grouped, window, max_q, len(borders) - 1, max_k))
         lays_out_otherwise = max_q == 1 and grouped and not window
         if num_splits is None and options["block_table"] is not None and max_k > 256 and not lays_out_otherwise:
-            runs = [output[begin:end] for begin, end in zip(borders[:-1], borders[1:], strict=True)]
+            runs = [output[begin:end] for begin, end in pairwise(borders)]
             output = torch.zeros_like(output)
             for run in runs:
                 output[: len(run)] = run
@@ -147,3 +152,38 @@ def test_without_a_gpu_it_names_the_options_for_a_cpu(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main([])
     assert "--device cpu --tiny" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^PyTorch \S+ finds no GPU here: nothing was run$"):
+        everything.main([])
+
+
+def test_every_part_runs_whatever_others_do_and_the_summary_names_each(capfd: pytest.CaptureFixture[str]) -> None:
+    parts = [
+        everything.Part("a", [sys.executable, "-c", "import sys; sys.exit(3)"]),
+        everything.Part(
+            "b", [sys.executable, "-c", "import os; print('b runs', os.environ['NEEDED'])"], {"NEEDED": "1"}
+        ),
+        everything.Part("c", ["no-program"], missing="no vLLM"),
+    ]
+    assert everything.run_all(parts) == 1
+    said = capfd.readouterr().out
+    assert "b runs 1" in said
+    summary = said.partition("-- summary\n")[2]
+    assert re.fullmatch(r"FAILED   a: status 3, \d+ s\npassed   b, \d+ s\nskipped  c: no vLLM\n", summary)
+    assert everything.run_all(parts[1:]) == 0
+
+
+def test_make_gpu_leaves_no_test_out_and_says_what_an_interpreter_lacks(tmp_path: Path) -> None:
+    found = everything.parts(Path(sys.executable))
+    tests = {part.name: part for part in found if everything.TESTS in str(part.command)}
+    ours, vllm = tests["tests of engine and training"], tests["tests of vLLM with the plugin"]
+    assert ours.command[-3:] == ["--ignore", everything.VLLM_TESTS, everything.TESTS]
+    assert vllm.command[-1] == everything.VLLM_TESTS
+    assert all(part.missing == "" for part in found if part is not vllm)
+    assert vllm.missing.endswith("it has no vLLM") or find_spec("vllm")
+    assert "No such file" in everything.vllm_missing(tmp_path / "python")
+    assert (
+        "benchmarks.gpu.everything --vllm-python X"
+        in subprocess.run(
+            ["make", "-n", "gpu", "VLLM_PYTHON=X"], cwd=everything.ROOT, capture_output=True, text=True, check=True
+        ).stdout
+    )

@@ -49,7 +49,7 @@ class Part:
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""
-    """What it needs and the machine has not; empty where it can run."""
+    """Need that the machine does not meet; empty where it can run."""
 
 
 def parts(vllm_python: Path) -> list[Part]:
@@ -74,7 +74,7 @@ def parts(vllm_python: Path) -> list[Part]:
 
 
 def vllm_missing(python: Path) -> str:
-    """What an interpreter lacks of running vLLM with the plugin on a GPU; empty where it has all."""
+    """Need of vLLM with the plugin on a GPU that an interpreter does not meet; empty where it meets all."""
     try:
         found = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
     except OSError as error:

@@ -68,10 +68,8 @@ bench: install
 	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.training_step
 
-gpu: install  # on a machine with one NVIDIA GPU: its tests, then speed and memory of serving and training an 8B shape
-	$(BIN)/python -m pytest --override-ini addopts="-ra --import-mode=importlib" tests/gpu
-	$(BIN)/python -m benchmarks.gpu --short
-	$(BIN)/python -m benchmarks.gpu.training
+gpu: install  # all that a machine with one NVIDIA GPU can show; VLLM_PYTHON=PATH: an interpreter with a GPU build of vLLM and the plugin
+	@$(BIN)/python -m benchmarks.gpu.everything $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 
 SCHEDULES ?= 300
 SOAK_ROUNDS ?= 2

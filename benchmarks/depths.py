@@ -14,10 +14,10 @@ layer, and those with a refitted start, have output projections of their own, un
 best state as in a job; `--steps 0` measures starts alone. A seed draws the order of the rows, and those of the
 calibration.
 
-A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, by position in the
-answer and by prompt length; the share of numbers found in prompts of each length by student and teacher; and with an
-exit head its agreement by confidence (the paper's figure D.1). DIRECTORY keeps the teacher's answers and every point
-that is done, so a run that was cut off goes on.
+A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, with intervals of 95% by
+text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by
+student and teacher; and with an exit head its agreement by confidence (the paper's figure D.1). DIRECTORY keeps the
+teacher's answers and every point that is done, so a run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.depths import Needles
+from swiftkv_platform.evaluation.paired import HeldOutIntervals
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
@@ -255,7 +256,13 @@ def figures(totals: Totals) -> Row:
         name: [one.model_dump() for one in quality_bins(sums)]
         for name, sums in (("by_position", totals.by_position), ("by_prompt_length", totals.by_prompt_length))
     }
-    return totals.student.model_dump() | {"perplexity_ratio": ratio, "positions": totals.num_positions} | bins
+    intervals = HeldOutIntervals.of(totals.samples)
+    return (
+        totals.student.model_dump()
+        | {"perplexity_ratio": ratio, "positions": totals.num_positions}
+        | {"intervals": None if intervals is None else intervals.model_dump()}
+        | bins
+    )
 
 
 def needles_found(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *, swiftkv: bool) -> dict[int, float]:

@@ -5,8 +5,9 @@ table 7).
 
 STUDENT is the directory of a student that carries its teacher, as a job's artifact does; the default is an untrained
 one of the built-in teacher, l = 6, g = 2. `kl` is the mean over positions of KL(unquantised cache || quantised cache),
-in nats, and `kl_to_teacher` that of KL(teacher, unquantised || this mode and cache), of held-out modules of the
-standard library; float32 arithmetic, so that nothing but the cache is rounded.
+in nats, `kl_margin` half of its 95% interval by row, and `kl_to_teacher` the mean of KL(teacher, unquantised || this
+mode and cache), of held-out modules of the standard library; float32 arithmetic, so that nothing but the cache is
+rounded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swiftkv_platform.sources
 from benchmarks.common import benchmark_parser, write_report
+from swiftkv_platform.evaluation.paired import resampled
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.sources.corpus import standard_library_modules
@@ -39,9 +41,15 @@ def held_out_rows(tokenizer: Any, num_rows: int) -> torch.Tensor:
     return torch.tensor(token_ids[: num_rows * ROW_LENGTH]).view(num_rows, ROW_LENGTH)
 
 
-def kl(exact: torch.Tensor, actual: torch.Tensor) -> float:
-    """Mean KL(exact || actual) over positions, in nats, of log-probabilities [rows, tokens, vocab]."""
-    return float((exact.exp() * (exact - actual)).sum(-1).mean())
+def kl_by_row(exact: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Mean KL(exact || actual) over the positions of each row, in nats, of log-probabilities [rows, tokens, vocab]."""
+    return torch.stack([(one.exp() * (one - other)).sum(-1).mean() for one, other in zip(exact, actual, strict=True)])
+
+
+def with_margin(by_row: torch.Tensor) -> tuple[float, float | None]:
+    """Mean of rows, and half of its 95% interval, of which rows are drawn anew; None for one row."""
+    parts = by_row.double().numpy()[:, None]
+    return float(by_row.mean()), resampled(parts, lambda sums: sums[:, 0] / len(parts))
 
 
 @torch.no_grad()
@@ -63,6 +71,7 @@ def main() -> None:
             model.swiftkv(swiftkv)
             cache = make_cache(model.config, swiftkv=swiftkv, kv_cache_dtype=kv_cache_dtype)
             actual = model(rows, past_key_values=cache).logits.log_softmax(-1)
+            value, margin = with_margin(kl_by_row(exact, actual))
             num_bytes = cache_bytes(cache) / rows.numel()
             row = {
                 "mode": "student" if swiftkv else "teacher",
@@ -70,8 +79,9 @@ def main() -> None:
                 "num_kv_cache_layers": len(cache.layers),
                 # Computed in float32; a bfloat16 model would store half of that.
                 "kv_bytes_per_token": num_bytes / 2 if kv_cache_dtype == "auto" else num_bytes,
-                "kl": kl(exact, actual),
-                "kl_to_teacher": kl(teacher, actual),
+                "kl": value,
+                "kl_margin": margin,
+                "kl_to_teacher": float(kl_by_row(teacher, actual).mean()),
                 "top1_agreement": float((exact.argmax(-1) == actual.argmax(-1)).float().mean()),
             }
             print(json.dumps(row), flush=True)

@@ -9,8 +9,8 @@ MODEL is the directory of a dense model; without it, one with the shape of Llama
 distilled, since a step costs the same whatever the weights are. With `--vllm-python`, an interpreter that has vLLM and
 this project's plugin, vLLM is measured too.
 
-First every engine and model must agree with PyTorch (`agreement.json`); where one does not, the run ends with status 1.
-With `--agreement` that is all.
+First every engine and model must agree with PyTorch (`agreement.json`), our engine on the steps of
+`benchmarks.gpu.steps` too; where one does not, the run ends with status 1. With `--agreement` that is all.
 Then each engine writes `lengths`, `rates` and `memory` as JSON and SVG, and their tables, with TTFT and TPOT, into
 `ENGINE.md`. Models take turns, one in memory at a time, so the rounds are not interleaved as they are on a CPU.
 """
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine_worker import add_vllm_python
-from benchmarks.gpu import agreement
+from benchmarks.gpu import agreement, steps
 from benchmarks.gpu.agreement import Answer
 from benchmarks.gpu.engines import Limits, Model, Running, Start, own_engine, prepare, release_memory, vllm_engine
 from benchmarks.serving import workloads
@@ -140,6 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         run = Run(models, args, loads)
         found = run.agreement(starts)
+        found["own"] |= steps.agreements(directory, getattr(torch, args.dtype), args.device)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "agreement.json").write_text(json.dumps(run.head() | found, indent=1) + "\n")
         print(agreement.table(found), flush=True)
@@ -208,11 +209,8 @@ class Run:
                 answers[name] = self._answers(start, model, prompts)
             release_memory()
             for name, given in answers.items():
-                exact, own = (
-                    agreement.score(model.directory, given, dtype, self._args.device)
-                    for dtype in (torch.float32, getattr(torch, self._args.dtype))
-                )
-                found[name][model.name] = agreement.compare(given, exact, own)
+                dtype = getattr(torch, self._args.dtype)
+                found[name][model.name] = agreement.judge(model.directory, given, dtype, self._args.device)
         return found
 
     def measure(self, start: Start, directory: Path, *, fp8: bool) -> str:

@@ -46,8 +46,12 @@ class Scores:
 
 def engine_answers(engine: LLMEngine, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
     """Answers of our own engine."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
-    return answers_of(engine.generate(prompts, params, progress=False))
+    return answers_of(engine.generate(prompts, greedy(num_tokens), progress=False))
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    """Parameters of an answer of `num_tokens` tokens with their log-probabilities."""
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 def answers_of(outputs: Sequence[RequestOutput]) -> list[Answer]:
@@ -75,6 +79,12 @@ def score(directory: Path, answers: Sequence[Answer], dtype: torch.dtype, device
             chosen.append(logprobs.gather(-1, token_ids[0, -num_tokens:, None])[:, 0].cpu())
             best.append(logprobs.amax(-1).cpu())
     return Scores(torch.cat(chosen), torch.cat(best))
+
+
+def judge(directory: Path, answers: Sequence[Answer], dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Comparison of answers that were computed in `dtype` with PyTorch; see `compare`."""
+    exact, own = (score(directory, answers, each, device) for each in (torch.float32, dtype))
+    return compare(answers, exact, own)
 
 
 def compare(answers: Sequence[Answer], exact: Scores, own: Scores) -> dict[str, Any]:

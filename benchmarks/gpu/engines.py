@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engine_worker import EngineWorker, engine_arguments
 from benchmarks.gpu.agreement import Answer, engine_answers
@@ -42,7 +42,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
     },
 }
-"""Shapes of random models: Llama 3.1 8B's, and one for a test."""
+"""Shapes of random Llamas: that of Llama 3.1 8B, and one for a test."""
+_SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "multi_head": _SMALL,
+    "grouped": _SMALL | {"num_key_value_heads": 2},
+    "windows": _SMALL | {"num_key_value_heads": 2, "model_type": "mistral", "sliding_window": 300},
+}
+"""Shapes of random models that leave most of a GPU idle, so that attention divides keys (`benchmarks.gpu.steps`)."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +79,17 @@ def prepare(
     The students are converted, not distilled: a step costs the same whatever the weights are.
 
     Args:
-        model: a dense model's directory, or one of `SHAPES`, which is made with random weights.
+        model: a dense model's directory, or one of `SHAPES` and `SMALL`, which is made with random weights.
         device: where random weights are drawn.
 
     Raises:
         ModelError: the model's family is not known.
     """
     dense = Path(model)
-    if isinstance(model, str) and model in SHAPES:
+    shapes = SHAPES | SMALL
+    if isinstance(model, str) and model in shapes:
         dense = directory / "dense"
-        _save_random(SHAPES[model], dense, dtype, device)
+        _save_random(shapes[model], dense, dtype, device)
     num_layers = AutoConfig.from_pretrained(dense).num_hidden_layers
     models = [Model("dense", dense)]
     for group_size, form in [(group_sizes[0], "own"), *((g, "shared") for g in group_sizes)]:
@@ -94,7 +112,7 @@ def _save_random(shape: dict[str, Any], directory: Path, dtype: torch.dtype, dev
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = LlamaForCausalLM(LlamaConfig(**shape))
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{"model_type": "llama"} | shape))
     finally:
         torch.set_default_dtype(before)
     model.save_pretrained(directory)

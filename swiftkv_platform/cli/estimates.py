@@ -14,6 +14,7 @@ from swiftkv_platform.control_plane.jobs.estimates import machines
 from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
+from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.specs import JobSpec
 
@@ -184,6 +185,12 @@ def print_gates(estimate: Mapping[str, Any]) -> None:
         say(
             "A limit below what the samples exclude may leave good students undecided: use more samples, a wider limit "
             "or auto."
+        )
+    worse = passes_worse(gates)
+    if worse is not None and worse > MOST_PASSES_WORSE:
+        say(
+            f"A student {WORSE:g} points worse on every task passes in about {worse:.0%} of evaluations: use more "
+            "samples, or further tasks."
         )
 
 

@@ -5,8 +5,9 @@ read row by row. Knows no tokenizer and no row format.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, T
 from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, FileSource, HubSource, PathSource, S3Source
-from swiftkv_platform.sources.chat_prompts import PROMPT_SPLITS, chat_prompts
+from swiftkv_platform.sources.chat_prompts import chat_prompts, unseen_chat_prompts
 from swiftkv_platform.sources.corpus import standard_library_modules
 from swiftkv_platform.sources.layout import (
     ACCEPTED,
@@ -122,7 +123,13 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
     return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
-_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
+_MADE = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
+_PROMPTS: Mapping[str, dict[str, Callable[[], list[str]]]] = {
+    name: {"train": partial(made, held_out=False), "held_out": partial(made, held_out=True)}
+    for name, made in _MADE.items()
+}
+"""Requests of each split of a built-in source."""
+_PROMPTS[BUILTIN_CHATS]["unseen"] = unseen_chat_prompts
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
@@ -155,9 +162,10 @@ def _prompts(source: DataSourceSpec, path: str) -> Table:
             field=f"{path}.name_or_path",
             value=source.name_or_path,
         )
-    if source.split not in PROMPT_SPLITS:
-        raise DataError.of(f"{path}.split", source.split, f"; {source.name_or_path} has {' and '.join(PROMPT_SPLITS)}")
-    rows = [{"prompt": prompt} for prompt in _PROMPTS[source.name_or_path](held_out=source.is_held_out)]
+    splits = _PROMPTS[source.name_or_path]
+    if source.split not in splits:
+        raise DataError.of(f"{path}.split", source.split, f"; {source.name_or_path} has {' and '.join(splits)}")
+    rows = [{"prompt": prompt} for prompt in splits[source.split]()]
     return Table(source.name_or_path, ("prompt",), lambda _columns: enumerate(rows, start=1), lambda: len(rows))
 
 

@@ -5,7 +5,9 @@ and a forecast of what a spec's gates can decide. Arithmetic on numbers of sampl
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
+from typing import Any
 
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
@@ -18,6 +20,10 @@ that are promised: the normal distribution is an approximation."""
 DROPS = 1.0, 10.0
 """Least and largest default of `max_drop`, in points: fewer samples than the largest takes leave good students
 undecided."""
+WORSE = 3.0
+"""Points that a student loses on every task, of which a forecast says how often it passes all the same."""
+MOST_PASSES_WORSE = 0.05
+"""Chance of that above which plan and `validate` warn."""
 NEEDLE_DROPS = 5.0, 20.0
 """The same of `max_needle_drop`."""
 NEEDLE_LENGTHS = (1024, 4096)
@@ -62,6 +68,9 @@ class TaskForecast(FrozenModel):
     """Smallest true loss, in points, that the samples can exclude; see `smallest_excluded_loss`."""
     samples_needed: int | None
     """Samples with which a student without a loss passes; None where the task's are enough, or not known."""
+    passes_worse: float | None
+    """Chance that the gate passes a student that loses `WORSE` points; None where its limit or samples are not known.
+    """
 
 
 def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
@@ -77,6 +86,26 @@ def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
     margin = _Z * math.sqrt(discordant + 1.0)  # of the interval
     spread = NormalDist().inv_cdf(share) * math.sqrt(discordant)  # of the loss that is measured
     return min(100.0 * (margin + spread) / counted, 100.0)
+
+
+def chance_to_pass(loss: float, *, num_samples: int, limit: float) -> float:
+    """Chance that a gate on shares with `limit` passes a student with a true loss of `loss` points."""
+    discordant = num_samples * max(DISCORDANT, loss / 100.0)
+    margin = _Z * math.sqrt(discordant + 1.0)
+    spread = math.sqrt(discordant - num_samples * (loss / 100.0) ** 2) or 1.0
+    return NormalDist().cdf(((limit - loss) / 100.0 * num_samples - margin) / spread)
+
+
+def passes_worse(gates: Sequence[Mapping[str, Any]]) -> float | None:
+    """Chance that a student which loses `WORSE` points on every task passes all gates on tasks; needles aside. None
+    without such a gate, or where the samples or limit of one are not known.
+
+    Args:
+        gates: forecasts as plain values.
+    """
+    chances = [gate.get("passes_worse") for gate in gates if str(gate["field"]).endswith("max_drop")]
+    known = [chance for chance in chances if chance is not None]
+    return math.prod(known) if chances and len(known) == len(chances) else None
 
 
 def default_limit(num_samples: int, *, num_gates: int) -> float:
@@ -143,11 +172,13 @@ def _of_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
 
 
 def _forecast(name: str, field: str, samples: int | None, limit: float | None, num_gates: int) -> TaskForecast:
-    excluded = needed = None
+    excluded = needed = worse = None
     if samples is not None:
         excluded = round(smallest_excluded_loss(samples, num_gates=num_gates), 2)
         if limit is not None and excluded > limit:
             needed = samples_to_exclude(limit, num_gates=num_gates)
+        if limit is not None:
+            worse = round(chance_to_pass(WORSE, num_samples=samples, limit=limit), 3)
     return TaskForecast(
         task=name,
         field=f"evaluation.{field}",
@@ -155,6 +186,7 @@ def _forecast(name: str, field: str, samples: int | None, limit: float | None, n
         limit=limit,
         excluded=excluded,
         samples_needed=needed,
+        passes_worse=worse,
     )
 
 

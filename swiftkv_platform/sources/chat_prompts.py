@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-PROMPT_SPLITS = ("train", "held_out")
 HELD_OUT_TOPICS = 5
 """One topic in this number is held out, with every request about it."""
 
@@ -47,6 +46,20 @@ _REQUESTS = (
     "Is it worth reading a whole book about {}? Give reasons.",
     "Write a quiz of three questions about {}, with the answers.",
 )  # fmt: skip
+_OTHER_REQUESTS = (
+    "My neighbour keeps talking about {}. Where would I start if I knew nothing at all?",
+    "Invent a riddle whose answer is {}.",
+    "Pretend you are a museum guide and introduce {} to your visitors.",
+    "Could the world do without {}? Argue both ways.",
+    "Which misunderstanding around {} annoys experts most?",
+    "Draft a short radio advertisement featuring {}.",
+    "Name five verbs that go well with {}, each in its own sentence.",
+    "Tell me something surprising concerning {} that fits on a postcard.",
+    "If {} could speak, how might it complain?",
+    "Turn {} into a metaphor for patience.",
+    "Propose a science fair project involving {}, including materials.",
+    "Translate into plain words: who first wrote down anything on {}, as far as anybody knows?",
+)  # fmt: skip
 _NAMES = ("Anna", "Ben", "Chloe", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kofi", "Lena")
 _ITEMS = ("apples", "pencils", "books", "tickets", "stickers", "eggs", "coins", "cards")
 _FUNCTIONS = (
@@ -67,6 +80,12 @@ _LANGUAGES = ("Python", "JavaScript", "Java", "C")
 def chat_prompts(*, held_out: bool) -> list[str]:
     """The requests of one side of the split, in an order of their own that no machine changes."""
     prompts = [text for key, text in _all() if _is_held_out(key) is held_out]
+    return sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).digest())
+
+
+def unseen_chat_prompts() -> list[str]:
+    """Requests about the held-out topics in words that no other request has: of neither side's templates."""
+    prompts = [request.format(topic) for topic in _TOPICS if _is_held_out(topic) for request in _OTHER_REQUESTS]
     return sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 

@@ -47,7 +47,8 @@ class DataSourceSpec(Spec):
     split: Word = "train"
     """Split of a hub or built-in data set, or of a directory or prefix whose files' names tell one (`train`,
     `validation`, `test`, or another of their names). `held_out` of built-in requests is never trained on, but measured;
-    it shares no subject, or no person, with `train`."""
+    it shares no subject, or no person, with `train`. `unseen` of `builtin:chat-prompts` is held out as well, and
+    worded as no other request is."""
     subset: Annotated[Word, Field(min_length=1)] | None = None
     """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`. Refused
     elsewhere."""
@@ -67,7 +68,7 @@ class DataSourceSpec(Spec):
     @property
     def is_held_out(self) -> bool:
         """Whether all of its rows are held out."""
-        return self.name_or_path in BUILTIN_PROMPTS and self.split == "held_out"
+        return self.name_or_path in BUILTIN_PROMPTS and self.split in ("held_out", "unseen")
 
 
 class DataSpec(Spec):

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.gpu.agreement import answers_of, compare, engine_answers, score
+from benchmarks.gpu.agreement import answers_of, engine_answers, judge
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.varlen import FLASH_PAGE, reference_varlen_attn
 from swiftkv_platform.model import convert
@@ -97,8 +97,7 @@ def test_answers_agree_with_pytorch_in_the_same_type(name: str, form: str, load:
     answers = engine_answers(engine, PROMPTS, num_tokens)
     engine.check()
     assert (load == "with preemption") == bool(engine.state.num_preemptions)
-    exact, own = (score(path, answers, dtype, DEVICE) for dtype in (torch.float32, torch.bfloat16))
-    found = compare(answers, exact, own)
+    found = judge(path, answers, torch.bfloat16, DEVICE)
     assert found["agrees"], found
 
 
@@ -118,8 +117,7 @@ def test_lossless_exit_and_lookup_agree_as_well(form: str, tmp_path: Path) -> No
     outputs = engine.generate(PROMPTS, params, progress=False)
     assert sum(output.num_draft_tokens for output in outputs)
     answers = answers_of(outputs)
-    exact, own = (score(path, answers, dtype, DEVICE) for dtype in (torch.float32, torch.bfloat16))
-    assert compare(answers, exact, own)["agrees"]
+    assert judge(path, answers, torch.bfloat16, DEVICE)["agrees"]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="a CPU's memory is not measured")

@@ -1,7 +1,4 @@
-"""The plugin in a vLLM that runs on a GPU. The interpreter has vLLM and not this project's own environment, so
-`make gpu` skips it:
-
-    PYTHON -m pytest --noconftest -c /dev/null --rootdir . --import-mode=importlib tests/gpu/test_vllm.py
+"""The plugin in a vLLM that runs on a GPU: `make gpu VLLM_PYTHON=PATH`, of an interpreter that has vLLM and the plugin.
 
 In float32, by Triton's attention and in IEEE arithmetic, greedy text is that of the project's own forward pass; in
 bfloat16, by FlashAttention, log-probabilities are as near to it as PyTorch's own. Heads have 32 dimensions at least,
@@ -27,7 +24,7 @@ if find_spec("vllm") is None:
 
 from vllm import LLM, SamplingParams
 
-from benchmarks.gpu.agreement import Answer, compare, score
+from benchmarks.gpu.agreement import Answer, judge
 from swiftkv_platform.families import is_served_by_vllm
 from tests.gpu.device import needs_gpu
 from tests.outside.vllm.engines import OWN, SHAPE, complete, expected, make_student, prompts, serving
@@ -133,8 +130,7 @@ def test_agreement_in_bfloat16(form: str, graphs: bool, tmp_path: Path) -> None:
     options = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "enforce_eager": not graphs}
     with serving(tmp_path, **options) as llm:
         answers = answered(llm, batch)
-    exact, own = (score(tmp_path, answers, dtype, "cuda") for dtype in (torch.float32, torch.bfloat16))
-    found = compare(answers, exact, own)
+    found = judge(tmp_path, answers, torch.bfloat16, "cuda")
     assert found["agrees"], found
 
 

@@ -192,6 +192,42 @@ def test_no_figure_stands_in_two_places_with_two_values() -> None:
     assert {name: values for name, values in found.items() if not all(agree(values[0], one) for one in values)} == {}
 
 
+QUALITY = re.compile(r"\bKL\b|\bagreement\b|\bperplexity\b|\bneedles\b|\bIFEval\b")
+CAPTION = re.compile(r"Samples: .+\. Seeds: .+\. Interval[ :].+\.")
+
+
+def tables_of_quality(text: str) -> dict[str, str]:
+    """Tables with three figures or more of what a model loses, by their first line, with the paragraph below each."""
+    blocks = [block.strip("\n") for block in re.split(r"\n\s*\n", text)]
+    found = {}
+    for before, table, below in zip(["", *blocks], blocks, [*blocks[1:], ""], strict=False):
+        figures = re.findall(r"(?<![\d.])\d+\.\d+|\d%|\de-\d", table)
+        about = f"{before.splitlines()[-1] if before else ''} {table}"
+        if re.match(r"\|(?! field )", table) and len(figures) >= 3 and QUALITY.search(about):
+            found[table.splitlines()[0]] = " ".join(below.split())
+    return found
+
+
+def test_every_table_of_quality_says_samples_seeds_and_interval() -> None:
+    table = "| | KL |\n|---|---|\n| a | 0.1 |\n| b | 0.2 |\n| c | 0.3 |\n"
+    bare, said = (
+        tables_of_quality(table + below) for below in ("\nOne seed.\n", "\nSamples: 9. Seeds: 1. Interval: none.\n")
+    )
+    assert [[bool(CAPTION.match(below)) for below in each.values()] for each in (bare, said)] == [[False], [True]]
+    found = {page: tables_of_quality(PAGES[page].read_text(encoding="utf-8")) for page in PAGES}
+    assert {page for page, tables in found.items() if tables} == {
+        "README.md",
+        "model.md",
+        "performance.md",
+        "quality.md",
+    }
+    assert {page: len(found[page]) for page in ("performance.md", "quality.md")} == {
+        "performance.md": 5,
+        "quality.md": 5,
+    }
+    assert [head for each in found.values() for head, below in each.items() if not CAPTION.match(below)] == []
+
+
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "hours": 3600, "days": 86400}
 DEFAULT = re.compile(r"`([A-Za-z_.-]+)` \((\d[\d.]*)(?: (KiB|MiB|GiB|hours|days|s))?[;,)]")
 """A name with its default behind it, as in `max_rollbacks` (3)."""

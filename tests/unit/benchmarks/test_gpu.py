@@ -2,15 +2,27 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks.gpu import training
+from benchmarks.gpu import everything, steps, training
 from benchmarks.gpu.__main__ import TINY, main
 from benchmarks.gpu.agreement import Answer, Scores, compare
+from benchmarks.gpu.engines import SMALL
+from swiftkv_platform.engine import memory
+from swiftkv_platform.engine.varlen import VarlenArguments, reference_varlen_attn
 
 VLLM_PYTHON = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
 EXACT = Scores(chosen=torch.tensor([-1.0, -2.0, -0.5]), best=torch.tensor([-1.0, -2.0, -0.5]))
@@ -38,6 +50,63 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
     assert not found["agrees"]
 
 
+STUDENTS = ("swiftkv_g1", "swiftkv_g1_own")
+
+
+@pytest.mark.slow  # thirteen models answer, and PyTorch reads their answers twice
+def test_the_agreement_of_small_and_tiny_models_on_a_cpu(tmp_path: Path) -> None:
+    main(["--device", "cpu", "--tiny", "--agreement", "--output-dir", str(tmp_path)])
+    rows = json.loads((tmp_path / "agreement.json").read_text())["own"]
+    small = {f"{shape}, {name}" for shape in SMALL for name in ("dense", *STUDENTS)}
+    assert {name for name, row in rows.items() if row["agrees"]} == {"dense", "swiftkv_g2", *STUDENTS} | small
+
+
+Call = tuple[bool, bool, int, int, int]
+"""Whether heads are grouped and there is a window; most queries of a run, runs, and most keys."""
+
+
+@contextmanager
+def upstream_fault() -> Iterator[set[Call]]:
+    """An operator that divides keys wherever it may and combines the parts as pytorch/pytorch#194167 says; yields the
+    calls."""
+    calls = set[Call]()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *others: Any, num_splits: int | None, **options: Any) -> Any:
+        output = reference_varlen_attn(query, key, *others, **options)
+        (_, borders, _, max_q, max_k), grouped = others, bool(options["enable_gqa"])
+        window = options["window_size"][0] >= 0
+        calls.add((grouped, window, max_q, len(borders) - 1, max_k))
+        lays_out_otherwise = max_q == 1 and grouped and not window
+        if num_splits is None and options["block_table"] is not None and max_k > 256 and not lays_out_otherwise:
+            runs = [output[begin:end] for begin, end in pairwise(borders)]
+            output = torch.zeros_like(output)
+            for run in runs:
+                output[: len(run)] = run
+        return output
+
+    with patch.object(memory, "choose_operator", return_value=attend):
+        yield calls
+
+
+@pytest.mark.slow  # six small models answer
+@pytest.mark.parametrize("shape", SMALL)
+def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp_path: Path) -> None:
+    """Rows agree with the engine's rule and none does without it, in steps of every kind that the fault is in."""
+    few = patch.object(steps, "NUM_TOKENS", 12)
+    with few, patch.dict(SMALL, {shape: SMALL[shape]}, clear=True), upstream_fault() as calls:
+        found = steps.agreements(tmp_path / "ruled", torch.bfloat16, "cpu")
+        assert all(row["agrees"] for row in found.values()), found
+        heads = shape != "multi_head", shape == "windows"
+        assert {call[:2] for call in calls} == {heads}
+        steps_taken = {call[2:] for call in calls}
+        assert (700, 2, 700) in steps_taken, "prompts of mixed lengths"
+        assert (40, 4, 704) in steps_taken, "decodes beside short prompts"
+        assert any(max_q == 1 and runs == 4 for max_q, runs, _ in steps_taken), "a decode step"
+        with patch.object(VarlenArguments, "num_splits", return_value=None):
+            found = steps.agreements(tmp_path / "not", torch.bfloat16, "cpu")
+        assert not any(row["agrees"] for row in found.values()), found
+
+
 @pytest.mark.slow  # the whole benchmark, however small
 @pytest.mark.parametrize(
     "vllm",
@@ -49,10 +118,10 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
 def test_the_run_writes_what_it_measured(vllm: bool, tmp_path: Path) -> None:
     options = ["--vllm-python", str(VLLM_PYTHON)] if vllm else []
     main(["--device", "cpu", "--tiny", "--output-dir", str(tmp_path), *options])
-    models = {"dense", "swiftkv_g1", "swiftkv_g2", "swiftkv_g1_own"}
+    models = {"dense", "swiftkv_g2", *STUDENTS}
     agreement = json.loads((tmp_path / "agreement.json").read_text())
     for engine in ("own", "vllm")[: 1 + vllm]:
-        assert {name for name, row in agreement[engine].items() if row["agrees"]} == models
+        assert models <= {name for name, row in agreement[engine].items() if row["agrees"]}
         reports = {
             name: json.loads((tmp_path / engine / f"{name}.json").read_text())
             for name in ("lengths", "rates", "memory")
@@ -83,3 +152,38 @@ def test_without_a_gpu_it_names_the_options_for_a_cpu(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main([])
     assert "--device cpu --tiny" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^PyTorch \S+ finds no GPU here: nothing was run$"):
+        everything.main([])
+
+
+def test_every_part_runs_whatever_others_do_and_the_summary_names_each(capfd: pytest.CaptureFixture[str]) -> None:
+    parts = [
+        everything.Part("a", [sys.executable, "-c", "import sys; sys.exit(3)"]),
+        everything.Part(
+            "b", [sys.executable, "-c", "import os; print('b runs', os.environ['NEEDED'])"], {"NEEDED": "1"}
+        ),
+        everything.Part("c", ["no-program"], missing="no vLLM"),
+    ]
+    assert everything.run_all(parts) == 1
+    said = capfd.readouterr().out
+    assert "b runs 1" in said
+    summary = said.partition("-- summary\n")[2]
+    assert re.fullmatch(r"FAILED   a: status 3, \d+ s\npassed   b, \d+ s\nskipped  c: no vLLM\n", summary)
+    assert everything.run_all(parts[1:]) == 0
+
+
+def test_make_gpu_leaves_no_test_out_and_says_what_an_interpreter_lacks(tmp_path: Path) -> None:
+    found = everything.parts(Path(sys.executable))
+    tests = {part.name: part for part in found if everything.TESTS in str(part.command)}
+    ours, vllm = tests["tests of engine and training"], tests["tests of vLLM with the plugin"]
+    assert ours.command[-3:] == ["--ignore", everything.VLLM_TESTS, everything.TESTS]
+    assert vllm.command[-1] == everything.VLLM_TESTS
+    assert all(part.missing == "" for part in found if part is not vllm)
+    assert vllm.missing.endswith("it has no vLLM") or find_spec("vllm")
+    assert "No such file" in everything.vllm_missing(tmp_path / "python")
+    assert (
+        "benchmarks.gpu.everything --vllm-python X"
+        in subprocess.run(
+            ["make", "-n", "gpu", "VLLM_PYTHON=X"], cwd=everything.ROOT, capture_output=True, text=True, check=True
+        ).stdout
+    )

@@ -44,6 +44,10 @@ def test_what_the_samples_of_tasks_can_exclude_is_told_before_a_job(tmp_path: Pa
     assert float(of_gsm8k[2]) > 1.0 < int(of_gsm8k[4].replace(",", ""))
     gates = json.loads(run(narrow, "--json").output)["gates"]
     assert [gate["task"] for gate in gates][-1] == "gsm8k_llama"
+    few = tmp_path / "few.yaml"
+    few.write_text(RECIPE.read_text().replace("tasks: [paper]", "tasks: [ifeval]").replace("drop: 4.0", "drop: auto"))
+    warning = "3 points worse on every task passes in about 33% of evaluations"
+    assert [warning in " ".join(run(spec).output.split()) for spec in (few, RECIPE)] == [True, False]
     validated = CliRunner().invoke(app, ["jobs", "validate", "-f", str(narrow), "--config", str(LLAMA_70B)])
     assert "gsm8k_llama" in validated.output
 

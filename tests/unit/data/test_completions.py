@@ -191,15 +191,24 @@ def test_prompts_without_room_for_an_answer_are_dropped_and_counted(
     assert max(np.diff(data.train.samples.starts)) <= 64
 
 
-@pytest.mark.parametrize("name", [BUILTIN_CHATS, BUILTIN_RECALL])  # the long ones exceed this teacher's context
-def test_built_in_requests_are_measured_on_the_split_that_says_so(name: str, engine: LLMEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "other"),  # the long ones exceed this teacher's context
+    [(BUILTIN_CHATS, "held_out"), (BUILTIN_CHATS, "unseen"), (BUILTIN_RECALL, "held_out")],
+)
+def test_built_in_requests_are_measured_on_the_split_that_says_so(
+    name: str, other: str, engine: LLMEngine, tmp_path: Path
+) -> None:
     """The side is the recipe's: one source of each split, nothing held out by chance."""
     sources = [
         {"name_or_path": name, "split": split, "sample_count": count, "complete": {"max_tokens": 4, "seed": 1}}
-        for split, count in (("train", 5), ("held_out", 2))
+        for split, count in (("train", 5), (other, 2))
     ]
     statistics = prepared(data_spec(*sources, max_length=1024), engine, tmp_path / "rows").statistics
     assert (statistics.train.samples, statistics.held_out.samples) == (5, 2)
+    if name != BUILTIN_CHATS:
+        wrong = {**sources[1], "split": "unseen"}
+        with pytest.raises(DataError, match=f"split is 'unseen'.*{name} has train and held_out"):
+            prepared(data_spec(sources[0], wrong, max_length=1024), engine, tmp_path / "refused")
 
 
 @pytest.mark.parametrize("name", BUILTIN_PROMPTS)

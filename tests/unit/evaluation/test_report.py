@@ -15,7 +15,14 @@ from swiftkv_platform.evaluation.paired import share_interval
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, SampleSums, Totals
 from swiftkv_platform.evaluation.report import Report
-from swiftkv_platform.planning.gates import NEEDLE_LENGTHS, forecast, samples_to_exclude, smallest_excluded_loss
+from swiftkv_platform.planning.gates import (
+    NEEDLE_LENGTHS,
+    WORSE,
+    forecast,
+    passes_worse,
+    samples_to_exclude,
+    smallest_excluded_loss,
+)
 from swiftkv_platform.specs import EvaluationSpec, load_spec
 from swiftkv_platform.specs.evaluation import points_lost
 from tests.recipes import RECIPES
@@ -249,7 +256,8 @@ def test_a_length_judges_only_where_the_teacher_finds_its_needles() -> None:
 
 
 SIZES = {"gsm8k": 1319, "winogrande": 1267, "builtin:ifeval": 541}
-OF_RECIPES = {spec.evaluation for spec in map(load_spec, RECIPES) if spec.evaluation.tasks}
+RECIPE_SPECS = [load_spec(path) for path in RECIPES]
+OF_RECIPES = {spec.evaluation for spec in RECIPE_SPECS if spec.evaluation.tasks}
 JUDGED = {
     **{f"recipe {spec.max_drop}": spec for spec in OF_RECIPES},
     **{f"recipe, {limit}": spec.model_copy(update={"max_drop": limit}) for spec in OF_RECIPES for limit in ("auto",)},
@@ -257,7 +265,7 @@ JUDGED = {
 }
 DRAWS = 200
 ALONE = {"builtin:ifeval"}
-"""Tasks of too few samples to tell three points from none by themselves."""
+"""Tasks of too few samples to tell three points from none by themselves, which a forecast says."""
 
 
 def pass_rate(spec: EvaluationSpec, lost: float) -> float:
@@ -284,7 +292,19 @@ def pass_rate(spec: EvaluationSpec, lost: float) -> float:
 @pytest.mark.parametrize("name", JUDGED)
 def test_a_student_without_a_loss_passes_and_one_three_points_worse_does_not(name: str) -> None:
     assert pass_rate(JUDGED[name], 0.0) >= 0.95
-    assert pass_rate(JUDGED[name], 0.03) <= (1.0 if name in ALONE else 0.05)
+    worse, said = (
+        pass_rate(JUDGED[name], WORSE / 100.0),
+        passes_worse([each.model_dump() for each in forecast(JUDGED[name])]),
+    )
+    assert worse == pytest.approx(said, abs=0.05)
+    assert {worse > 0.05, (said or 0.0) > 0.05} == {name in ALONE}
+
+
+def test_recipes_without_tasks_have_no_gate_on_tasks_to_pass() -> None:
+    without = [spec for spec in RECIPE_SPECS if spec.evaluation not in OF_RECIPES]
+    assert len(without) == 10
+    assert [spec.name for spec in without if forecast(spec.evaluation)] == []
+    assert passes_worse(()) is None
 
 
 def test_what_samples_can_exclude_is_told_before_the_job_and_is_the_limit_after_it() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.evaluation.harness import needle
-from swiftkv_platform.sources.chat_prompts import _REQUESTS, _TOPICS, chat_prompts
+from swiftkv_platform.sources.chat_prompts import _OTHER_REQUESTS, _REQUESTS, _TOPICS, chat_prompts, unseen_chat_prompts
 from swiftkv_platform.sources.corpus import is_held_out, standard_library_modules
 from swiftkv_platform.sources.recall_prompts import _PEOPLE, long_recall_prompts, recall_prompts
 
@@ -41,6 +41,22 @@ def test_the_sides_of_chats_share_no_topic() -> None:
         requests = {request.format(topic) for request in _REQUESTS}
         assert requests <= training or requests <= held_out
     assert 0.1 < len(held_out) / len(training | held_out) < 0.3
+
+
+def test_unseen_requests_share_no_subject_and_no_four_words_with_training() -> None:
+    """But for a topic's own, which texts that are read may mention."""
+    training, unseen = chat_prompts(held_out=False), unseen_chat_prompts()
+    assert len(set(unseen)) == len(unseen) > 150
+    asked = {topic for topic in _TOPICS if any(re.search(rf"\b{topic}\b", text) for text in unseen)}
+    assert not [topic for topic in asked for request in _REQUESTS if request.format(topic) in training]
+
+    def phrases(texts: list[str]) -> set[tuple[str, ...]]:
+        words = [re.findall(r"[\w'-]+", text.lower()) for text in texts]
+        return {tuple(each[at : at + 4]) for each in words for at in range(len(each) - 3)}
+
+    worded = phrases([request.format("_") for request in _OTHER_REQUESTS])
+    assert not worded & phrases(training)
+    assert phrases(chat_prompts(held_out=True)) & phrases(training), "templates are what the sides share"
 
 
 @RECALL

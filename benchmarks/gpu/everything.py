@@ -1,0 +1,117 @@
+"""All that a machine with one NVIDIA GPU can show: `make gpu`.
+
+    python -m benchmarks.gpu.everything [--vllm-python PATH]
+
+Tests of the engine and of training, tests of vLLM with the plugin, agreement with PyTorch and speed, training steps.
+Each part is a command of its own, and one that fails keeps no other from running; a part whose needs are missing is
+skipped and says what is missing. The last lines are a summary. The status is 1 where a part failed, and where PyTorch
+finds no GPU. `--vllm-python` is an interpreter with a GPU build of vLLM and the plugin; without it this one is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+TESTS = "tests/gpu"
+VLLM_TESTS = f"{TESTS}/test_vllm.py"
+_PROBE = """
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+if find_spec("vllm") is None:
+    print("it has no vLLM")
+elif find_spec("pytest") is None:
+    print("it has no pytest")
+elif "swiftkv" not in entry_points(group="vllm.general_plugins").names:
+    print("it has vLLM without this project's plugin")
+else:
+    import torch
+    if not torch.cuda.is_available():
+        print("its PyTorch finds no GPU")
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of `make gpu`."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    missing: str = ""
+    """Need that the machine does not meet; empty where it can run."""
+
+
+def parts(vllm_python: Path) -> list[Part]:
+    """The parts, with what is missing for each of them on this machine."""
+    ours, missing = [sys.executable, "-m"], vllm_missing(vllm_python)
+    by_vllm = [] if missing else ["--vllm-python", str(vllm_python)]
+    plain = ["-ra", "--rootdir", ".", "--import-mode=importlib"]  # the options of pyproject.toml leave these tests out
+    return [
+        Part(
+            "tests of engine and training",
+            [*ours, "pytest", "--override-ini", "addopts=", *plain, "--ignore", VLLM_TESTS, TESTS],
+        ),
+        Part(
+            "tests of vLLM with the plugin",
+            [str(vllm_python), "-m", "pytest", "--noconftest", "-c", os.devnull, *plain, VLLM_TESTS],
+            {"VLLM_USE_FLASHINFER_SAMPLER": "0"},  # it compiles with nvcc, which few machines have
+            missing,
+        ),
+        Part("agreement and speed" + ", vLLM too" * (not missing), [*ours, "benchmarks.gpu", "--short", *by_vllm]),
+        Part("training steps", [*ours, "benchmarks.gpu.training"]),
+    ]
+
+
+def vllm_missing(python: Path) -> str:
+    """Need of vLLM with the plugin on a GPU that an interpreter does not meet; empty where it meets all."""
+    try:
+        found = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{python}: {error.strerror}"
+    lines = (found.stdout if found.returncode == 0 else found.stderr).strip().splitlines()
+    return f"{python}: {lines[-1]}" if lines else ""
+
+
+def run_all(each: Sequence[Part]) -> int:
+    """Run the parts one after the other and print what came of them; 1 where one failed."""
+    lines, status = [], 0
+    for part in each:
+        if part.missing:
+            lines.append(f"skipped  {part.name}: {part.missing}")
+            continue
+        print(f"-- {part.name}: {shlex.join(part.command)}", flush=True)
+        began = time.monotonic()
+        code = subprocess.run(part.command, cwd=ROOT, env={**os.environ, **part.environment}, check=False).returncode
+        outcome = f"FAILED   {part.name}: status {code}" if code else f"passed   {part.name}"
+        lines.append(f"{outcome}, {time.monotonic() - began:.0f} s")
+        status = max(status, int(code != 0))
+    print("\n".join(["-- summary", *lines]), flush=True)
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.everything",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--vllm-python", type=Path, default=Path(sys.executable), metavar="PATH")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.exit(f"PyTorch {torch.__version__} finds no GPU here: nothing was run")
+    return run_all(parts(args.vllm_python))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

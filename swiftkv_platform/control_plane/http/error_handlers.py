@@ -28,6 +28,8 @@ from swiftkv_platform.web.problems import (
 _CLIENT_CLOSED_REQUEST = 499
 _MOST_FIELDS = 20
 """Refused fields that an answer names."""
+_MOST_COMPLAINTS = 200
+"""Complaints that are looked through for them: a body has tens of thousands of values to complain of."""
 _OF_A_DEPLOYMENT = (
     "this is the control plane, which has /v1/files and /v1/fine_tuning alone; for OpenAI's other routes use the `url` "
     "of a deployment (GET /deployments) and /v1, such as URL/v1/chat/completions"
@@ -52,7 +54,8 @@ def _on_our_error(request: Request, error: Exception) -> JSONResponse:
 def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     body = _body_annotation(request)
-    found = most_telling([(place_of(item, body), item) for item in error.errors()])
+    complaints = error.errors()[:_MOST_COMPLAINTS]
+    found = most_telling([(place_of(item, body), item) for item in complaints])
     errors = [_field_problem(place, item, body) for place, item in found[:_MOST_FIELDS]]
     detail = "; ".join(f"{item.field}: {item.message}" if item.field else item.message for item in errors)
     return error_response(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))

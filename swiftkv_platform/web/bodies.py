@@ -49,6 +49,7 @@ class Bodies:
         share: bytes of bodies at a time.
         max_values: most values of a body, asked for each.
         max_strings: most strings of a body.
+        max_keys: see `load_json`.
         allow_nul: see `load_json`.
         until_answered: whether a body counts until its route has answered; else until it is parsed.
     """
@@ -60,12 +61,14 @@ class Bodies:
         *,
         max_values: Callable[[], int] = lambda: MAX_VALUES,
         max_strings: int = MAX_STRINGS,
+        max_keys: int | None = None,
         allow_nul: bool = False,
         until_answered: bool = True,
     ) -> None:
         self._admit = admit
         self._max_values = max_values
         self._max_strings = max_strings
+        self._max_keys = max_keys
         self._allow_nul = allow_nul
         self.until_answered = until_answered
         self.places = Places("bytes of request bodies", share)
@@ -104,7 +107,7 @@ class Bodies:
             raise HTTPException(
                 413, f"the body has more than {most} values or {self._max_strings} strings, which is the limit"
             )
-        return load_json(body, allow_nul=self._allow_nul)
+        return load_json(body, allow_nul=self._allow_nul, max_keys=self._max_keys)
 
 
 class BodyRoute(APIRoute):

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=ROOT, help="checkout that they run")
     parser.add_argument("--requests", type=int, default=150, help="of the other tenant, each time")
     parser.add_argument("--rounds", type=int, default=2, help="times without the attack and during it")
-    parser.add_argument("--seconds", type=float, default=30.0, help="most for those requests")
+    parser.add_argument("--seconds", type=float, default=12.0, help="most for those requests")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds for an answer")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--attack", nargs=3, help="for the process that attacks: case, URL, key")

@@ -144,7 +144,7 @@ async def refusals(client: httpx.AsyncClient, path: str, count: Count) -> None:
 
 
 async def reads(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """What a job has left in the store, and its history, 16 at a time."""
+    """Reads of a job's history and of what it left in the store, and of lists, 16 at a time."""
     await client.post(path, json=large_job(1000))
     job = (await client.get(path, params={"limit": 1})).json()["data"][0]["id"]
     parts = ("", "/events", "/metrics", "/checkpoints", "/artifacts", "/logs?tail_lines=100000", "/tracking")

@@ -134,11 +134,11 @@ async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
 
 
 async def refusals(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """More requests than the key's rate, 40 at a time."""
+    """More requests than the key's rate, 40 at a time, where nothing else bounds them."""
 
     async def ask() -> None:
         while True:
-            count(await client.get(path))
+            count(await client.post(path, json={}))
 
     await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
 
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Attack, str, bool]] = {
     "specs": (specs, "/jobs/validate", True),
     "complaints": (complaints, "/jobs/validate", True),
     "reads": (reads, "/jobs", True),
-    "refusals": (refusals, "/jobs?limit=1", True),
+    "refusals": (refusals, "/deployments/dep_none/generate", True),
     "deployments": (deployments, "/deployments", True),
     "bodies, replica": (bodies, "/generate", False),
     "large bodies, replica": (large_bodies, "", False),

@@ -133,6 +133,40 @@ async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
     await asyncio.gather(*(read() for _ in range(4)))
 
 
+async def refusals(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """More requests than the key's rate, 40 at a time, where nothing else bounds them."""
+
+    async def ask() -> None:
+        while True:
+            count(await client.post(path, json={}))
+
+    await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
+
+
+async def reads(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Reads of a job's history and of what it left in the store, and of lists, 16 at a time."""
+    await client.post(path, json=large_job(1000))
+    job = (await client.get(path, params={"limit": 1})).json()["data"][0]["id"]
+    parts = ("", "/events", "/metrics", "/checkpoints", "/artifacts", "/logs?tail_lines=100000", "/tracking")
+    asked = [f"{path}/{job}{part}" for part in parts] + ["/models", "/aliases", "/audit?limit=1000", "/v1/files"]
+
+    async def ask() -> None:
+        for each in itertools.cycle(asked):
+            count(await client.get(each))
+
+    await asyncio.gather(*(ask() for _ in range(16)))
+
+
+async def complaints(client: httpx.AsyncClient, path: str, count: Count) -> None:
+    """Specs with as many unknown keys as a body may have, eight at a time."""
+
+    async def ask() -> None:
+        while True:
+            count(await client.post(path, json={**JOB, **{f"key_{number}": 0 for number in range(16_000)}}))
+
+    await asyncio.gather(*(ask() for _ in range(8)))
+
+
 async def deployments(client: httpx.AsyncClient, path: str, count: Count) -> None:
     """Numbers that overflow where they are computed with."""
     while True:
@@ -158,6 +192,9 @@ CASES: dict[str, tuple[Attack, str, bool]] = {
     "silent connections": (silent, "", True),
     "pages": (pages, "/jobs?limit=1000", True),
     "specs": (specs, "/jobs/validate", True),
+    "complaints": (complaints, "/jobs/validate", True),
+    "reads": (reads, "/jobs", True),
+    "refusals": (refusals, "/deployments/dep_none/generate", True),
     "deployments": (deployments, "/deployments", True),
     "bodies, replica": (bodies, "/generate", False),
     "large bodies, replica": (large_bodies, "", False),

@@ -1,14 +1,14 @@
 """Requests of others while one caller does its worst: their answers, the 99th percentile of their times, memory.
 
-    python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--seconds 15]
+    python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--requests 150]
     python -m benchmarks.hostile_callers --python OLD/.venv/bin/python --source OLD
 
 Each case has a control plane with keys, or a replica of a small random model, of its own, as processes that know
 nothing of the measurement; with `--source` they are those of another checkout. A process beside them attacks, with a
-lower priority of the CPU, as it would have a machine of its own. Another tenant sends requests one after the other,
-each over a new connection, before the attack and during it; a streamed answer counts with its longest gap. A case is
-`stopped` where one of them gets no answer in `--patience` seconds, or an error. Ray is not there: jobs wait, and
-streams of their events and logs stay open.
+lower priority of the CPU, as it would have a machine of its own. Another tenant sends `--requests` one after the other,
+each over a new connection, without the attack and during it, by turns, `--rounds` times; a streamed answer counts with
+its longest gap. A case is `stopped` where one of them gets no answer in `--patience` seconds, or an error. Ray is not
+there: jobs wait, and streams of their events and logs stay open.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,8 +49,8 @@ print(json.dumps([create_key(Path(sys.argv[1]), name=n, tenant=n, scopes=frozens
 """
 
 
-async def attack(case: str, url: str, key: str, seconds: float) -> None:
-    """In a process of its own, which prints what it was answered."""
+async def attack(case: str, url: str, key: str) -> None:
+    """In a process of its own, until it is terminated; it prints what it was answered."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     os.nice(10)
     seen: Counter[str] = Counter()
@@ -66,10 +67,11 @@ async def attack(case: str, url: str, key: str, seconds: float) -> None:
             path = path.format(job=(await client.post("/jobs", json=JOB)).raise_for_status().json()["id"])
         if act is pages:
             await fill(client)
+        acting = asyncio.ensure_future(act(client, path, count))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, acting.cancel)
         print("begun", flush=True)
-        with suppress(TimeoutError, httpx.HTTPError):
-            async with asyncio.timeout(seconds):
-                await act(client, path, count)
+        with suppress(asyncio.CancelledError, httpx.HTTPError):
+            await acting
     print(json.dumps(dict(seen)), flush=True)
     os._exit(0)  # thousands of connections are not closed one by one
 
@@ -151,29 +153,35 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--python", default=sys.executable, help="of the measured processes")
     parser.add_argument("--source", type=Path, default=ROOT, help="checkout that they run")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each case, with and without the attack")
+    parser.add_argument("--requests", type=int, default=150, help="of the other tenant, each time")
+    parser.add_argument("--rounds", type=int, default=2, help="times without the attack and during it")
+    parser.add_argument("--seconds", type=float, default=12.0, help="most for those requests")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds for an answer")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--attack", nargs=3, help="for the process that attacks: case, URL, key")
     options = parser.parse_args()
     if options.attack is not None:
-        case, url, key = options.attack
-        asyncio.run(attack(case, url, key, options.seconds))
+        asyncio.run(attack(*options.attack))
         return
     report = {}
     print(
-        "| attack | others answered | median (before) | p99 (before) | ratio | longest of each request (before) "
-        "| RSS before, most | attacker's answers |"
+        "| attack | others answered (without) | median (without) | p99 (without) | ratio (of rounds) "
+        "| longest of each request (without) | RSS before, most | attacker's answers |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for case in options.cases:
         with tempfile.TemporaryDirectory() as directory:
             report[case] = found = measure(case, Path(directory), options)
-        shown = {**found, "ratio": found["ratio"] if found["answered"] == found["asked"] else "stopped"}
+        shown = {**found, "rounds": ", ".join(map(str, found["rounds"]))}
+        if found["answered"] != found["asked"]:
+            shown["ratio"] = "stopped"
         for name in ("median", "p99"):
             shown[name] = "{1} ({0}) ms".format(*found[f"{name}_ms"])
         shown["longest"] = ", ".join("{1} ({0}) ms".format(*each) for each in found["longest_ms"])
-        columns = "{answered} of {asked} | {median} | {p99} | {ratio} | {longest} | {rss}, {most_rss} MiB | {seen}"
+        columns = (
+            "{answered} of {asked} ({without}) | {median} | {p99} | {ratio} ({rounds}) | {longest} "
+            "| {rss}, {most_rss} MiB | {seen}"
+        )
         print(f"| {case} | {columns.format(**shown)} |", flush=True)
     write_report(report, options.output)
 
@@ -205,36 +213,50 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
         server = Process(["-c", program, str(directory), str(port)], port, options)
         answer = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True}
         asks = [("GET", "/health", None), ("POST", "/generate", answer)]
-        asks.append(("POST", "/generate", {**answer, "max_tokens": 200, "stream": True}))
+        asks.append(("POST", "/generate", {**answer, "max_tokens": 32, "stream": True}))
+    command = [sys.executable, "-m", "benchmarks.hostile_callers", "--attack", case, server.url, attacker]
+    phases: list[tuple[list[float | None], list[float | None]]] = []
+    seen: Counter[str] = Counter()
     with closing(server):
         server.wait(asks[0][1])
         ask_for(1.0, server.url, other, asks, options)
         rss = server.mebibytes("VmRSS")
-        before = ask_for(options.seconds, server.url, other, asks, options)
-        command = [sys.executable, "-m", "benchmarks.hostile_callers", "--seconds", str(options.seconds + 5)]
-        command += ["--attack", case, server.url, attacker]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            during = ask_for(options.seconds, server.url, other, asks, options)
-            seen = process.stdout.read()
+        for _ in range(options.rounds):
+            without = ask_for(options.seconds, server.url, other, asks, options)
+            with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                process.stdout.readline()
+                phases.append((without, ask_for(options.seconds, server.url, other, asks, options)))
+                process.terminate()
+                seen.update(json.loads(process.stdout.read()))
+            time.sleep(1.0)
         most_rss = server.mebibytes("VmHWM")
-    answered = [taken for taken in during if taken is not None]
-    both = [[taken or 0.0 for taken in before], answered or [0.0]]
+    both = [[taken for phase in phases for taken in phase[at]] for at in (0, 1)]
     median, p99 = ([quantile(times, share) for times in both] for share in (0.5, 0.99))
     return {
-        "asked": len(during),
-        "answered": len(answered),
+        "asked": len(both[1]),
+        "answered": len(both[1]) - both[1].count(None),
+        "without": len(both[0]),
         "p99_ms": [round(each * 1e3) for each in p99],
         "median_ms": [round(each * 1e3) for each in median],
         "longest_ms": [
-            [round(max(filter(None, times[at :: len(asks)]), default=0.0) * 1e3) for times in (before, during)]
+            [
+                round(
+                    max(
+                        (taken for phase in phases for taken in phase[with_attack][at :: len(asks)] if taken),
+                        default=0.0,
+                    )
+                    * 1e3
+                )
+                for with_attack in (0, 1)
+            ]
             for at in range(len(asks))
         ],
-        "ratio": round(p99[1] / max(p99[0], 1e-3), 1),
+        "ratio": ratio(*p99),
+        "rounds": [ratio(*(quantile(times, 0.99) for times in phase)) for phase in phases],
         "rss": rss,
         "most_rss": most_rss,
-        "seen": seen.strip() or "nothing",
+        "seen": dict(seen),
     }
 
 
@@ -244,7 +266,7 @@ def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]]
     end = time.perf_counter() + seconds
     headers = {"authorization": f"Bearer {key}", "connection": "close"}
     with httpx.Client(base_url=url, headers=headers, timeout=options.patience, trust_env=False) as client:
-        while time.perf_counter() < end:
+        while len(times) < options.requests and time.perf_counter() < end:
             method, path, body = asks[len(times) % len(asks)]
             began = time.perf_counter()
             try:
@@ -256,12 +278,18 @@ def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]]
                 parts = parts if "stream" in (body or {}) else [began, parts[-1]]
                 longest = max(b - a for a, b in itertools.pairwise(parts))
                 times.append(longest if answer.is_success else None)
-            time.sleep(0.03)
+            time.sleep(0.02)
     return times
 
 
-def quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(math.ceil(share * len(values)), len(values)) - 1]
+def quantile(times: list[float | None], share: float) -> float:
+    """The time of that share of the requests that were answered; 0 where none was."""
+    answered = sorted(taken for taken in times if taken is not None)
+    return answered[math.ceil(share * len(answered)) - 1] if answered else 0.0
+
+
+def ratio(without: float, during: float) -> float:
+    return round(during / max(without, 1e-3), 1)
 
 
 if __name__ == "__main__":

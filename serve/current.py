@@ -19,7 +19,6 @@ from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.shadow import Shadow
-from swiftkv_platform.web.bodies import MAX_VALUES
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -40,7 +39,8 @@ ESCAPED_BYTES = 6
 """Most bytes that JSON takes for one byte of text."""
 MAX_PROMPT_VALUES = 1 << 18
 """Token ids of one body, or those of one prompt where the context has more; other values come on top."""
-_MOST_VALUES = MAX_VALUES + MAX_PROMPT_VALUES
+_OTHER_VALUES = 1 << 16
+_MOST_VALUES = _OTHER_VALUES + MAX_PROMPT_VALUES
 """Values of a body while no model is loaded."""
 
 
@@ -104,7 +104,7 @@ class Version:
         text = self.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
         max_model_len = self.engine.model.context_length
         of_all = min(max_model_len * self.engine.max_sequences, MAX_PROMPT_VALUES)
-        return min(BASE_BODY_BYTES + text, MAX_BODY_BYTES), MAX_VALUES + max(max_model_len, of_all)
+        return min(BASE_BODY_BYTES + text, MAX_BODY_BYTES), _OTHER_VALUES + max(max_model_len, of_all)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

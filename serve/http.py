@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES_AT_ONCE = 64 << 20
 """Bytes of bodies that a replica reads and parses at a time; a tenant has half of them, a key a quarter."""
+MAX_STRINGS = 1 << 15
+"""Strings of a body, keys included: a conversation has some five a message."""
 
 
 class TokenizeRequest(FrozenModel, strict=True):
@@ -237,7 +239,14 @@ def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
     no database; once it is parsed, the engine bounds what waits."""
     most = max(MAX_BYTES_AT_ONCE, own_max_bytes or 0)
     share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)
-    return Bodies(_admit, share, max_values=lambda: current.body_limits[1], allow_nul=True, until_answered=False)
+    return Bodies(
+        _admit,
+        share,
+        max_values=lambda: current.body_limits[1],
+        max_strings=MAX_STRINGS,
+        allow_nul=True,
+        until_answered=False,
+    )
 
 
 async def _admit(request: Request) -> Sender:

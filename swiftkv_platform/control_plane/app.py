@@ -35,6 +35,8 @@ from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
 
 _SIGN_IN_BYTES = 1 << 16
+_MOST_KEYS = 256
+"""Keys of one object of a body: each that is unknown is complained of, on the event loop."""
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -61,7 +63,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         },
     )
     error_handlers.install(app)
-    app.state.bodies = Bodies(admit, _body_share(settings))
+    app.state.bodies = Bodies(admit, _body_share(settings), max_keys=_MOST_KEYS)
     app.add_middleware(InputGuard)
     most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES, SIGN_IN_PATH: _SIGN_IN_BYTES}
     app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes), refuse=too_large)

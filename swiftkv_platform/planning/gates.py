@@ -148,8 +148,9 @@ def num_task_gates(spec: EvaluationSpec) -> int:
 def forecast(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
     """Forecasts for the gates on tasks of a spec; of needles where the spec names their lengths, since only the
     tokenizer tells whether a model has them by default."""
-    num_gates = num_task_gates(spec)
-    found = [] if spec.max_drop is None else [_of_task(task, spec, num_gates) for task in _tasks(spec)]
+    tasks = _tasks(spec)
+    num_gates = max(len(tasks), 1)
+    found = [] if spec.max_drop is None else [_of_task(task, spec, num_gates) for task in tasks]
     lengths = spec.needle_lengths or ()
     if spec.max_needle_drop is not None:
         found += [_of_needles(length, spec) for length in lengths]

@@ -74,7 +74,7 @@ class DataSourceSpec(Spec):
 class DataSpec(Spec):
     """Training text."""
 
-    sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1, max_length=1000)] = (
+    sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1, max_length=1000, fail_fast=True)] = (
         DataSourceSpec(name_or_path=BUILTIN_DATA),
     )
     max_length: Annotated[int, Range(16, 1 << 24)] = 8192

@@ -65,7 +65,9 @@ class EvaluationSpec(Spec):
 
     max_tokens: Annotated[int, Range(64, 10**12)] = 65536
     """Held-out tokens measured."""
-    tasks: Annotated[tuple[Annotated[Name, Field(min_length=1)] | TaskSpec, ...], Field(max_length=1000)] = ()
+    tasks: Annotated[
+        tuple[Annotated[Name, Field(min_length=1)] | TaskSpec, ...], Field(max_length=1000, fail_fast=True)
+    ] = ()
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
     task_limit: Count | None = None
     """Samples of each task, the first ones; default: all."""
@@ -78,7 +80,9 @@ class EvaluationSpec(Spec):
     """Held-out prompts that teacher and student continue greedily."""
     continuation_tokens: Size = 32
     """Tokens of each continuation."""
-    needle_lengths: Annotated[tuple[Annotated[int, Range(128, 1 << 20)], ...], Field(max_length=64)] | None = None
+    needle_lengths: (
+        Annotated[tuple[Annotated[int, Range(128, 1 << 20)], ...], Field(max_length=64, fail_fast=True)] | None
+    ) = None
     """Lengths in tokens of prompts in which a number has to be found (needle in a haystack), made by a script. null:
     1,024 and 4,096, where the context holds them, for instruction-tuned models, none for others."""
     needle_samples: Annotated[int, Range(1, 100_000)] = 60
@@ -137,11 +141,11 @@ class SweepSpec(Spec):
     pass the gates of `evaluation`: they are the sweep's accuracy budget.
     """
 
-    num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS)] = ()
+    num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
     """Values of `swiftkv.num_key_value_layers` (l)."""
-    key_value_group_size: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS)] = ()
+    key_value_group_size: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
     """Values of `swiftkv.key_value_group_size` (g)."""
-    learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MOST_TRIALS)] = ()
+    learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
     """Values of `optimizer.learning_rate`."""
     max_concurrent: Annotated[int, Range(1, _MOST_TRIALS)] = 1
     """Trials that train at a time, each with the workers that `resources` asks for."""

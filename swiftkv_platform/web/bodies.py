@@ -22,10 +22,11 @@ from starlette.exceptions import HTTPException
 from swiftkv_platform.web.hostile_json import exceeds, load_json
 from swiftkv_platform.web.places import Place, Places, Share
 
-MAX_VALUES = 1 << 16
-"""Numbers, strings, lists and objects of a body that is no prompt of token ids."""
-MAX_STRINGS = 1 << 15
-"""Strings of a body, keys included."""
+MAX_VALUES = 1 << 14
+"""Numbers, strings, lists and objects of a body that is no prompt of token ids: more than the longest job spec has, and
+few enough to be complained of one by one."""
+MAX_STRINGS = 1 << 14
+"""Strings of such a body, keys included."""
 LARGE_BODY_BYTES = 1 << 16
 """A larger body is not parsed on the event loop, but in the thread for all of them."""
 _LONGEST_READ_S = 60.0
@@ -47,6 +48,8 @@ class Bodies:
         admit: tells who a request is from, and counts it. Raises what refuses it; nothing of the body is read then.
         share: bytes of bodies at a time.
         max_values: most values of a body, asked for each.
+        max_strings: most strings of a body.
+        max_keys: see `load_json`.
         allow_nul: see `load_json`.
         until_answered: whether a body counts until its route has answered; else until it is parsed.
     """
@@ -57,11 +60,15 @@ class Bodies:
         share: Share,
         *,
         max_values: Callable[[], int] = lambda: MAX_VALUES,
+        max_strings: int = MAX_STRINGS,
+        max_keys: int | None = None,
         allow_nul: bool = False,
         until_answered: bool = True,
     ) -> None:
         self._admit = admit
         self._max_values = max_values
+        self._max_strings = max_strings
+        self._max_keys = max_keys
         self._allow_nul = allow_nul
         self.until_answered = until_answered
         self.places = Places("bytes of request bodies", share)
@@ -96,11 +103,11 @@ class Bodies:
 
     def _parse(self, body: bytes) -> Any:
         most = self._max_values()
-        if exceeds(body, most, MAX_STRINGS):
+        if exceeds(body, most, self._max_strings):
             raise HTTPException(
-                413, f"the body has more than {most} values or {MAX_STRINGS} strings, which is the limit"
+                413, f"the body has more than {most} values or {self._max_strings} strings, which is the limit"
             )
-        return load_json(body, allow_nul=self._allow_nul)
+        return load_json(body, allow_nul=self._allow_nul, max_keys=self._max_keys)
 
 
 class BodyRoute(APIRoute):

@@ -67,8 +67,9 @@ def _pieces(body: bytes) -> Iterator[bytes]:
         start += len(piece)
 
 
-def load_json(body: bytes, *, allow_nul: bool = False) -> Any:
-    """The value of a body. NUL in strings, which databases cannot hold, passes with `allow_nul`.
+def load_json(body: bytes, *, allow_nul: bool = False, max_keys: int | None = None) -> Any:
+    """The value of a body. NUL in strings, which databases cannot hold, passes with `allow_nul`. `max_keys`: most keys
+    of an object, in bodies of up to 1 MiB.
 
     Raises `json.JSONDecodeError` for what is no JSON, and `InvalidInputError` that names the field, or `body`, for what
     no route can use.
@@ -81,7 +82,7 @@ def load_json(body: bytes, *, allow_nul: bool = False) -> Any:
         raise _refused((), r"has a NUL byte; in JSON text it is written \u0000")
     value = _parse(text)
     if len(body) <= _ALWAYS_WALKED or _could_be_hostile(body):
-        _check_value(value, allow_nul=allow_nul)
+        _check_value(value, allow_nul=allow_nul, max_keys=math.inf if max_keys is None else max_keys)
     return value
 
 
@@ -115,7 +116,7 @@ def _integer(digits: str) -> int:
     return int(digits) if len(digits) <= len(str(MAX_INTEGER)) + 1 else MAX_INTEGER + 1
 
 
-def _check_value(document: Any, *, allow_nul: bool) -> None:
+def _check_value(document: Any, *, allow_nul: bool, max_keys: float) -> None:
     pending: list[tuple[Place, Any]] = [((), document)]
     while pending:
         place, value = pending.pop()
@@ -135,6 +136,8 @@ def _check_value(document: Any, *, allow_nul: bool) -> None:
                 _check_integers(value, place)
             case list():
                 pending.extend(((*place, index), item) for index, item in enumerate(value))
+            case dict() if len(value) > max_keys:
+                raise _refused(place, f"has {len(value)} keys, and an object has {max_keys} at most; leave some out")
             case dict():
                 for key, item in value.items():
                     _check_key(key, (*place, key))

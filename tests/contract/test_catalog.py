@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.control_plane.base import Page, new_id
@@ -240,6 +240,22 @@ def test_no_file_goes_while_a_live_job_uses_it_and_no_job_comes_after_it(
     with pytest.raises(InvalidInputError, match=theirs.id):
         store(jobs, make_job(data=using(theirs)))
     assert len(jobs.list(Page(), tenant=TENANT).items) == 2
+
+
+def test_whether_a_file_is_used_is_known_without_reading_a_spec(
+    files: FileRepository, jobs: JobRepository, database: Database
+) -> None:
+    """Reading all live specs while others wait to write answered them with 503."""
+    file, statements = files.add(make_file()), list[str]()
+    store(jobs, make_job())
+
+    def look(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        statements.append(statement)
+
+    event.listen(database._engine, "before_cursor_execute", look)
+    files.remove(file.id, tenant=TENANT)
+    assert any("uses" in each for each in statements)
+    assert not any("spec" in each for each in statements)
 
 
 def test_of_a_job_and_a_deletion_at_once_one_is_refused(files: FileRepository, jobs: JobRepository) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter, Depends, Query, Request, Security
+from fastapi import APIRouter, Depends, Query, Request
 
-from swiftkv_platform.control_plane.access.callers import get_caller
+from swiftkv_platform.control_plane.access.callers import taking_turns
 from swiftkv_platform.control_plane.access.rows import AuditEntry, AuditFilter, SqlAudit
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.http.answers import Answer, ListAnswer, list_answer
@@ -53,7 +53,7 @@ class AuditAnswer(Answer):
         return cls(about=values.pop("object"), **values)
 
 
-def seen_tenant(request: Request, caller: Annotated[Caller, Security(get_caller, scopes=[])]) -> str | None:
+def seen_tenant(request: Request, caller: Annotated[Caller, taking_turns("reading")]) -> str | None:
     """Tenant whose entries the caller may see; None: all. Raises `ForbiddenError`."""
     principal: Principal | None = getattr(request.state, "principal", None)
     if principal is None or principal.operator:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Request
+from fastapi.params import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.access.audit import record_of
 from swiftkv_platform.control_plane.access.sessions import Session, Sessions
 from swiftkv_platform.control_plane.base import Caller
+from swiftkv_platform.control_plane.http.turns import Kind, Turns
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.principals import Authenticator, Principal, Scope
 from swiftkv_platform.web.bodies import Sender
@@ -119,16 +121,35 @@ def current_session(request: Request) -> Session | None:
     return session
 
 
-Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]
+def _in_turn(kind: Kind) -> Callable[..., AsyncIterator[Caller]]:
+    async def in_turn(
+        request: Request,
+        scopes: SecurityScopes,
+        header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+    ) -> AsyncIterator[Caller]:
+        turns: Turns = request.app.state.turns
+        caller = await run_in_threadpool(get_caller, request, scopes, header)
+        async with turns.turn(caller.tenant, kind):
+            yield caller
+
+    return in_turn
 
 
-Writer = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
+def taking_turns(kind: Kind, *scopes: Scope) -> Security:
+    """The caller of a request that has these scopes, in its tenant's turn until the route's function returns: a body is
+    checked in it, and what is streamed comes after it. Raises as `get_caller`, and `OverloadedError`."""
+    return Security(_in_turn(kind), scopes=list(scopes), scope="function")
 
 
+Reader = Annotated[Caller, taking_turns("reading", Scope.JOBS_READ)]
+Fetcher = Annotated[Caller, taking_turns("fetching", Scope.JOBS_READ)]
+"""A `Reader` of what a store or a cluster has to be asked for."""
+Writer = Annotated[Caller, taking_turns("changing", Scope.JOBS_WRITE)]
+Submitter = Annotated[Caller, taking_turns("submitting", Scope.JOBS_WRITE)]
+"""A `Writer` of a job's spec, of which stores are asked."""
+Deployer = Annotated[Caller, taking_turns("changing", Scope.DEPLOY)]
+Uploader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
+"""A `Writer` of files, which take long and have places of their own."""
 Asker = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
-
-
-Deployer = Annotated[Caller, Security(get_caller, scopes=[Scope.DEPLOY])]
-
-
+"""A caller of a deployment, which bounds its own."""
 Streamed = Annotated[None, Depends(hold_stream)]

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Reader, Streamed, authorization
+from swiftkv_platform.control_plane.access.callers import Asker, Deployer, Fetcher, Reader, Streamed, authorization
 from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Caller
 from swiftkv_platform.control_plane.deployments.answers import (
@@ -87,7 +87,7 @@ def get_deployment(
 
 @router.get("/{deployment_id}/metrics")
 async def get_deployment_metrics(
-    deployment_id: str, request: Request, parts: Parts, caller: Reader, settings: TheSettings
+    deployment_id: str, request: Request, parts: Parts, caller: Fetcher, settings: TheSettings
 ) -> DeploymentMetricsAnswer:
     """Metrics of the deployment's replicas now, for pages that have no Prometheus to ask. None where none runs."""
     found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from swiftkv_platform.control_plane.access.callers import Reader, Streamed, Writer
+from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, Uploader, Writer
 from swiftkv_platform.control_plane.base import Caller, Page, Slice
 from swiftkv_platform.control_plane.files.file import File, Purpose
 from swiftkv_platform.control_plane.files.service import FileLimits, FileService
@@ -117,7 +117,7 @@ _UPLOAD_DOCUMENT: dict[str, Any] = {
 
 
 @router.post("", openapi_extra=_UPLOAD_DOCUMENT)
-async def upload_file(request: Request, service: Service, caller: Writer) -> FileAnswer:
+async def upload_file(request: Request, service: Service, caller: Uploader) -> FileAnswer:
     """Upload rows as JSON Lines. Every row is looked at, and a file is kept whole or not at all.
 
     The id that is answered stands for the rows: as `data.sources[].name_or_path` of a job, and as `training_file`.
@@ -214,7 +214,7 @@ def get_file(file_id: str, parts: Parts, caller: Reader) -> FileAnswer:
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-def get_file_content(file_id: str, service: Service, caller: Reader, _stream: Streamed) -> StreamingResponse:
+def get_file_content(file_id: str, service: Service, caller: Fetcher, _stream: Streamed) -> StreamingResponse:
     """The rows, as they were uploaded."""
     file, content = service.content(file_id, caller)
     return StreamingResponse(

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from fastapi import Depends, Query
 
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.http.turns import ReadingTurn
 
 Order = Literal["asc", "desc"]
 
@@ -26,12 +25,7 @@ def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page
     return page
 
 
-def _in_turn(page: Annotated[Page, Depends(paged(20, "desc"))], _turn: ReadingTurn) -> Page:
-    return page
-
-
-NewestFirst = Annotated[Page, Depends(_in_turn)]
-"""A page of the database's rows, once it is the tenant's turn; see `ReadingTurn`."""
+NewestFirst = Annotated[Page, Depends(paged(20, "desc"))]
 
 
 OldestFirst = Annotated[Page, Depends(paged(100, "asc"))]

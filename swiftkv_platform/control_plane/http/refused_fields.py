@@ -72,13 +72,12 @@ def most_telling(found: Sequence[tuple[Place, Mapping[str, Any]]]) -> list[tuple
 
     A container complains as well when its items do, and members of a union complain that a value is not of their type.
     """
-    places = {place for place, _ in found}
+    around = {place[:end] for place, _ in found for end in range(len(place))}
     of_values = {place for place, item in found if not _is_about_type(item)}
     return [
         (place, item)
         for place, item in found
-        if not any(len(other) > len(place) and other[: len(place)] == place for other in places)
-        and not (place in of_values and _is_about_type(item))
+        if place not in around and not (place in of_values and _is_about_type(item))
     ]
 
 

@@ -1,55 +1,56 @@
-"""Turns of a tenant's requests: specs as large as can be are work for a processor, which all tenants share."""
+"""Turns of a tenant's requests: what they read, check and write is work for a processor, which all tenants share."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import Depends, Request
+from swiftkv_platform.errors import OverloadedError
 
-Kind = Literal["reading", "submitting"]
+Kind = Literal["reading", "changing", "submitting", "fetching"]
+"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster: what may wait
+for others keeps none of the other kinds waiting."""
 
+_AT_ONCE: Mapping[Kind, int] = {"reading": 1, "changing": 1, "submitting": 1, "fetching": 4}
+SPARED_S = 0.005
+"""Seconds of a turn that is followed by no rest."""
 MOST_REST_S = 0.1
 """Most seconds between two turns of a tenant, which are as many as the first one took: half of the time is others'."""
+MOST_WAITING = 128
+"""Requests of a tenant that wait for a turn of one kind."""
+_RETRY_AFTER_S = 2.0
 
 
 class Turns:
-    """One request of each kind at a time for each tenant."""
+    """A few requests of each kind at a time for each tenant."""
 
     def __init__(self) -> None:
-        self._locks: defaultdict[tuple[str, Kind], asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._rested: dict[tuple[str, Kind], float] = {}
-        """Time from which on there may be the next turn."""
+        self._places: dict[tuple[str, Kind], asyncio.Semaphore] = {}
+        self._waiting: Counter[tuple[str, Kind]] = Counter()
 
     @asynccontextmanager
     async def turn(self, tenant: str, kind: Kind) -> AsyncIterator[None]:
-        async with self._locks[tenant, kind]:
-            began = time.monotonic()
-            if (rest := self._rested.get((tenant, kind), began) - began) > 0.0:
-                await asyncio.sleep(rest)
-                began += rest
-            try:
-                yield
-            finally:
-                now = time.monotonic()
-                self._rested[tenant, kind] = now + min(now - began, MOST_REST_S)
-
-
-def _turn(kind: Kind) -> Callable[[Request], AsyncIterator[None]]:
-    async def turn(request: Request) -> AsyncIterator[None]:
-        turns: Turns = request.app.state.turns
-        async with turns.turn(request.state.caller.tenant, kind):
+        """Wait for a turn and hold it. Raises `OverloadedError` where too many wait."""
+        place = tenant, kind
+        if self._waiting[place] >= MOST_WAITING:
+            raise OverloadedError(
+                f"tenant {tenant!r} has {MOST_WAITING} requests that wait for others of its own, which is the most; "
+                "send fewer at a time",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        turns = self._places.setdefault(place, asyncio.Semaphore(_AT_ONCE[kind]))
+        self._waiting[place] += 1
+        try:
+            await turns.acquire()
+        finally:
+            self._waiting[place] -= 1
+        began = time.monotonic()
+        try:
             yield
-
-    return turn
-
-
-ReadingTurn = Annotated[None, Depends(_turn("reading"), scope="function")]
-"""Turn of a request that answers with rows of the database, until its function returns; what is streamed comes after
-it. A route's caller stands before it in the parameters, and a route that waits for a store or a cluster takes none."""
-SubmittingTurn = Annotated[None, Depends(_turn("submitting"), scope="function")]
-"""Turn of a request that checks a spec, which may ask a store: it keeps none from reading."""
+        finally:
+            took = time.monotonic() - began
+            asyncio.get_running_loop().call_later(min(max(took - SPARED_S, 0.0), MOST_REST_S), turns.release)

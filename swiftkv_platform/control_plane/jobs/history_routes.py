@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from swiftkv_platform.control_plane.access.callers import Reader, Streamed, wants_events
+from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, wants_events
 from swiftkv_platform.control_plane.base import Caller, Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import OldestFirst
@@ -82,7 +82,7 @@ async def get_logs(
     request: Request,
     job_id: str,
     parts: Parts,
-    caller: Reader,
+    caller: Fetcher,
     _stream: Streamed,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
     tail_lines: Annotated[

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
-from swiftkv_platform.control_plane.access.callers import Reader, Streamed
+from swiftkv_platform.control_plane.access.callers import Fetcher, Streamed
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import OldestFirst
 from swiftkv_platform.control_plane.jobs.answers import (
@@ -29,7 +29,7 @@ _URL_LIFETIME_S = 3600
 
 
 @router.get("/checkpoints")
-def list_checkpoints(job_id: str, parts: Parts, caller: Reader, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
+def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
     """Complete checkpoints of all attempts, by step, with held-out KL where it was measured."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     found = CheckpointAnswer.all_of(job, parts.attempts.list_checkpoints(job_id))
@@ -39,7 +39,7 @@ def list_checkpoints(job_id: str, parts: Parts, caller: Reader, page: OldestFirs
 
 @router.get("/artifacts")
 def list_artifacts(
-    request: Request, job_id: str, parts: Parts, caller: Reader, page: OldestFirst
+    request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
 ) -> ListAnswer[ArtifactFileAnswer]:
     """The files of the distilled model, by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -55,7 +55,7 @@ def list_artifacts(
 
 
 @router.get("/artifacts/{path:path}", response_class=StreamingResponse)
-def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader, _stream: Streamed) -> StreamingResponse:
+def download_artifact(job_id: str, path: str, parts: Parts, caller: Fetcher, _stream: Streamed) -> StreamingResponse:
     """One file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _files(parts, job).get(path)
@@ -71,7 +71,7 @@ def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader, _str
 
 @router.get("/tracking")
 def list_tracking_files(
-    request: Request, job_id: str, parts: Parts, caller: Reader, page: OldestFirst
+    request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
 ) -> ListAnswer[TrackingFileAnswer]:
     """Files of W&B runs that W&B has not taken yet, by path: `swiftkv jobs wandb-sync` uploads them."""
     parts.jobs.get(job_id, tenant=caller.tenant)
@@ -88,7 +88,7 @@ def list_tracking_files(
 
 @router.get("/tracking/{tracking_path:path}", response_class=StreamingResponse)
 def download_tracking_file(
-    job_id: str, tracking_path: str, parts: Parts, caller: Reader, _stream: Streamed
+    job_id: str, tracking_path: str, parts: Parts, caller: Fetcher, _stream: Streamed
 ) -> StreamingResponse:
     """One file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)

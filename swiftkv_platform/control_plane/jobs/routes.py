@@ -9,14 +9,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from pydantic import TypeAdapter, ValidationError
 
-from swiftkv_platform.control_plane.access.callers import Reader, Writer
+from swiftkv_platform.control_plane.access.callers import Reader, Submitter, Writer
 from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import source_rules
 from swiftkv_platform.control_plane.files.rows import files_of
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst
-from swiftkv_platform.control_plane.http.turns import ReadingTurn, SubmittingTurn
 from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.estimates import machines
@@ -97,8 +96,7 @@ Service = Annotated[JobService, Depends(_service)]
 def _submission(
     request: Request,
     service: Service,
-    caller: Writer,
-    _turn: SubmittingTurn,
+    caller: Submitter,
     spans: JobSpans,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
     traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
@@ -128,7 +126,7 @@ def create_job(spec: JobSpec, submit: Submit, present: Present, response: Respon
 
 
 @router.post("/validate")
-def validate_job(spec: JobSpec, service: Service, caller: Writer, _turn: SubmittingTurn) -> EstimateAnswer:
+def validate_job(spec: JobSpec, service: Service, caller: Submitter) -> EstimateAnswer:
     """Check a spec as submitting it would, and say what it would make; stores nothing."""
     return EstimateAnswer(**dict(service.validate(spec, caller)))
 
@@ -170,9 +168,7 @@ def check_metadata_keys(keys: Iterable[str]) -> None:
 
 
 @router.get("/{job_id}")
-def get_job(
-    job_id: str, parts: Parts, caller: Reader, watches: TheWatches, present: Present, _turn: ReadingTurn
-) -> JobAnswer:
+def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, present: Present) -> JobAnswer:
     """One job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if not job.status.is_terminal:

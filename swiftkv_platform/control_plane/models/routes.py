@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Writer
+from swiftkv_platform.control_plane.access.callers import Deployer, Reader, Submitter, Uploader
 from swiftkv_platform.control_plane.access.tenants import source_rules, tenant_access
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
@@ -61,7 +61,7 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
 def create_model(
-    body: CreateModel, parents: TheParents, caller: Writer, submit: Submit, present: Present, response: Response
+    body: CreateModel, parents: TheParents, caller: Submitter, submit: Submit, present: Present, response: Response
 ) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
 
@@ -78,7 +78,7 @@ def create_model(
 
 @router.post("/models/import", status_code=status.HTTP_201_CREATED)
 def import_model(
-    body: ImportModel, request: Request, parts: Parts, settings: TheSettings, caller: Writer
+    body: ImportModel, request: Request, parts: Parts, settings: TheSettings, caller: Uploader
 ) -> ModelAnswer:
     """Copy a student that no job of this platform made into the object store, and register it as a model.
 
@@ -126,7 +126,7 @@ def publish_model(
     body: PublicationSpec,
     parts: Parts,
     parents: TheParents,
-    caller: Writer,
+    caller: Submitter,
     submit: Submit,
     present: Present,
     response: Response,

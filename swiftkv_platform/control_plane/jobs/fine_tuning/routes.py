@@ -7,11 +7,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from swiftkv_platform.control_plane.access.callers import Reader, Writer
+from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Writer
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst, paged
-from swiftkv_platform.control_plane.http.turns import ReadingTurn
 from swiftkv_platform.control_plane.jobs.answers import CheckpointAnswer, page_of
 from swiftkv_platform.control_plane.jobs.fine_tuning.answers import (
     FineTuningCheckpointAnswer,
@@ -65,9 +64,7 @@ def _metadata(request: Request) -> dict[str, str]:
 
 
 @router.get("/{job_id}")
-def get_fine_tuning_job(
-    job_id: str, parts: Parts, caller: Reader, show: Show, _turn: ReadingTurn
-) -> FineTuningJobAnswer:
+def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, show: Show) -> FineTuningJobAnswer:
     """One job."""
     return show(parts.jobs.get(job_id, tenant=caller.tenant))
 
@@ -101,7 +98,7 @@ def list_fine_tuning_events(
 
 @router.get("/{job_id}/checkpoints")
 def list_fine_tuning_checkpoints(
-    job_id: str, parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(10, "desc"))]
+    job_id: str, parts: Parts, caller: Fetcher, page: Annotated[Page, Depends(paged(10, "desc"))]
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
     """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)

@@ -1,64 +1,133 @@
-"""Requests that read rows, and such that submit: one at a time for each tenant."""
+"""Requests of a tenant take turns, by what they ask for."""
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
-from fastapi import Depends, FastAPI, Request
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.responses import StreamingResponse
+from fastapi.routing import iter_route_contexts
+from pydantic import BaseModel, field_validator
 
-from swiftkv_platform.control_plane.http.lists import NewestFirst
-from swiftkv_platform.control_plane.http.turns import SubmittingTurn, Turns
+from swiftkv_platform.control_plane.access import callers
+from swiftkv_platform.control_plane.access.callers import Reader, Submitter
+from swiftkv_platform.control_plane.app import create_app
+from swiftkv_platform.control_plane.http import turns
+from swiftkv_platform.control_plane.http.turns import Turns
+from swiftkv_platform.errors import OverloadedError
+from swiftkv_platform.settings import Settings
+
+BOUNDED_OTHERWISE = {
+    "POST /deployments/{deployment_id}/chat/completions": "streams",
+    "POST /deployments/{deployment_id}/generate": "streams",
+    "POST /models/import": "uploads",
+    "POST /v1/files": "uploads",
+}
 
 
-def called(request: Request) -> None:
-    request.state.caller = SimpleNamespace(tenant=request.headers["tenant"])
+class Body(BaseModel):
+    item: int
+
+    @field_validator("item")
+    @classmethod
+    def _checked_in_a_turn(cls, value: int) -> int:
+        checked.append(place._value)
+        return value
 
 
-async def test_a_tenants_pages_take_turns_and_keep_no_other_tenant_waiting() -> None:
-    app, running, most = FastAPI(dependencies=[Depends(called)]), Counter[str](), Counter[str]()
-    app.state.turns = Turns()
+place = asyncio.Semaphore(0)
+checked: list[int] = []
+
+
+async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def called(request: Request, *_: object) -> Any:
+        return SimpleNamespace(tenant=request.headers["tenant"])
+
+    monkeypatch.setattr(callers, "get_caller", called)
+    app, running, most = FastAPI(), Counter[str](), Counter[str]()
+    app.state.turns = taken = Turns()
 
     @app.get("/")
-    async def items(request: Request, page: NewestFirst) -> int:
+    async def items(request: Request, _caller: Reader) -> None:
         tenant = request.headers["tenant"]
         running[tenant] += 1
         most[tenant] = max(most[tenant], running[tenant])
         most["all"] = max(most["all"], running.total())
         await asyncio.sleep(0.01)
         running[tenant] -= 1
-        return page.limit
 
     @app.get("/streamed")
-    async def streamed(page: NewestFirst) -> StreamingResponse:
+    async def streamed(_caller: Reader) -> StreamingResponse:
         async def numbers() -> AsyncIterator[str]:
-            yield (await client.get("/", headers={"tenant": "a"})).text
+            yield str((await client.get("/", headers={"tenant": "a"})).status_code)
 
         return StreamingResponse(numbers())
 
     @app.post("/")
-    async def submitted(_turn: SubmittingTurn) -> str:
-        return (await client.get("/", headers={"tenant": "a"})).text  # what reads waits for none that submits
+    async def submitted(_body: Body, _caller: Submitter) -> int:
+        return (await client.get("/", headers={"tenant": "a"})).status_code  # what reads waits for none that submits
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        assert (await client.post("/", headers={"tenant": "a"})).is_success
-        sent = [client.get("/?limit=7", headers={"tenant": tenant}) for tenant in "ab" * 4]
-        answers = await asyncio.gather(*sent)
-        refused = await client.get("/?limit=0", headers={"tenant": "a"})
-        after = await client.get("/streamed", headers={"tenant": "a"})
-    assert [answer.json() for answer in answers] == [7] * 8
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers={"tenant": "a"}) as client:
+        assert (await client.post("/", json={"item": 1})).json() == 200
+        monkeypatch.setitem(globals(), "place", taken._places["a", "submitting"])
+        for body, status in (({"item": 1}, 200), ({}, 422), ({"item": 1}, 200)):
+            assert (await client.post("/", json=body)).status_code == status
+        sent = [client.get("/", headers={"tenant": tenant}) for tenant in "ab" * 4]
+        assert {answer.status_code for answer in await asyncio.gather(*sent)} == {200}
+        assert (await client.get("/streamed")).text == "200"
     assert most == {"a": 1, "b": 1, "all": 2}
-    assert (refused.status_code, after.json()) == (422, 20)
+    assert checked[1:] == [0, 0]
+
+
+def test_every_route_with_a_key_takes_turns_or_is_bounded_otherwise(tmp_path: Path) -> None:
+    app = create_app(Settings(home=tmp_path, _env_file=None))
+    without = set()
+    for route in iter_route_contexts(app.routes):
+        if (dependant := getattr(route, "dependant", None)) is not None:
+            calls = {getattr(each.call, "__name__", "") for each in _inside(dependant)}
+            if "get_caller" in calls and "in_turn" not in calls:
+                without.update(f"{method} {route.path}" for method in route.methods)
+            assert not {"get_caller", "in_turn"} <= calls, route.path
+    assert without == set(BOUNDED_OTHERWISE)
+
+
+def _inside(dependant: Dependant) -> list[Dependant]:
+    return [dependant, *(one for each in dependant.dependencies for one in _inside(each))]
 
 
 async def test_between_two_turns_of_a_tenant_others_have_as_much_time() -> None:
-    turns, loop = Turns(), asyncio.get_running_loop()
-    async with turns.turn("a", "reading"):
+    taken, loop = Turns(), asyncio.get_running_loop()
+    async with taken.turn("a", "reading"):
         began = loop.time()
         await asyncio.sleep(0.03)
         took = loop.time() - began
     ended = loop.time()
-    async with turns.turn("a", "reading"):
-        assert loop.time() - ended >= min(took, 0.03) * 0.9
+    async with taken.turn("a", "reading"):
+        assert loop.time() - ended >= (min(took, 0.03) - turns.SPARED_S) * 0.9
+
+
+async def test_one_that_would_wait_behind_too_many_is_refused_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns, "MOST_WAITING", 2)
+    taken, done = Turns(), asyncio.Event()
+
+    async def ask(tenant: str) -> None:
+        async with taken.turn(tenant, "reading"):
+            await done.wait()
+
+    asked = [asyncio.create_task(ask("a")) for _ in range(4)]
+    refused, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    assert [type(each.exception()) for each in refused] == [OverloadedError]
+    other = asyncio.create_task(ask("b"))
+    done.set()
+    await asyncio.gather(*(each for each in asked if each not in refused), other)

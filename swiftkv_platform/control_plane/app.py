@@ -35,7 +35,7 @@ from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
 
 _SIGN_IN_BYTES = 1 << 16
-_MOST_KEYS = 256
+_MOST_KEYS = 1024
 """Keys of one object of a body: each that is unknown is complained of, on the event loop."""
 
 

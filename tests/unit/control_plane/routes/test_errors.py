@@ -184,12 +184,12 @@ def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pyte
     real = error_handlers.most_telling
     monkeypatch.setattr(error_handlers, "most_telling", lambda found: (looked.append(len(found)), real(found))[1])
     client = start().client
-    many = {f"key_{number}": number for number in range(250)}
+    many = {f"key_{number}": number for number in range(1020)}
     document = problem(client.post("/jobs", json={"name": "x", **many, "training": many}), 422)
     assert len(document["errors"]) == 20
     assert looked == [200]
     document = problem(client.post("/jobs", json={"name": "x", "training": {**many, **dict.fromkeys("abcdefg")}}), 422)
-    assert document["errors"][0]["message"] == "training has 257 keys, and an object has 256 at most; leave some out"
+    assert document["errors"][0]["message"] == "training has 1027 keys, and an object has 1024 at most; leave some out"
     for wrong in ({"tasks": [{"zz": 1}] * 3000}, {"needle_lengths": [0] * 3000}):
         looked.clear()
         problem(client.post("/jobs", json={"name": "x", "evaluation": wrong}), 422)

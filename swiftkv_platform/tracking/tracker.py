@@ -60,9 +60,26 @@ class Tracker(Protocol):
         """Hand everything over."""
 
 
-class NullTracker(Tracker):
+class NullTracker:
     """Records nothing."""
 
     info: TrackingInfo | None = None
     files: Path | None = None
     uploaded = False
+
+    def start(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Begin nothing."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record nothing."""
+
+    def log_report(
+        self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
+    ) -> None:
+        """Record nothing."""
+
+    def log_artifact(self, name: str, uri: str, digest: str) -> None:
+        """Record nothing."""
+
+    def finish(self) -> None:
+        """Hand over nothing."""

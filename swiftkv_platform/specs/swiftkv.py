@@ -136,7 +136,7 @@ class SwiftKVSpec(Spec):
     @property
     def bypassed(self) -> tuple[int, ...]:
         """Layers below the last of `prefill_layers` that are not in it."""
-        return bypassed_layers(self.prefill_layers or ())
+        return bypassed_layers(self.prefill_layers) if self.prefill_layers else ()
 
     @property
     def given_layers(self) -> int | None:

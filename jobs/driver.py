@@ -254,8 +254,8 @@ def refuse_unshared_store(store: ObjectStore) -> None:
     if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
         return
     raise InvalidInputError(
-        f"the object store is the directory {store.uri}, and the cluster has {num_nodes} nodes; an s3:// address would "
-        f"do, or {_SHARED}=1 in the environment of Ray's head where every node mounts that directory",
+        f"the object store is the directory {store.uri}, and the cluster has {num_nodes} nodes; use an s3:// address, "
+        f"or {_SHARED}=1 in the environment of Ray's head where every node mounts that directory",
         field="storage_uri",
         value=store.uri,
     )

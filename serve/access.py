@@ -61,7 +61,7 @@ class Caller:
     """The caller's own trace (https://www.w3.org/TR/trace-context/)."""
 
     def check_priority(self, priority: int) -> None:
-        """Raises `ForbiddenError` for one that goes before what the key allows."""
+        """Refuse a priority more urgent than the key allows. Raises `ForbiddenError`."""
         if self.max_priority is not None and priority < self.max_priority:
             raise ForbiddenError(
                 f"priority is {priority}; lower goes first, and this key accepts {self.max_priority} and above",
@@ -264,7 +264,7 @@ class Quota:
         self._requests, self._tokens = (None if limit is None else TokenBucket(limit, clock) for limit in limits)
 
     def count_request(self) -> None:
-        """Raises `RateLimitedError` for one too many, which then does not count."""
+        """Count a request. Raises `RateLimitedError` above the limit; what is refused is not counted."""
         if self._requests is not None:
             self._check(self._requests, 1, "requests")
             self._requests.take(1)

@@ -185,7 +185,7 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
     chat_template_kwargs: dict[str, Any] = {}
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises `RequestValidationError` and `InvalidInputError`."""
+        """The chat request that asks for the same. Raises `RequestValidationError` and `InvalidInputError`."""
         messages = [one for message in self.messages for one in message.for_chat()]
         goes_on = messages[-1]["role"] == "assistant" and "content" in messages[-1] and "tool_calls" not in messages[-1]
         system = [{"role": "system", "content": _words(self.system)}] if self.system else []

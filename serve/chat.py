@@ -50,7 +50,7 @@ async def chat_prompt(
 
 @contextmanager
 def about_messages() -> Iterator[None]:
-    """Refuse of a conversation's length by the name that its caller knows."""
+    """Name `messages` as the field in errors about the length of a conversation."""
     try:
         yield
     except ContextLengthError as error:

@@ -168,11 +168,11 @@ class Observer(Protocol):
     """Listener that is told of requests when they are over."""
 
     def closed(self, answers: Answers, card: ModelCard) -> None:
-        """An answer that was begun has ended, one way or another."""
+        """Hear of the end of an answer that was begun: finished, failed or left."""
         ...
 
     def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
-        """A request was not admitted."""
+        """Hear of a request that was not admitted."""
         ...
 
 

@@ -62,23 +62,17 @@ class Shadow:
     `compared`: hears of every comparison, and of None for an answer that was chosen and left out."""
 
     def __init__(
-        self,
-        engine: AsyncLLMEngine,
-        judge: Judge,
-        share: float,
-        compared: Callable[[ShadowComparison | None], None],
-        draw: Callable[[], float] = random.random,
+        self, engine: AsyncLLMEngine, judge: Judge, share: float, compared: Callable[[ShadowComparison | None], None]
     ) -> None:
         self.share = share
         self._served = engine.score
         self._judge = judge
         self._compared = compared
-        self._draw = draw
         self._running: asyncio.Task[None] | None = None
 
     def consider(self, answers: Answers) -> None:
         """An answer is finished. Returns at once."""
-        if answers.outcome != "finished" or not answers.outputs[0].token_ids or self._draw() >= self.share:
+        if answers.outcome != "finished" or not answers.outputs[0].token_ids or random.random() >= self.share:  # noqa: S311 (no secret)
             return
         [output, *_] = answers.outputs
         answer = output.token_ids[:MAX_POSITIONS]

@@ -91,7 +91,7 @@ class ContextLengthError(InvalidInputError):
         self._given = message, most
 
     def renamed(self, field: str) -> Self:
-        """The same of another field of the request."""
+        """This error, about another field of the request."""
         message, most = self._given
         return type(self)(
             message.replace(f"{self.field} has", f"{field} has", 1), field=field, value=self.value, most=most

@@ -30,6 +30,11 @@ def parse_layers(text: str) -> list[int]:
     return layers
 
 
+def bypassed_layers(layers: Sequence[int]) -> tuple[int, ...]:
+    """Return the layers below the last of `layers` that are not among them."""
+    return tuple(sorted({*range(max(layers, default=0))} - {*layers}))
+
+
 def format_layers(layers: Sequence[int]) -> str:
     """Write ascending layers as `parse_layers` reads them."""
     listed = frozenset(layers)

@@ -121,7 +121,7 @@ def scaled(requests: Sequence[Request], length_scale: float) -> list[Request]:
 
 
 def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
-    """The same rhythm at a mean of `rate` arrivals a second; infinite: all at once."""
+    """Requests in their own rhythm, at a mean of `rate` arrivals a second; infinite: all at once."""
     if not rate > 0:
         raise InvalidInputError(f"rate is {rate}; a number above 0 is accepted", field="rate", value=rate)
     duration = requests[-1].arrival - requests[0].arrival

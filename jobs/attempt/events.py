@@ -250,10 +250,9 @@ def look(store: ObjectStore, request: AttemptRequest) -> StopRequest:
 class ControlWatcher:
     """Looks for control objects of an attempt, on a thread of its own, so that no step waits for the store."""
 
-    def __init__(self, store: ObjectStore, request: AttemptRequest, *, interval_s: float = LOOK_INTERVAL_S) -> None:
+    def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
         self._store = store
         self._request = request
-        self._interval_s = interval_s
         self._closed = threading.Event()
         self._stop_request = StopRequest.NONE
         self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
@@ -268,7 +267,7 @@ class ControlWatcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(self._interval_s):
+        while not self._closed.wait(LOOK_INTERVAL_S):
             self._stop_request = max(self._stop_request, look(self._store, self._request))
 
 

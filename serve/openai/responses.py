@@ -142,7 +142,7 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=described("responses")):
     chat_template_kwargs: dict[str, Any] = {}
 
     def chat(self) -> ChatRequest:
-        """The same as a chat request. Raises `RequestValidationError`."""
+        """The chat request that asks for the same. Raises `RequestValidationError`."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         choice: Any = self.tool_choice
         if isinstance(choice, FlatNamedTool):

@@ -171,7 +171,9 @@ def export(
     if adapter:
         for field, value in (("quantize", quantize), ("calibration", calibration)):
             if value:
-                raise InvalidInputError.of(field, value, ", which an adapter has not; export the whole model")
+                raise InvalidInputError.of(
+                    field, value, ", which does not go with --adapter; leave it out, or export the whole model"
+                )
         _export_adapter(model, target, base, revision, json=json)
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:

@@ -180,7 +180,7 @@ def aliases(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """List what aliases stand for, and how they came to."""
+    """List aliases with the models they stand for, and their promotions."""
     with connect(url) as client:
         found = client.models.aliases() if alias is None else [client.models.alias(alias)]
     if json:

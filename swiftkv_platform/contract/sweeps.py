@@ -29,7 +29,7 @@ class Trial:
 
 
 def _short(value: float) -> str:
-    """Format with as few digits as tell the value from any other number."""
+    """Format with the fewest digits that read back as the same number."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 

@@ -44,7 +44,7 @@ async def readyz(request: Request) -> Response:
 
 @router.get("/readyz/{check}", response_model=None, openapi_extra=OPEN)
 async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
-    """One of them answers: a load balancer asks for the database alone, without which no route does."""
+    """Readiness of one dependency: a load balancer asks for the database alone, without which no route works."""
     readiness: Readiness = request.app.state.readiness
     return _readiness(request, {check: await readiness.complaint(check)})
 

@@ -197,7 +197,7 @@ def _loops(
     steps: Mapping[str, Callable[[], None]],
     histograms: ControlPlaneHistograms,
 ) -> list[ControlLoop]:
-    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
+    """Make the loops. Each has a thread: Ray Serve takes a while to start, and receivers of webhooks to answer."""
     interval_s = settings.reconcile_interval_s
     return [
         ControlLoop(

@@ -184,7 +184,7 @@ class _Layout:
         return self._write(messages, asks=asks, goes_on=goes_on)[0]
 
     def write_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The same, and what the template marks as the assistant's."""
+        """The text of fitted messages, and the spans that the template marks as the assistant's. Raises `RowError`."""
         return self._write(messages, with_spans=self.marks)
 
     def _write(

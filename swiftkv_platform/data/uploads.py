@@ -138,8 +138,8 @@ def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings)
 
 
 def _are_prompts(columns: tuple[str, ...], holdings: Holdings) -> bool:
-    """Whether rows with these columns are complete with the teacher's answers alone: those that they have room for may
-    be empty."""
+    """Whether rows with these columns are prompts, which only the teacher's answers complete: their own answers are
+    absent or empty."""
     whole, prompts = (match_format(columns, formats, holdings) for formats in (FORMATS, PROMPT_FORMATS))
     if whole is None:
         return True

@@ -57,8 +57,8 @@ class CheckpointStore(Protocol):
         """Add one worker's files to checkpoint `name`; again after a failure, it completes them."""
 
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
-        """Make `name`, all of whose `files` are there, complete, and drop what is older than the newest few,
-        the state that `progress` says is the best left out."""
+        """Declare checkpoint `name`, all of whose `files` are stored, complete, and delete older ones, but neither the
+        newest few nor the one that `progress` says is the best."""
 
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
         """Checkpoint `name` stays incomplete, and training goes on."""

@@ -173,7 +173,7 @@ class Trainer:
         return progress
 
     def _settle_rate(self, course: Course, held_out: HeldOut) -> Course:
-        """Search the peak rate; of a run too short for that, bound it by the size of what is trained."""
+        """Search for the peak learning rate, or bound it by the size of what is trained where the run is too short."""
         asked, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
         assert asked is not None, "settled before training, see specs.defaults"
         highest = highest_rate(self._parallel.matrices())

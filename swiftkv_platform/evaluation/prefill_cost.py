@@ -37,7 +37,7 @@ class ModeCost:
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """Both modes, side by side."""
+    """Prefill cost of teacher and student mode, on prompts of one length."""
 
     prompt_length: int
     dense: ModeCost

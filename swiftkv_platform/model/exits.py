@@ -45,7 +45,7 @@ class ThresholdExits:
         self._running &= ~done
 
     def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """The same criteria, which tell this object when a row ends."""
+        """Criteria that stop as the given ones do, and tell this object when a row ends."""
         return _WatchedCriteria(self, criteria)
 
 

@@ -77,7 +77,7 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) ->
 
 
 def _plain(loaded: Any, tokenizer: Any) -> Any:
-    """The same weights in a model that was never quantised; transformers saves no other."""
+    """Move the weights to a model that was never quantised, since transformers saves no other."""
     values = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     with torch.device("meta"):

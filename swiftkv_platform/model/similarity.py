@@ -70,14 +70,14 @@ def collect_similarity(model: Any, batches: Iterable[TokenBatch]) -> Similarity:
     return total
 
 
-def recommend_depth(scores: list[float], threshold: float = THRESHOLD) -> int:
-    """The smallest l from half of the depth on from which every SimScore is at least `threshold`; else L - 1.
+def recommend_depth(scores: list[float]) -> int:
+    """The smallest l from half of the depth on from which every SimScore is at least `THRESHOLD`; else L - 1.
 
     Not below half: scores of shallower layers may be as high, and quality falls there all the same (table 2).
     """
     num_layers = len(scores) + 1
     depth = num_layers - 1
-    while depth > -(-num_layers // 2) and scores[depth - 1] >= threshold:
+    while depth > -(-num_layers // 2) and scores[depth - 1] >= THRESHOLD:
         depth -= 1
     return max(depth, 1)
 

@@ -115,8 +115,8 @@ def default_limit(num_samples: int, *, num_gates: int) -> float:
 
 
 def default_needle_limit(num_samples: int) -> float:
-    """The same of a length of needle prompts. Needles are few and their limits wide, so each gate is made to pass more
-    surely instead of having tasks share with them: only a tokenizer tells whether there are needles."""
+    """Default limit of the gate on one length of needle prompts, in points of a hundred. It does not count among the
+    gates that tasks share, since only a tokenizer tells whether there are needles; as needles are few, it is wide."""
     return _between(NEEDLE_DROPS, smallest_excluded_loss(num_samples, num_gates=_NEEDLE_GATES))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.layer_lists import bypassed_layers
 
 Sharing = Literal["gqa", "mqa", "mha"]
 """Heads that layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
@@ -117,7 +118,7 @@ def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = 
             prefill_layers,
             f"; of {num_hidden_layers} layers 0..{num_hidden_layers - 2} are accepted, as prompts skip the last",
         )
-    return layers[-1] + 1, tuple(sorted({*range(layers[-1])} - {*layers}))
+    return layers[-1] + 1, bypassed_layers(layers)
 
 
 def refuse_bypassed_latents(prefill_layers: object, model_type: str) -> None:

@@ -81,7 +81,7 @@ class OperatorFile(Generic[Content]):
 
 
 def _stamp(path: Path) -> Stamp:
-    """Another one for every version of the file and of who may read it; None where there is none."""
+    """Mark that changes with the file's content and permissions; None where there is no file."""
     try:
         status = path.stat()
     except OSError:

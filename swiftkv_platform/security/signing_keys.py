@@ -61,7 +61,7 @@ class SigningKeys:
         return known
 
     def _holding(self) -> Keys:
-        """The keys, unless it is too long ago that the issuer said so."""
+        """The keys, unless they were fetched too long ago."""
         return self._keys if self._age() <= self._issuer.keys_max_age_s + self._issuer.keys_stale_s else {}
 
     def _age(self) -> float:

@@ -27,14 +27,14 @@ Change = Callable[[str, Kind, str], str]
 
 
 def absolute(name: str, kind: Kind, field: str) -> str:
-    """`name`, of a path the absolute one of this process. Raises `InvalidInputError`: a name of nothing."""
+    """Return `name`, a path as this process's absolute one. Raises `InvalidInputError`: it names nothing."""
     path = _path(name, kind, field, relative_paths=True)
     return name if path is None else os.path.abspath(path)  # noqa: PTH100  # which follows no links
 
 
 def absolute_paths(spec: JobSpec) -> JobSpec:
-    """The spec with every path seen from the working directory of this process. Raises `InvalidInputError`: a name of
-    nothing."""
+    """The spec with every path seen from the working directory of this process. Raises `InvalidInputError`: a field
+    that names nothing."""
     return _mapped(spec, absolute)
 
 

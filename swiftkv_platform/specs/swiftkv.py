@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.layer_lists import LONGEST, parse_layers
+from swiftkv_platform.layer_lists import LONGEST, bypassed_layers, parse_layers
 from swiftkv_platform.specs.base import Spec
 from swiftkv_platform.specs.limits import MAX_LAYERS, Layers, Range
 
@@ -136,8 +136,7 @@ class SwiftKVSpec(Spec):
     @property
     def bypassed(self) -> tuple[int, ...]:
         """Layers below the last of `prefill_layers` that are not in it."""
-        layers = self.prefill_layers or [0]
-        return tuple(sorted({*range(layers[-1])} - {*layers}))
+        return bypassed_layers(self.prefill_layers) if self.prefill_layers else ()
 
     @property
     def given_layers(self) -> int | None:

@@ -102,7 +102,9 @@ def _check_prefill_only(vllm_config: VllmConfig) -> None:
             None if transfer is None else transfer.kv_role,
         )
     if vllm_config.speculative_config is not None:
-        raise _refusal("a server that prefills only drafts nothing", "speculative_config", "set")
+        raise _refusal(
+            "a server that prefills only cannot draft; leave speculative_config out", "speculative_config", "set"
+        )
 
 
 def _keep_own(vllm_config: VllmConfig) -> None:

@@ -112,7 +112,7 @@ class HeadNorm(_ByHead, RMSNorm):
 
 
 class OffsetHeadNorm(_ByHead, GemmaRMSNorm):
-    """Gemma's, whose weights are added to 1."""
+    """Gemma's RMSNorm of each head by itself, whose weights are added to 1."""
 
 
 class AllHeadsNorm(RMSNorm):

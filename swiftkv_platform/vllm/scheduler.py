@@ -88,8 +88,8 @@ class OwnHasher:
 
 
 class OwnScheduler(_KeepsOwn):
-    """vLLM's scheduler for such a student."""
+    """vLLM's scheduler, for students whose deep tokens keep K and V of their own."""
 
 
 class OwnAsyncScheduler(_KeepsOwn, AsyncScheduler):
-    """The same for asynchronous scheduling."""
+    """vLLM's asynchronous scheduler, for the same students."""

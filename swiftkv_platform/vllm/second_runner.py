@@ -29,7 +29,7 @@ class RefusePromptLogprobs(LogitsProcessor):
 
 
 class OneToken(RefusePromptLogprobs):
-    """The same for a server that prefills only: its one token says that the prompt is done."""
+    """Check of requests to a server that prefills only: its one token says that the prompt is done."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

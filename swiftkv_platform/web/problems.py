@@ -153,7 +153,7 @@ def short_value(value: Any) -> Any:
 
 
 def _has_room_for(value: Any) -> bool:
-    """Whether a value may be short, judged by no more of its parts than a short one has."""
+    """Whether a value may be short enough to repeat; looks at no more of its parts than a short value has."""
     room, pending = _LONGEST_VALUE, [value]
     while pending and room >= 0:
         item = pending.pop()

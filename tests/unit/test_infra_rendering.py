@@ -229,16 +229,6 @@ def test_production_is_not_rendered_without_its_values(tmp_path: Path) -> None:
         assert done.stdout == ""
 
 
-def test_a_changed_setting_rolls_the_control_plane(tmp_path: Path) -> None:
-    names = []
-    for bucket in ("s3://one", "s3://two"):
-        directory = tmp_path / bucket.removeprefix("s3://")
-        done = render(copy_of_infra(directory, {**VALUES, "STORAGE_URI": bucket}))
-        template = templates_of(parsed(done.stdout))["swiftkv-control-plane"]
-        names.append(template["spec"]["containers"][0]["envFrom"][0]["configMapRef"]["name"])
-    assert names[0] != names[1]
-
-
 def test_production_outlives_one_control_plane(renderings: dict[str, list[dict[str, Any]]]) -> None:
     [deployment] = of_kind(renderings["production"], "Deployment")
     budgets = of_kind(renderings["production"], "PodDisruptionBudget")

@@ -52,6 +52,6 @@ class Demand:
         return None
 
     def share(self, total: Demand) -> float:
-        """The largest of its parts of `total`."""
+        """Dominant share: the largest fraction of `total` among jobs, GPUs and CPUs."""
         parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
         return max((part / whole for part, whole in parts if whole), default=0.0)

@@ -197,7 +197,7 @@ def _base_access(access: Access) -> dict[str, Any]:
 
 
 def _revision(deployment: ResolvedDeployment) -> str:
-    """The same for all that is loaded alike."""
+    """Digest of what replicas load: equal for deployments that load the same."""
     canonical = json.dumps(_served(deployment), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

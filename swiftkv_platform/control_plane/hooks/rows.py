@@ -134,7 +134,7 @@ def without_points(event: Event, stored: Collection[int]) -> Event:
 
 
 def with_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
-    """The events of a job as they were told."""
+    """Events of a job with the metric points that their rows leave out."""
     ranges = [event.data[_STEPS] for event in events if _lacks_points(event)]
     if not ranges:
         return list(events)

@@ -163,7 +163,7 @@ class Deliverer:
 
 
 def _body(delivery: Delivery) -> bytes:
-    """The same at every try: an event never changes."""
+    """Body of a delivery, the same at every try, since an event never changes."""
     event = delivery.event
     document: dict[str, Any] = {
         "type": f"distillation.job.{event.data['status']}",

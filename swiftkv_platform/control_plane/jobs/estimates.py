@@ -23,12 +23,7 @@ from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.parameters import Parameters
 from swiftkv_platform.planning.phase_plans import Assumptions, JobPlan, PhasePlan
-from swiftkv_platform.planning.phases import (
-    PhaseMemory,
-    plan_phases,
-    refuse_what_cannot_fit,
-    refuse_writers_without_room,
-)
+from swiftkv_platform.planning.phases import refuse_what_cannot_fit, refuse_writers_without_room
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.planning.volumes import Inputs, Origin
 from swiftkv_platform.settings import Settings
@@ -147,11 +142,6 @@ def estimate(
         assumptions=planned.assumptions,
         gates=forecast(spec.evaluation),
     )
-
-
-def memory_by_phase(spec: JobSpec, config: dict[str, Any]) -> tuple[PhaseMemory, ...]:
-    """Memory of the worker that holds most in training, calibration and evaluation. Raises as `estimate`."""
-    return plan_phases(*_student(_resolved(spec, config), config), calibration_tokens=calibration_tokens(spec))
 
 
 def _student(spec: JobSpec, config: dict[str, Any]) -> tuple[Architecture, LayerMap, Parameters, TrainingSetup]:

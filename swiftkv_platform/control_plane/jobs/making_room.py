@@ -29,7 +29,7 @@ _REPLICA_PATIENCE_S = 60.0
 
 @dataclass
 class MakingRoom:
-    """Watches what waits, from round to round."""
+    """Chooses attempts that end to make room for others; remembers since when deployments wait."""
 
     jobs: JobRepository
     admission: Admission

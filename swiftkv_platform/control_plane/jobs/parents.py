@@ -174,7 +174,10 @@ ParentOf = Callable[[JobSpec, str], FoundParent | None]
 def no_parents(spec: JobSpec, _tenant: str) -> None:
     """Find nothing. Raises `InvalidInputError` for a spec that continues from something."""
     if spec.training.from_ is not None:
-        raise _refused(spec.training.from_, "no control plane is asked here, which alone knows models and checkpoints")
+        raise _refused(
+            spec.training.from_,
+            "models and checkpoints are known to a control plane alone, and none is asked here; leave it out",
+        )
 
 
 def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | None) -> None:

@@ -125,7 +125,7 @@ class JobService:
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
-        """The same, once what the spec continues from is known to fit."""
+        """Spec and estimate of a job that may continue from another, once its parent is known to fit."""
         parent = self.parents(spec, caller.tenant)
         if parent is not None:
             if "decode_key_value" not in spec.swiftkv.model_fields_set:
@@ -265,6 +265,6 @@ class JobService:
 
 
 def _digest(spec: JobSpec) -> str:
-    """The same for every way to write the same spec."""
+    """Digest of a spec, equal however the spec was written."""
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

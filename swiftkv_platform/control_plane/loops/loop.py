@@ -32,11 +32,11 @@ class Backoff:
         return delay
 
     def names(self) -> set[str]:
-        """Those that have failed and not succeeded since."""
+        """Names that have failed and not succeeded since."""
         return set(self._failures)
 
     def resting(self, now: float) -> set[str]:
-        """Those whose next try is not due."""
+        """Names whose next try is not due."""
         return {name for name, due in self._not_before.items() if now < due}
 
     def succeeded(self, name: str) -> None:

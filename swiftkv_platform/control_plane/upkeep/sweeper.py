@@ -45,7 +45,7 @@ _MOST_FAILURES = 3
 
 @dataclass
 class Sweeper:
-    """One round after the other, a tick at a time."""
+    """Removes what is kept no longer, in rounds, of which each tick does a bounded part."""
 
     rows: RetainedRows
     objects: RetainedObjects

@@ -64,7 +64,7 @@ def why_untrusted(name: str, manager: Any) -> str | None:
 
 
 def _why_config(config: Mapping[str, Any]) -> str | None:
-    """The same of one task's or group's configuration, its functions not resolved."""
+    """Reason not to trust the configuration of a task or group, its functions not resolved; None: there is none."""
     if config.get("unsafe_code"):
         return "the harness marks it as unsafe"
     if config.get("process_results") is None and "class" not in config:

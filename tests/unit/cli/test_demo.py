@@ -1,7 +1,6 @@
 """The parts of the demo that need no cluster: its spec, its home, its report, and its failing in order."""
 
 import io
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.jobs.worker import prepare
 from swiftkv_platform.local.demo.llm import llm_spec
-from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
+from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report
 from swiftkv_platform.local.demo.run import job_spec
 from swiftkv_platform.planning.machines import multiplies_bfloat16
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
@@ -47,13 +46,6 @@ def test_the_recipe_is_a_valid_spec_of_half_the_layers(tmp_path: Path, monkeypat
     assert spec.model.name_or_path == str(tmp_path / "teacher")
     assert (spec.swiftkv.num_key_value_layers, spec.swiftkv.prefill_reduction) == (None, 0.5)
     assert JobSpec.model_validate(job_spec("some/model")).model.name_or_path == "some/model"
-
-
-def test_the_report_has_the_evaluation_and_what_was_observed(tmp_path: Path) -> None:
-    report = build_report({**EVALUATION, "more": 1}, {"job_id": "job_1"})
-    assert report == {**EVALUATION, "demo": {"job_id": "job_1"}}
-    write_report(report, tmp_path / "demo-report.json")
-    assert json.loads((tmp_path / "demo-report.json").read_text()) == report
 
 
 def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:

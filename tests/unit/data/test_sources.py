@@ -155,9 +155,14 @@ def test_a_file_is_read_whole_and_its_name_may_tell_the_split(write: Write) -> N
     assert texts(prepare(path).train) == texts(prepare({"name_or_path": path, "split": "eval"}).train) == ["^a$"]
 
 
-@pytest.mark.parametrize("directory", ["a[b]", "a*", "what?", "a[b]*{c}#1"])
-@pytest.mark.parametrize("layout", ["plain", "card", "shards", "saved"])
-def test_the_name_of_a_directory_is_no_pattern(write: Write, tmp_path: Path, directory: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "directory"),
+    [
+        *(("card", each) for each in ("a[b]", "a*", "a?")),
+        *((each, "a[b]*{c}#1") for each in ("plain", "shards", "saved")),
+    ],
+)
+def test_the_name_of_a_directory_is_no_pattern(write: Write, tmp_path: Path, layout: str, directory: str) -> None:
     write([{"text": "other"}], "ab/train.jsonl")
     rows = [{"text": "own"}]
     if layout == "saved":

@@ -180,18 +180,6 @@ def test_an_event_of_the_writer_that_says_most_waits_for_one_look_at_most() -> N
     assert len(attempts.read_events(FIRST, cursor, 256, 21)) == 1
 
 
-@pytest.mark.parametrize("data", [b"{", b'{"time": 1.0, "type": "telepathy", "message": "hm"}'])
-def test_an_event_that_cannot_be_understood_is_a_warning(
-    store: InMemoryObjectStore, attempts: AttemptStore, data: bytes
-) -> None:
-    store.put_bytes(FIRST.event_key("driver", 1), data)
-    store.put_bytes(FIRST.event_key("driver", 2), event(2.0, "after it").model_dump_json().encode())
-    strange, known = attempts.read_events(FIRST, {})
-    assert (strange.event.level, strange.event.type) == ("warn", "message")
-    assert FIRST.event_key("driver", 1) in strange.event.message
-    assert known.event == event(2.0, "after it")
-
-
 def test_a_clock_that_jumps_back_does_not_reorder_a_writer(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     writer = EventWriter(store, FIRST, "driver")
     for time in (5.0, 1.0, 9.0):

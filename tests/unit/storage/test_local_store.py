@@ -1,6 +1,6 @@
 """A directory as an object store: an object in the making is invisible."""
 
-import multiprocessing
+import multiprocessing.synchronize
 import os
 from pathlib import Path
 

@@ -121,16 +121,6 @@ def test_another_model_is_swapped_in(server: Server, model: str) -> None:
     assert server.client.patch("/deployments/dep_unknown", json={}).status_code == 404
 
 
-def test_a_route_has_one_holder(server: Server, model: str) -> None:
-    holder = deploy(server, model).json()
-    error = refusal(deploy(server, model), 409)
-    assert (error["field"], holder["id"] in error["message"]) == ("route_prefix", True)
-    other = deploy(server, model, route_prefix="/python").json()
-    assert other["url"] == "http://127.0.0.1:8001/python"
-    server.client.delete(f"/deployments/{holder['id']}")
-    assert deploy(server, model).status_code == 201
-
-
 def test_bad_deployments_are_refused(server: Server, model: str) -> None:
     for options, field in (
         ({"model": "mdl_unknown"}, "model"),

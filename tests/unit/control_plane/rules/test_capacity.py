@@ -234,14 +234,3 @@ def test_where_ray_does_not_tell_nothing_is_known(name: str) -> None:
         "words": {"data": {"clusterStatus": {"loadMetricsReport": {"usageByNode": {"a": {"CPU": ["x", 1]}}}}}},
     }
     assert answered(answers[name]) is None
-
-
-def test_a_dashboard_that_is_away_changes_nothing(plane: Plane, reconciler: Reconciler) -> None:
-    job = plane.submit()
-    plane.cluster.away = True
-    reconciler.tick()
-    assert (plane.get(job).status, plane.get(job).status_reason) == (JobStatus.QUEUED, None)
-    plane.cluster.away = False
-    plane.clock.now += 60
-    reconciler.tick()
-    assert plane.get(job).status is JobStatus.STARTING

@@ -177,14 +177,9 @@ def test_policies_come_from_a_file_that_may_change(tmp_path: Path) -> None:
     path.write_text("tenants: {acme: {max_gpus: 8}}  # changed\n")
     assert tenants.policy("acme") == TenantPolicy(max_gpus=8)
     path.write_text("tenants: {acme: {max_gpu: 8}}  # misspelt")
-    assert tenants.policy("acme") == TenantPolicy(max_gpus=8), "the last version holds"
     with pytest.raises(InvalidInputError, match="max_gpus") as caught:
         Tenants(path)
     assert caught.value.field == "tenants_file"
-    path.unlink()
-    assert tenants.policy("acme") == TenantPolicy(max_gpus=8), "and when it is gone"
-    with pytest.raises(InvalidInputError, match="cannot be used"):
-        Tenants(path)
 
 
 REASON = Reason("worker_lost", "the node died", "resources.num_workers")

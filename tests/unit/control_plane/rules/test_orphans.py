@@ -325,10 +325,3 @@ def test_a_user_reaches_an_attempt_that_waits_for_a_place(
     for _ in range(3):
         later(plane, reconciler, 1)
     assert plane.get(job).status is reached
-
-
-def test_a_malformed_word_about_places_is_a_warning(plane: Plane, reconciler: Reconciler) -> None:
-    job = on_cluster(plane, reconciler)
-    plane.worker(job).say_nonsense("placement", phase="prepare", state="dancing")
-    reconciler.tick()
-    assert [event.level for event in plane.events(job)].count("warn") == 1

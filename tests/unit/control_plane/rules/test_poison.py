@@ -123,12 +123,15 @@ def test_while_ray_is_away_a_poison_job_is_not_given_up(plane: Plane) -> None:
     assert plane.cluster.submissions[f"{job.id}-1"].state.status is SubmissionStatus.STOPPED
 
 
-def test_a_store_that_is_away_fails_no_job(plane: Plane) -> None:
+def test_a_store_that_is_away_for_one_job_fails_none(plane: Plane) -> None:
     store = Poisoned(plane.store, StorageError("no answer"), "read_events")
     reconciler = plane.reconciler(max_running_jobs=2, store=store)
-    job, _good = plane.submit(), plane.submit()
+    job, good = plane.submit(), plane.submit()
     store.jobs.add(job.id)
+    turn(plane, reconciler, 1)
+    plane.worker(good).say("status", status="running")
     turn(plane, reconciler, 600)
+    assert plane.get(good).status is JobStatus.RUNNING
     assert (plane.get(job).status, reconciler.jobs_put_off) == (JobStatus.STARTING, 1)
     store.jobs.clear()
     plane.worker(job).say("status", status="running")

@@ -9,7 +9,6 @@ from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL
 from swiftkv_platform.control_plane.base import Page
 from swiftkv_platform.control_plane.jobs.job import JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
-from swiftkv_platform.errors import StorageError
 from tests.fakes.attempt_store import METRICS
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
 
@@ -224,33 +223,6 @@ def test_failing_calls_are_repeated_less_and_less_often(plane: Plane) -> None:
     assert [call - 1000 for call in calls] == [0, 1, 3, 7, 15, 31]
 
 
-class _FailingFor:
-    """The attempt store, except that it fails for one job."""
-
-    def __init__(self, store: object, job_id: str) -> None:
-        self._store = store
-        self._job_id = job_id
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-    def read_events(self, attempt: AttemptId, *arguments: object) -> object:
-        if attempt.job_id == self._job_id:
-            raise StorageError("this job's events cannot be read")
-        return self._store.read_events(attempt, *arguments)  # type: ignore[attr-defined]
-
-
-def test_one_jobs_trouble_is_not_anothers(plane: Plane) -> None:
-    troubled, fine = plane.submit(), plane.submit()
-    reconciler = plane.reconciler(max_running_jobs=2, store=_FailingFor(plane.store, troubled.id))
-    reconciler.tick()
-    for job in (troubled, fine):
-        plane.worker(job).say("status", status="running")
-    reconciler.tick()
-    assert plane.get(troubled).status is JobStatus.STARTING
-    assert plane.get(fine).status is JobStatus.RUNNING
-
-
 def test_steps_repeated_after_a_worker_was_lost_count_once(plane: Plane) -> None:
     job = plane.started()
     first = plane.worker(job, writer="rank-0-a")
@@ -278,7 +250,7 @@ def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
     events = plane.events(job)
     warnings = [event for event in events if event.level == "warn" and event.data.get("action") is None]
     assert len(warnings) == 2
-    assert "points" in warnings[0].message
+    assert all(word in warnings[0].message for word in ("/events/", "points"))
     [point] = plane.jobs.points(job.id, Page()).items
     assert point.values == {"loss": None, "name": "ab"}
     [turn] = [event for event in events if event.data.get("action") == "rollback"]

@@ -182,6 +182,7 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
     for step, time in ((1, 2000), (3, 2040)):
         worker.step(step, time=time)
     server.tick()
+    server.cluster.nodes = [Node({"CPU": 8.0, "GPU": 4.0}, {"CPU": 1.5, "GPU": 4.0})]
     page.goto(address(server))
 
     def panel(title: str) -> playwright.Locator:
@@ -194,6 +195,10 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
     assert held >= 6, "two workers of three cores"
     expect(panel("Cluster in use")).to_contain_text(f"{held:g} by jobs")
     expect(panel("Cluster in use")).to_contain_text("tenant default")
+    for kind, share in (("GPUs", "0 of 4"), ("CPUs", "6.5 of 8")):
+        expect(panel("Cluster in use").locator(".meter", has_text=f"{kind} in use")).to_contain_text(share)
+    server.cluster.away = True
+    expect(panel("Cluster in use")).to_contain_text("GPUs and CPUs are unknown: Ray does not answer")
     served = panel("Deployments")
     expect(served).to_contain_text("/chat")
     expect(served).to_contain_text("TTFT 200 ms")  # once there are two measurements

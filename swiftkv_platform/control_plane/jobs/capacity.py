@@ -124,6 +124,14 @@ class ClusterPlaces:
         self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
 
 
+def nodes_of(cluster: JobCluster) -> Sequence[Node] | None:
+    """Return the nodes that a cluster tells of, if it does."""
+    try:
+        return cluster.capacity()
+    except ClusterUnavailableError:  # the start of a job meets it as well
+        return None
+
+
 class Admission:
     """Knows what runs, from round to round; another control plane that takes over begins anew."""
 
@@ -149,10 +157,7 @@ class Admission:
 
     def told(self) -> Sequence[Node] | None:
         """Return the nodes that the cluster tells of, if it does."""
-        try:
-            return self._cluster.capacity()
-        except ClusterUnavailableError:  # the start of a job meets it as well
-            return None
+        return nodes_of(self._cluster)
 
     def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces | None:
         """Return the places that are free now; None where the cluster does not tell.

@@ -210,7 +210,11 @@ def test_the_quota(run: Run, script: Script) -> None:
         "CPUs": "4.5 CPU cores, no limit; 4.5 by jobs",
         "replicas": "1 replica, no limit",
         "files": "1.46 KiB of 2.86 MiB",
+        "cluster": "unknown: Ray does not answer, or does not tell its nodes",
     }
+    use = {"gpus": 12.0, "total_gpus": 16.0, "cpus": 6.5, "total_cpus": 64.0}
+    script.on("GET", "/quota", json_answer({**quota, "cluster": use}))
+    assert lines(run("quota"))["cluster"] == "12 of 16 GPUs and 6.5 of 64 CPU cores in use by all tenants"
     assert json.loads(run("quota", "--json").stdout)["max_gpus"] == 32.0
 
 

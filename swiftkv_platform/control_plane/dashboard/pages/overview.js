@@ -2,7 +2,7 @@
 
 import { html } from "../vendor/htm-preact.js";
 import { all, get } from "../api.js";
-import { Empty, Known, Loading, Meter, Problem, Status, ago, answering, clockTime, duration, served, useFresh } from "../parts.js";
+import { Empty, Known, Loading, Meter, Problem, Status, ago, answering, clockTime, duration, figure, served, useFresh } from "../parts.js";
 import { figures, silence, useSamples } from "../rates.js";
 import { Progress } from "./jobs.js";
 
@@ -43,15 +43,22 @@ const Work = ({ jobs }) => html`<ul class="items">
   </li>`)}
 </ul>`;
 
+/** What all tenants hold of the cluster, where Ray tells it, and what this one's quota leaves of it. */
 function Cluster({ quota }) {
-  const split = (kind) => `${quota.held_by_jobs[kind]} by jobs, ${quota.held_by_deployments[kind]} by deployments`;
+  const { cluster } = quota;
+  const split = (kind) => `${figure(quota.held_by_jobs[kind])} by jobs, ${figure(quota.held_by_deployments[kind])} by deployments`;
   return html`<section class="panel">
-    <header><h2>Cluster in use</h2><span class="end quiet">tenant ${quota.tenant}</span></header>
+    <header><h2>Cluster in use</h2><span class="end quiet">all tenants</span></header>
+    ${cluster
+      ? html`<${Meter} name="GPUs in use" value=${cluster.gpus} most=${cluster.total_gpus} />
+        <${Meter} name="CPUs in use" value=${cluster.cpus} most=${cluster.total_cpus} />`
+      : html`<p class="quiet small">Its GPUs and CPUs are <span class="unknown">unknown</span>: Ray does not answer, or does not tell its nodes.</p>`}
+    <h3 class="part">Held by tenant ${quota.tenant}</h3>
     <${Meter} name="GPUs" value=${quota.gpus} most=${quota.max_gpus} words=${split("gpus")} />
     <${Meter} name="CPUs" value=${quota.cpus} most=${quota.max_cpus} words=${split("cpus")} />
     <${Meter} name="Jobs running" value=${quota.running_jobs} most=${quota.max_running_jobs} />
     <${Meter} name="Replicas" value=${quota.replicas} most=${quota.max_replicas} />
-    <p class="quiet small">${quota.max_gpus == null && quota.max_cpus == null ? "No quota limits this tenant. " : ""}Jobs and deployments count with the most that they may grow to; a key sees its own tenant.</p>
+    <p class="quiet small">${quota.max_gpus == null && quota.max_cpus == null ? "No quota limits this tenant. " : ""}Jobs and deployments count with the most that they may grow to.</p>
   </section>`;
 }
 

@@ -37,3 +37,10 @@ class Kept(Generic[T]):
                 self._asked, answer = now, self._thread.submit(self._ask)
                 self._answer = answer
             return answer
+
+    def within(self, seconds: float, otherwise: T) -> T:
+        """The answer, or `otherwise` if it takes longer than `seconds`. Raises as `ask`."""
+        try:
+            return self.get().result(seconds)
+        except TimeoutError:
+            return otherwise

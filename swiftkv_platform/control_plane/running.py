@@ -24,7 +24,7 @@ from swiftkv_platform.control_plane.health import Readiness
 from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.turns import Turns
-from swiftkv_platform.control_plane.jobs.capacity import nodes_of
+from swiftkv_platform.control_plane.jobs.capacity import driver_needs, nodes_of
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
@@ -96,6 +96,7 @@ async def running(
     }
     loops = _loops(settings, parts, leaderships, steps, histograms)
     app.state.readiness = Readiness(parts, loops)
+    app.state.ray = app.state.readiness.checks["ray"]
     app.state.metrics = CollectorRegistry()
     histograms.register(app.state.metrics)
     operator_files = _operator_files(credentials, parts.policies)
@@ -152,7 +153,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         clock=parts.clock,
         entrypoint=parts.entrypoint,
         max_running_jobs=settings.max_running_jobs,
-        driver={"CPU": settings.entrypoint_num_cpus, "memory": settings.entrypoint_memory},
+        driver=driver_needs(settings),
         policies=parts.policies,
         rules=source_rules(settings),
         publishing=PublishRules(settings.publish_targets),

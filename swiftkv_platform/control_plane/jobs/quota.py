@@ -9,12 +9,10 @@ from fastapi import APIRouter
 
 from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.http.answers import Answer
-from swiftkv_platform.control_plane.parts import Parts, TheNodes
+from swiftkv_platform.control_plane.parts import RAY_ANSWERS_WITHIN_S, Parts, TheNodes
 from swiftkv_platform.control_plane.ray.places import Node
 
 router = APIRouter(tags=["operations"])
-_LONGEST_WAIT_S = 2.0
-"""A Ray that hangs keeps no page waiting."""
 
 
 class HeldAnswer(Answer):
@@ -81,6 +79,7 @@ def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
     usage = parts.jobs.usage(caller.tenant)
     jobs, deployments = usage.held, parts.deployments.demand(caller.tenant)
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
+    told = nodes.within(RAY_ANSWERS_WITHIN_S, None)
     return QuotaAnswer.model_validate(
         {
             **dict(policy),
@@ -91,14 +90,6 @@ def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
             "stored_bytes": parts.files.used_bytes(caller.tenant),
             "held_by_jobs": jobs,
             "held_by_deployments": deployments,
-            "cluster": _cluster(nodes),
+            "cluster": None if told is None else ClusterAnswer.of(told),
         }
     )
-
-
-def _cluster(nodes: TheNodes) -> ClusterAnswer | None:
-    try:
-        told = nodes.get().result(timeout=_LONGEST_WAIT_S)
-    except TimeoutError:
-        return None
-    return None if told is None else ClusterAnswer.of(told)

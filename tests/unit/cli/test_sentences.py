@@ -1,6 +1,7 @@
 """Output for people: units and sentences, where `--json` has keys and numbers."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from swiftkv_platform.cli import waiting
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.cli.output import local_time
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
-from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer
+from tests.fakes.scripted_server import Answer, Request, Script, event_stream, json_answer, list_answer
 from tests.unit.cli.conftest import Run
 
 QUICKSTART = Path("docs/quickstart.md")
@@ -154,6 +156,26 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     watched = run("jobs", "watch", "job_1").stdout
     assert "place 3, waits for resources since" in watched
     assert reason["message"] in watched
+
+
+def test_a_watched_job_says_when_what_it_waits_for_has_changed(
+    run: Run, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_ASKED_EVERY_S", 0.001)
+    slot, away = "1 job runs, and there is 1 slot", "Ray at http://ray does not answer"
+    reasons = [slot, slot, f"{slot}; starts in 9 s", f"{slot}; starts in 4.5 s", away, away, slot]
+    rows = [{**JOB, "status": "queued", "status_reason": {"code": "", "message": reason}} for reason in reasons]
+    script.on("GET", "/jobs/job_1", *map(json_answer, [*rows, {**JOB, "status": "cancelled"}]))
+
+    def ends(_: Request) -> Answer:
+        """The stream says nothing while the job waits."""
+        while len(script.sent("GET", "/jobs/job_1")) <= len(rows):
+            time.sleep(0.001)
+        return event_stream()
+
+    script.on("GET", "/jobs/job_1/events", ends, list_answer([]))
+    shown = [line for line in run("jobs", "watch", "job_1").stdout.splitlines() if line.startswith("queued")]
+    assert shown == [f"queued: {reason}" for reason in (slot, f"{slot}; starts in 9 s", away, slot)]
 
 
 def test_a_job_that_has_failed_leads_with_cause_and_cure(run: Run, script: Script) -> None:

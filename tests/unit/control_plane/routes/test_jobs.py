@@ -305,6 +305,32 @@ def test_a_queued_job_always_says_why_it_waits(server: Server) -> None:
     assert waits(server, third) == f"1 of its tenant's jobs goes first; {waits(server, second)}"
 
 
+def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands(server: Server) -> None:
+    """The slot is taken and others go first, so that the queue has not come to it."""
+    server.cluster.nodes = [Node({"CPU": 4}, {"CPU": 4})]
+    server.submit()
+    server.tick()
+    server.submit()
+    large = server.submit(resources={"num_workers": 1, "gpus_per_worker": 1})
+
+    def reason() -> Any:
+        (row,) = (each for each in server.get("/jobs")["data"] if each["id"] == large["id"])
+        assert row["status_reason"] == server.get(f"/jobs/{large['id']}")["status_reason"]
+        return row["status_reason"]
+
+    rest = "1 of its tenant's jobs goes first; 1 job runs, and there is 1 slot for all tenants"
+    nowhere = "waits for 1 worker with 1 CPU and 1 GPU: no node has such places, or too few have; some have to join"
+    assert reason() == {"code": "waiting_for_resources", "message": f"{nowhere}; {rest}", "field": "resources"}
+    server.cluster.away = True
+    server.wait(5)
+    away = {"code": "cluster_unavailable", "message": f"Ray does not answer; {rest}", "field": None}
+    assert reason() == away, "its nodes are not known now"
+    server.cluster.away = False
+    server.cluster.nodes = [Node({"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1})]
+    server.wait(5)
+    assert reason() == {"code": "waiting_for_turn", "message": rest, "field": None}
+
+
 def test_a_job_beyond_its_tenants_quota_says_so(start: Start, tmp_path: Path) -> None:
     (tmp_path / "tenants.yaml").write_text("default: {max_cpus: 3}")
     server = start(changed={"policies": Tenants(tmp_path / "tenants.yaml")}, max_running_jobs=9)

@@ -146,7 +146,7 @@ def list_jobs(
         lambda job: (
             job.id,
             job.name,
-            ", ".join(filter(None, (job.status, describe_place(job)))),
+            ", ".join(filter(None, (job.status, job.phase, describe_place(job)))),
             _steps(job),
             job.attempt,
             local_time(job.created_at),
@@ -310,6 +310,7 @@ def _print_job(job: Job, *, json: bool) -> None:
         "job": job.id,
         "name": job.name,
         "status": job.status,
+        "phase": job.phase,
         "reason": f"{reason.code}: {reason.message}" if reason and not error else None,
         "queue": describe_queue(job),
         "attempt": job.attempt,

@@ -1,4 +1,4 @@
-"""Reasons of a queued job, told while it is watched: it has no events until it starts."""
+"""What a watched job waits for, and its phase, of which its events tell nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PASSING = re.compile(r"[\d.]+ s\b")
 
 @contextmanager
 def telling_of_waits(client: Client, job: Job, console: Console) -> Iterator[None]:
-    """Print why `job` is queued, now and whenever the reason has changed, until the context ends."""
+    """Print why `job` is queued, or its phase, now and whenever that has changed, until the context ends."""
     done = threading.Event()
     told = _print(job, console, None)
     thread = threading.Thread(target=_tell, args=(client, job.id, console, told, done), daemon=True)
@@ -41,12 +41,15 @@ def _tell(client: Client, job_id: str, console: Console, told: str | None, done:
 
 
 def _print(job: Job, console: Console, told: str | None) -> str | None:
-    """Print what the job waits for, unless that was `told`; returns what it waits for."""
-    if job.status != "queued":
-        return None
-    reason = job.status_reason.message if job.status_reason else "no reason was told"
-    if told is None or _PASSING.sub("", told) != _PASSING.sub("", reason):
+    """Print what the job waits for, or the phase that it is in, unless that was `told`; returns it."""
+    if job.status == "queued":
+        reason = job.status_reason.message if job.status_reason else "no reason was told"
         line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))
+    elif job.phase is None or job.finished:
+        return None
+    else:
+        reason = line = f"phase: {job.phase}"
+    if told is None or _PASSING.sub("", told) != _PASSING.sub("", reason):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return reason
 

@@ -58,6 +58,8 @@ class Job(_Answer):
     name: str
     status: str
     status_reason: StatusReason | None = None
+    phase: str | None = None
+    """Phase of a job on the cluster: `write`, `prepare`, `train` (with the calibration), `evaluate` or `publish`."""
     queue_place: int | None = None
     """Place of a queued job among its tenant's; the first has 1."""
     waiting_since: int | None = None

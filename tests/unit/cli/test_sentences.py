@@ -165,6 +165,7 @@ def test_a_watched_job_says_when_what_it_waits_for_has_changed(
     slot, away = "1 job runs, and there is 1 slot", "Ray at http://ray does not answer"
     reasons = [slot, slot, f"{slot}; starts in 9 s", f"{slot}; starts in 4.5 s", away, away, slot]
     rows = [{**JOB, "status": "queued", "status_reason": {"code": "", "message": reason}} for reason in reasons]
+    rows += [{**JOB, "status": "running", "phase": phase} for phase in (None, "prepare", "prepare", "train")]
     script.on("GET", "/jobs/job_1", *map(json_answer, [*rows, {**JOB, "status": "cancelled"}]))
 
     def ends(_: Request) -> Answer:
@@ -174,8 +175,9 @@ def test_a_watched_job_says_when_what_it_waits_for_has_changed(
         return event_stream()
 
     script.on("GET", "/jobs/job_1/events", ends, list_answer([]))
-    shown = [line for line in run("jobs", "watch", "job_1").stdout.splitlines() if line.startswith("queued")]
-    assert shown == [f"queued: {reason}" for reason in (slot, f"{slot}; starts in 9 s", away, slot)]
+    queued = [f"queued: {reason}" for reason in (slot, f"{slot}; starts in 9 s", away, slot)]
+    shown = run("jobs", "watch", "job_1").stdout.splitlines()
+    assert shown[: len(queued) + 2] == [*queued, "phase: prepare", "phase: train"]
 
 
 def test_a_job_that_has_failed_leads_with_cause_and_cure(run: Run, script: Script) -> None:

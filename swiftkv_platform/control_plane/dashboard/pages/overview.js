@@ -15,9 +15,17 @@ const ofStatuses = async (statuses) => (await Promise.all(statuses.map((status) 
 
 /** What a queued job waits for, since when, and its place, in words. */
 function waits({ status_reason: reason, queue_place: place, waiting_since: since }) {
-  const what = since ? reason.message : `waits: ${reason?.message ?? "its turn"}`;
+  const said = reason?.message ?? "its turn";
+  const what = said.startsWith("waits") ? said : `waits: ${said}`;
   return [what, since && `since ${clockTime(since)}`, place && `place ${place} in the queue`].filter(Boolean).join(" · ");
 }
+
+/** What a job does that has no pace yet, by the phase whose workers have found their places. */
+const PHASES = {
+  write: "the teacher writes answers",
+  prepare: "prepares its data",
+  train: "calibrates and begins to train; ETA unknown until two steps were measured",
+};
 
 /** When a job will be done, in words; where nothing says, why not. */
 export function eta(job) {
@@ -25,7 +33,7 @@ export function eta(job) {
   if (job.status === "queued") return waits(job);
   if (job.status === "evaluating") return "trained; its quality is being measured";
   const left = job.progress.seconds_remaining;
-  if (left == null) return "ETA unknown until two steps were measured";
+  if (left == null) return PHASES[job.phase] ?? "starts; ETA unknown until two steps were measured";
   return `${duration(left)} left, trained about ${clockTime(job.estimated_finish ?? Date.now() / 1000 + left)}`;
 }
 

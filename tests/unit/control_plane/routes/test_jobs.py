@@ -305,6 +305,19 @@ def test_a_queued_job_always_says_why_it_waits(server: Server) -> None:
     assert waits(server, third) == f"1 of its tenant's jobs goes first; {waits(server, second)}"
 
 
+def test_a_job_on_the_cluster_says_its_phase(server: Server) -> None:
+    job = server.submit()["id"]
+    worker = server.run(job)
+    told = [server.get(f"/jobs/{job}")["phase"]]
+    for phase in ("prepare", "train"):
+        worker.say("placement", phase=f"{phase} of test", state="placed")
+        server.tick()
+        told.append(server.get(f"/jobs/{job}")["phase"])
+    assert told == [None, "prepare", "train"]
+    server.end(job, SubmissionStatus.FAILED)
+    assert server.get(f"/jobs/{job}")["phase"] is None, "the attempt is over"
+
+
 def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands(server: Server) -> None:
     """The slot is taken and others go first, so that the queue has not come to it."""
     server.cluster.nodes = [Node({"CPU": 4}, {"CPU": 4})]

@@ -7,6 +7,7 @@ from sqlalchemy import text
 
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.local import terminal as units
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import (
@@ -189,7 +190,10 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
         return page.locator("section.panel", has=page.get_by_role("heading", name=title))
 
     work = panel("Running and waiting")
-    expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text("2 min left")  # 7 steps of 20 s
+    left = server.get(f"/jobs/{job}")["progress"]["seconds_remaining"]
+    assert left == 140, "7 steps of 20 s"
+    shown = f"{units.duration(left)} left"  # `watch` prints the same
+    expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text(shown)
     expect(work.get_by_role("listitem").filter(has_text="second")).to_contain_text("waits")
     held = server.get("/quota")["held_by_jobs"]["cpus"]
     assert held >= 6, "two workers of three cores"

@@ -99,7 +99,7 @@ export function Job({ id }) {
   const refresh = { metrics: reloadPoints, checkpoint: reloadCheckpoints };
   const events = useEvents(id, (event) => (refresh[event.type] ?? reload)());
   if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the job" />`}`;
-  const reason = job.error ?? job.status_reason;
+  const reason = job.error ?? (job.status === "queued" ? null : job.status_reason); // how it waits stands below
   const trials = events.findLast((event) => event.data.sweep);
   const live = LIVE.has(job.status);
   const turns = events.filter((event) => event.data.action && event.data.code);

@@ -32,6 +32,7 @@ export function eta(job) {
   if (job.status === "paused") return "paused: it goes on when it is resumed";
   if (job.status === "queued") return waits(job);
   if (job.status === "evaluating") return "trained; its quality is being measured";
+  if (job.spec.sweep) return "trains and measures its trials; their end is not foreseen";
   const left = job.progress.seconds_remaining;
   if (left == null) return PHASES[job.phase] ?? "starts; ETA unknown until two steps were measured";
   return `${duration(left)} left, trained about ${clockTime(job.estimated_finish ?? Date.now() / 1000 + left)}`;
@@ -58,7 +59,7 @@ function Cluster({ quota }) {
   return html`<section class="panel">
     <header><h2>Cluster in use</h2><span class="end quiet">all tenants</span></header>
     ${cluster
-      ? html`<${Meter} name="GPUs in use" value=${cluster.gpus} most=${cluster.total_gpus} />
+      ? html`${cluster.total_gpus > 0 ? html`<${Meter} name="GPUs in use" value=${cluster.gpus} most=${cluster.total_gpus} />` : html`<p class="quiet small">It has no GPU.</p>`}
         <${Meter} name="CPUs in use" value=${cluster.cpus} most=${cluster.total_cpus} />`
       : html`<p class="quiet small">Its GPUs and CPUs are <span class="unknown">unknown</span>: Ray does not answer, or does not tell its nodes.</p>`}
     <h3 class="part">Held by tenant ${quota.tenant}</h3>

@@ -71,7 +71,7 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
 
 def test_the_end_of_a_sweep_is_not_foreseen(plane: Plane) -> None:
     """Between the steps of two trials lie a calibration and a measurement."""
-    job = plane.started(sweep={"num_key_value_layers": [2, 4]})
+    job = plane.started(sweep={"num_key_value_layers": [2, 4]}, evaluation={"max_kl": 0.2})
     worker = plane.worker(job)
     worker.say("status", time=1001, status="running")
     for time, step in ((1010, 1), (1020, 3)):

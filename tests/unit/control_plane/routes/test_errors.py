@@ -175,3 +175,10 @@ def test_a_web_page_cannot_submit_but_the_servers_own_and_programs_can(server: S
         {"Content-Type": "application/json; charset=utf-8"},
     ):
         assert submit(headers).status_code == 201, headers
+
+
+def test_openais_other_routes_lead_to_a_deployment(server: Server) -> None:
+    """A client whose base URL is that of fine-tuning asks here."""
+    refused = server.client.post("/v1/chat/completions", json={"model": "x", "messages": []})
+    message = refused.json()["error"]["message"]  # in OpenAI's form
+    assert (refused.status_code, "use the `url` of a deployment (GET /deployments) and /v1" in message) == (404, True)

@@ -63,9 +63,8 @@ class Camera:
     commit: str
     taken: set[str] = field(default_factory=set)
 
-    def take(self, name: str, path: str, *, region: str | None = None, whole: bool = False, ready: Any = None) -> None:
-        """Take `name` of the page at `path`, or of one region of it, once `ready(page)` returns. `whole`: all of the
-        page, not what the window shows."""
+    def take(self, name: str, path: str, *, at: str | None = None, ready: Any = None) -> None:
+        """Take `name` of the page at `path`, once `ready(page)` returns; `at`: the heading that it is scrolled to."""
         for width, height in WIDTHS.items():
             for scheme in SCHEMES:
                 variant = name + (f"-{width}" if width != max(WIDTHS) else "") + ("-dark" if scheme == "dark" else "")
@@ -81,14 +80,16 @@ class Camera:
                     ready(self.page)
                 self.page.evaluate("scrollTo(0, 0)")
                 if self.every is not None:
-                    self._write(self.page, self.every / f"{variant}.png", whole=True)
+                    self._write(self.every / f"{variant}.png", whole=True)
                 if variant in SHOWN:
-                    shown = self.page if region is None else self.page.get_by_role("region", name=region)
-                    self._write(shown, self.shown / f"{variant}.png", whole=whole)
+                    if at is not None:
+                        heading = self.page.locator("main h2", has_text=at).first
+                        heading.evaluate("element => scrollTo(0, element.getBoundingClientRect().top + scrollY - 70)")
+                    self._write(self.shown / f"{variant}.png", whole=False)
                     self.taken.add(variant)
 
-    def _write(self, shown: Any, file: Path, *, whole: bool) -> None:
-        shown.screenshot(path=file, **({"full_page": whole} if shown is self.page else {}))
+    def _write(self, file: Path, *, whole: bool) -> None:
+        self.page.screenshot(path=file, full_page=whole)
         texts = PngInfo()
         texts.add_text(COMMIT, self.commit)
         with Image.open(file) as image:
@@ -104,7 +105,7 @@ def spec(name: str, **parts: dict[str, Any]) -> dict[str, Any]:
         "data": {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 200}]},
         "swiftkv": {"calibration_tokens": 4096},
         "training": {"max_steps": 30, "batch_size": 8, "micro_batch_size": 4},
-        "checkpoint": {"every_steps": 10, "keep": 10},
+        "checkpoint": {"every_steps": 10, "keep": 4},
         "evaluation": {"max_tokens": 4096},
         "resources": {"num_workers": 1},
     }
@@ -152,11 +153,11 @@ def run(client: Client, camera: Camera) -> list[str]:
     teacher = client.deployments.create(student.distilled_model, route_prefix="/teacher", engine=TEACHER_MODE)
     client.deployments.wait_ready(teacher.id)
     camera.take("job", f"jobs/{student.id}")
-    camera.take("checkpoints", f"jobs/{student.id}", region="Checkpoints")
+    camera.take("checkpoints", f"jobs/{student.id}", at="Checkpoints")
     camera.take("failed", f"jobs/{strict.id}")
-    camera.take("sweep", f"jobs/{sweep.id}")
+    camera.take("sweep", f"jobs/{sweep.id}", at="Sweep")
     camera.take("new-job", "submit", ready=_planned)
-    camera.take("playground", f"playground?a={chat.id}&b={teacher.id}", ready=_answered)
+    camera.take("playground", f"playground?a={chat.id}&b={teacher.id}", at="/student", ready=_answered)
     for name in ("models", "deployments", "files"):
         camera.take(name, name)
     camera.take("audit", "audit")
@@ -233,13 +234,11 @@ def _commit() -> str:
 
 def write_page(file: Path, commit: str, happened: list[str]) -> None:
     """Write the page that says what the pictures are of."""
-    about = (
-        f"`make pictures` took these, and those of other pages, at commit {commit}, of one real run on two CPU cores."
-    )
-    pictures = [
-        line for name, words in SHOWN.items() for line in ("", f"## {words}", "", f"![{words}](pictures/{name}.png)")
-    ]
-    file.write_text("\n".join(["# The dashboard in pictures", "", " ".join([about, *happened]), *pictures, ""]))
+    about = f"`make pictures` took these, and those of other pages, at commit {commit}, of a real run on a CPU."
+    lines = ["# The dashboard in pictures", "", " ".join([about, *happened])]
+    for name, words in SHOWN.items():
+        lines += ["", f"## {words}", "", f"![{words}](pictures/{name}.png)"]
+    file.write_text("\n".join([*lines, ""]))
 
 
 def main() -> None:

@@ -162,7 +162,9 @@ export function Deployment({ id }) {
               return html`<${Chart} key=${title} title=${title} unit="second" x=${x} series=${series} />`;
             })}
           </div>`
-      : html`<p class="quiet">No replica has answered yet.</p>`}
+      : answering(deployment) && !silence
+        ? html`<${Loading} what="what its replicas measure" />`
+        : html`<p class="quiet">No replica has answered yet.</p>`}
     ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} onDone=${reload} />`}
     <${History} deployment=${deployment} />`;
 }

@@ -60,7 +60,8 @@ function Actions({ job, onDone }) {
 
 /** `chosen`: the checkpoint that is the model. */
 function Curves({ points, id, live, chosen }) {
-  if (!points?.length) {
+  if (!points) return html`<${Loading} what="curves" />`;
+  if (!points.length) {
     return html`<div class="panel">${live ? html`<${Empty} title="No curves yet">They appear with the first step.<//>` : html`<${Empty} title="No curves">The job ended before its first step.<//>`}</div>`;
   }
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];

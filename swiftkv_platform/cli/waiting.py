@@ -1,4 +1,4 @@
-"""What a watched job waits for, and its phase, of which its events tell nothing."""
+"""Reasons why a watched job waits, and its phase: its events tell neither."""
 
 from __future__ import annotations
 

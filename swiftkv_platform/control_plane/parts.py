@@ -135,7 +135,7 @@ TheWatches = Annotated[Watches, _part("watches")]
 TheNodes = Annotated[Kept[Sequence[Node] | None], _part("nodes")]
 """Nodes of the jobs' cluster; None where it does not tell them."""
 TheRay = Annotated[Kept[str | None], _part("ray")]
-"""What is wrong with Ray, None for nothing."""
+"""Complaint about Ray, None for nothing."""
 RAY_ANSWERS_WITHIN_S = 2.0
 """Seconds for which an answer waits for Ray; one that hangs keeps no page waiting."""
 TheSettings = Annotated[Settings, _part("settings")]

@@ -52,7 +52,10 @@ _METADATA = "metadata."
 _LABEL = TypeAdapter[str](Label)
 
 
-def _present(parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes) -> Callable[[Job], JobAnswer]:
+def _present(
+    request: Request, parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes
+) -> Callable[[Job], JobAnswer]:
+    asks_ray = request.method == "GET"  # what changes a job does not wait for Ray
     # Each is read once for all jobs of an answer.
     away = cache(lambda: ray.within(RAY_ANSWERS_WITHIN_S, "Ray does not answer"))
     present_nodes = cache(lambda: nodes.within(RAY_ANSWERS_WITHIN_S, None))
@@ -80,8 +83,8 @@ def _present(parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes) 
             slots=settings.max_running_jobs,
             exceeded=(held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
             now=parts.clock(),
-            away=away(),
-            lacking=lacking(Needs.of(job.spec, driver_needs(settings))),
+            away=away() if asks_ray else None,
+            lacking=lacking(Needs.of(job.spec, driver_needs(settings))) if asks_ray else None,
         )
         return JobAnswer.of(job, prices(settings), parts.clock(), place, waits)
 

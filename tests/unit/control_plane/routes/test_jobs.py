@@ -30,7 +30,7 @@ JOB_KEYS = {
         "artifact_uri",
     ),
     *("submission_id", "error", "metadata", "tenant", "created_by", "cost", "estimated_cost"),
-    *("queue_place", "waiting_since"),
+    *("phase", "queue_place", "waiting_since"),
 }
 
 

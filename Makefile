@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench drill gpu soak coverage vllm-env judges-env judges plugin outside peers-env peers clean
+.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs pictures bench drill gpu soak coverage vllm-env judges-env judges plugin outside peers-env peers clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -61,6 +61,9 @@ vendor:  # the dashboard's bundled libraries, from their npm packages (needs Nod
 
 docs: install  # the site, in site/
 	$(BIN)/python -m mkdocs build --strict
+
+pictures: install  # the dashboard's pictures in docs/, of a real run; minutes. OPTIONS=--every=DIR: all pages, to be looked at
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.browser.pictures $(OPTIONS)
 
 bench: install
 	$(BIN)/python -m benchmarks.engine --short

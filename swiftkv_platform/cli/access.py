@@ -15,7 +15,7 @@ import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect, settings
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_fields, tell_table
-from swiftkv_platform.client import AuditEntry, Quota
+from swiftkv_platform.client import AuditEntry, ClusterUse, Quota
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.local.terminal import plural, size
 from swiftkv_platform.security.keys import ApiKey, KeyRing, create_key, revoke_key, rotate_key
@@ -239,7 +239,15 @@ def _sentences(quota: Quota) -> dict[str, str]:
         "CPUs": _held(quota, "cpus", quota.cpus, quota.max_cpus, "CPU core"),
         "replicas": _used(quota.replicas, quota.max_replicas, "replica"),
         "files": f"{size(quota.stored_bytes)}{', no limit' if stored is None else f' of {size(stored)}'}",
+        "cluster": _cluster(quota.cluster),
     }
+
+
+def _cluster(use: ClusterUse | None) -> str:
+    if use is None:
+        return "unknown: Ray does not answer, or does not tell its nodes"
+    gpus, cpus = _used(use.gpus, use.total_gpus, "GPU"), _used(use.cpus, use.total_cpus, "CPU core")
+    return f"{gpus} and {cpus} in use by all tenants"
 
 
 def _used(number: float, most: float | None, thing: str) -> str:

@@ -28,6 +28,7 @@ from swiftkv_platform.cli.output import (
     tell_fields,
     tell_table,
 )
+from swiftkv_platform.cli.waiting import describe_place, describe_queue, telling_of_waits
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
@@ -145,7 +146,7 @@ def list_jobs(
         lambda job: (
             job.id,
             job.name,
-            ", ".join(filter(None, (job.status, _place(job)))),
+            ", ".join(filter(None, (job.status, job.phase, describe_place(job)))),
             _steps(job),
             job.attempt,
             local_time(job.created_at),
@@ -282,9 +283,9 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
             for event in stream:
                 print_json(event)
         else:
-            if queue := _queue(job):
-                say(f"queued: {queue}" + (f": {job.status_reason.message}" if job.status_reason else ""))
-            follow(stream, out())
+            console = out()
+            with telling_of_waits(client, job, console):
+                follow(stream, console)
     except KeyboardInterrupt:
         hint = f"{job.id} goes on. `swiftkv jobs watch {job.id}` follows, `swiftkv jobs cancel {job.id}` ends it."
         err().print(hint, highlight=False, soft_wrap=True)
@@ -309,8 +310,9 @@ def _print_job(job: Job, *, json: bool) -> None:
         "job": job.id,
         "name": job.name,
         "status": job.status,
+        "phase": job.phase,
         "reason": f"{reason.code}: {reason.message}" if reason and not error else None,
-        "queue": _queue(job),
+        "queue": describe_queue(job),
         "attempt": job.attempt,
         "steps": _progress(job),
         "created": local_time(job.created_at),
@@ -325,15 +327,6 @@ def _print_job(job: Job, *, json: bool) -> None:
         "tracking": _tracking(job.tracking),
     }
     tell_fields(job, fields, json=json)
-
-
-def _place(job: Job) -> str | None:
-    return f"place {job.queue_place}" if job.queue_place else None
-
-
-def _queue(job: Job) -> str | None:
-    since = local_time(job.waiting_since)
-    return ", ".join(filter(None, (_place(job), since and f"waits for resources since {since}"))) or None
 
 
 def _progress(job: Job) -> str:

@@ -58,6 +58,8 @@ class Job(_Answer):
     name: str
     status: str
     status_reason: StatusReason | None = None
+    phase: str | None = None
+    """Phase of a job on the cluster: `write`, `prepare`, `train` (with the calibration), `evaluate` or `publish`."""
     queue_place: int | None = None
     """Place of a queued job among its tenant's; the first has 1."""
     waiting_since: int | None = None
@@ -139,6 +141,15 @@ class AuditEntry(_Answer):
     left_out: int = 0
 
 
+class ClusterUse(_Answer):
+    """GPUs and CPUs of the cluster of jobs, and those in use by all tenants together."""
+
+    gpus: float
+    total_gpus: float
+    cpus: float
+    total_cpus: float
+
+
 class Quota(_Answer):
     """Limits of a tenant, None where there is no limit, and their use."""
 
@@ -163,6 +174,8 @@ class Quota(_Answer):
     held_by_jobs: dict[str, float] = {}
     """`gpus` and `cpus`."""
     held_by_deployments: dict[str, float] = {}
+    cluster: ClusterUse | None = None
+    """None where Ray does not answer, or does not tell its nodes."""
 
 
 class File(_Answer):

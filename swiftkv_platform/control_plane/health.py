@@ -10,8 +10,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
-from swiftkv_platform.control_plane.metrics import Kept, complaint_of
+from swiftkv_platform.control_plane.metrics import complaint_of
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
 from swiftkv_platform.web.swagger import OPEN

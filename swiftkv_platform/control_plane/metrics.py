@@ -1,20 +1,19 @@
-"""Metrics of a control plane for Prometheus, and answers that are looked up every few seconds however many ask."""
+"""Metrics of a control plane for Prometheus."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from swiftkv_platform.control_plane.base import Clock
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
 from swiftkv_platform.control_plane.jobs.orphans import Orphans
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.control_plane.upkeep.sweeper import Sweeper
@@ -64,38 +63,10 @@ class ControlPlaneHistograms:
         return run
 
 
-T = TypeVar("T")
 _KEEP_COUNTS_S = 10.0
 """Seconds that counts are kept: counting reads a whole index."""
 _SCRAPE_WAITS_S = 3.0
 """Longest wait of a scrape, which Prometheus itself gives up after 10 s."""
-
-
-class Kept(Generic[T]):
-    """The answer of `ask`, asked again once it is older than `keep_s` seconds.
-
-    A thread of its own asks, so that whoever waits may give up, and a question that hangs holds one thread.
-    """
-
-    def __init__(self, ask: Callable[[], T], clock: Clock, *, keep_s: float) -> None:
-        self._ask = ask
-        self._clock = clock
-        self._keep_s = keep_s
-        self._asked = 0.0
-        self._answer: Future[T] | None = None
-        """To the last question, which may be under way."""
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kept")
-
-    def get(self) -> Future[T]:
-        """The answer, or the failure of `ask`, which is not kept."""
-        with self._lock:
-            now, answer = self._clock(), self._answer
-            is_old = now - self._asked >= self._keep_s
-            if answer is None or (answer.done() and (is_old or answer.exception() is not None)):
-                self._asked, answer = now, self._thread.submit(self._ask)
-                self._answer = answer
-            return answer
 
 
 def complaint_of(check: Callable[[], object]) -> Callable[[], str | None]:

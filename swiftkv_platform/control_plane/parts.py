@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -24,8 +25,10 @@ from swiftkv_platform.control_plane.jobs.parents import Parents
 from swiftkv_platform.control_plane.jobs.ports import Entrypoint, JobCluster
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
+from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources.small_files import CONFIG_BYTES, checked_length
@@ -129,4 +132,10 @@ Deletions = Annotated[RetainedRows, Depends(retained_rows)]
 TheParents = Annotated[Parents, Depends(parents_service)]
 JobSpans = Annotated[Spans, _part("spans")]
 TheWatches = Annotated[Watches, _part("watches")]
+TheNodes = Annotated[Kept[Sequence[Node] | None], _part("nodes")]
+"""Nodes of the jobs' cluster; None where it does not tell them."""
+TheRay = Annotated[Kept[str | None], _part("ray")]
+"""Complaint about Ray, None for nothing."""
+RAY_ANSWERS_WITHIN_S = 2.0
+"""Seconds for which an answer waits for Ray; one that hangs keeps no page waiting."""
 TheSettings = Annotated[Settings, _part("settings")]

@@ -24,6 +24,7 @@ from swiftkv_platform.control_plane.health import Readiness
 from swiftkv_platform.control_plane.hooks.sender import Deliverer, send_webhook
 from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.turns import Turns
+from swiftkv_platform.control_plane.jobs.capacity import driver_needs, nodes_of
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.limits import AttemptLimits
@@ -34,6 +35,7 @@ from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reading import Instruments
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
+from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import Leadership, Lease
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.metrics import ControlPlaneHistograms, ControlPlaneMetrics
@@ -57,6 +59,8 @@ _SIGN_INS_PER_MINUTE = 30
 _SIGN_INS_AT_ONCE = 10
 _JOBS_AT_ONCE = 16
 """Jobs that the reconciler looks at, or submits, at the same time."""
+_KEEP_NODES_S = 5.0
+"""Seconds between two reports of Ray's."""
 LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
 
 
@@ -73,6 +77,7 @@ async def running(
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
     app.state.spans = Spans(configured_provider("swiftkv-control-plane"))
+    app.state.nodes = Kept(lambda: nodes_of(parts.cluster), parts.clock, keep_s=_KEEP_NODES_S)
     _guard(app, settings, credentials, parts)
     holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
     leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
@@ -91,6 +96,7 @@ async def running(
     }
     loops = _loops(settings, parts, leaderships, steps, histograms)
     app.state.readiness = Readiness(parts, loops)
+    app.state.ray = app.state.readiness.checks["ray"]
     app.state.metrics = CollectorRegistry()
     histograms.register(app.state.metrics)
     operator_files = _operator_files(credentials, parts.policies)
@@ -147,7 +153,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
         clock=parts.clock,
         entrypoint=parts.entrypoint,
         max_running_jobs=settings.max_running_jobs,
-        driver={"CPU": settings.entrypoint_num_cpus, "memory": settings.entrypoint_memory},
+        driver=driver_needs(settings),
         policies=parts.policies,
         rules=source_rules(settings),
         publishing=PublishRules(settings.publish_targets),

@@ -78,8 +78,10 @@ class JobView:
 
     @property
     def time_left(self) -> str:
-        """Time to the last step as the API tells it; empty without a pace, and at the end."""
-        left = None if self.pace is None else self.pace.seconds_remaining(self.step, self.total_steps)
+        """Time to the last step as the API tells it; empty without a pace, in a sweep, and at the end."""
+        if self.pace is None or "trial" in self.point:
+            return ""
+        left = self.pace.seconds_remaining(self.step, self.total_steps)
         return f"ETA {duration(left)}" if left else ""
 
 

@@ -7,6 +7,7 @@ from sqlalchemy import text
 
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.local import terminal as units
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import (
@@ -182,18 +183,26 @@ def test_the_overview_shows_work_service_and_failures(server: Server, page: Page
     for step, time in ((1, 2000), (3, 2040)):
         worker.step(step, time=time)
     server.tick()
+    server.cluster.nodes = [Node({"CPU": 8.0, "GPU": 4.0}, {"CPU": 1.5, "GPU": 4.0})]
     page.goto(address(server))
 
     def panel(title: str) -> playwright.Locator:
         return page.locator("section.panel", has=page.get_by_role("heading", name=title))
 
     work = panel("Running and waiting")
-    expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text("2 min left")  # 7 steps of 20 s
+    left = server.get(f"/jobs/{job}")["progress"]["seconds_remaining"]
+    assert left == 140, "7 steps of 20 s"
+    shown = f"{units.duration(left)} left"  # `watch` prints the same
+    expect(work.get_by_role("listitem").filter(has_text="first")).to_contain_text(shown)
     expect(work.get_by_role("listitem").filter(has_text="second")).to_contain_text("waits")
     held = server.get("/quota")["held_by_jobs"]["cpus"]
     assert held >= 6, "two workers of three cores"
     expect(panel("Cluster in use")).to_contain_text(f"{held:g} by jobs")
     expect(panel("Cluster in use")).to_contain_text("tenant default")
+    for kind, share in (("GPUs", "0 of 4"), ("CPUs", "6.5 of 8")):
+        expect(panel("Cluster in use").locator(".meter", has_text=f"{kind} in use")).to_contain_text(share)
+    server.cluster.away = True
+    expect(panel("Cluster in use")).to_contain_text("GPUs and CPUs are unknown: Ray does not answer")
     served = panel("Deployments")
     expect(served).to_contain_text("/chat")
     expect(served).to_contain_text("TTFT 200 ms")  # once there are two measurements

@@ -63,6 +63,9 @@ def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) ->
         page.get_by_role("button", name="Swap in").click()
     expect(page.locator("main .head .status")).to_have_text("swapping")
     assert (stored()["model"], stored()["candidate"]) == (second, None)
+    history = page.get_by_role("region", name="Changes, newest first").locator("tbody tr")
+    expect(history).to_have_count(3)
+    expect(history.first).to_contain_text("changed")
 
 
 @pytest.mark.soak("a long scene")

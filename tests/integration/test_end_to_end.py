@@ -1,7 +1,6 @@
 """The whole path over HTTP, every part real: a job through POST /jobs, its model deployed, /generate, cancellation."""
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -192,42 +191,32 @@ QUESTION = "Write a function that reads a file."
 
 @pytest.mark.soak("a job, a deployment and a browser")
 def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform, page: Any, tmp_path: Path) -> None:
-    """Pictures of the pages go to `SWIFTKV_SCREENSHOTS`, where that names a directory."""
-    pictures = Path(os.environ.get("SWIFTKV_SCREENSHOTS", tmp_path))
     page.set_default_timeout(240_000)
-
-    def picture(name: str) -> None:
-        page.screenshot(path=pictures / f"{name}.png", full_page=True)
 
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": QUESTION}]}) + "\n")
     page.goto(platform.url)
     page.get_by_role("navigation").get_by_role("link", name="Files").click()
     page.get_by_label("Upload rows").set_input_files(tmp_path / "chats.jsonl")
     page.get_by_role("link", name="chats.jsonl", exact=True).wait_for()
-    picture("files")
     page.get_by_role("link", name="New job").first.click()
     page.get_by_label("Begin from").select_option("recipe:builtin-python-5m")
     for label, value in (("Name", "from-a-browser"), ("Steps", "4"), ("Batch size", "4"), ("Workers", "1")):
         page.get_by_label(label, exact=True).fill(value)
     page.get_by_label("Tokens a row", exact=True).fill("128")
     page.get_by_label("Plan", exact=True).get_by_text("accepted").wait_for()
-    picture("new-job")
     page.get_by_role("button", name="Submit job").click()
     page.get_by_role("img", name="Loss by step").wait_for()
     page.locator("main .head").get_by_text("succeeded", exact=True).wait_for()
     page.get_by_role("row", name=re.compile("^distilled")).wait_for()
-    picture("job")
     page.get_by_role("link", name="Its model").click()
     page.get_by_label("Route").fill("/browser")
     page.get_by_role("button", name="Deploy").click()
     page.get_by_role("link", name="Try it").wait_for()
-    picture("deployments")
     page.get_by_role("link", name="Try it").click()
     page.get_by_label("Prompt").fill(QUESTION)
     page.get_by_role("button", name="Generate").click()
     page.get_by_role("button", name="New conversation").wait_for()
     page.get_by_text("of them skipped layers").wait_for()  # the last event's, which has the whole answer's figures
-    picture("playground")
     answer = "".join(page.locator(".turn.assistant").inner_text().split()).removeprefix("Model")
     (deployment,) = platform.client.deployments.list()
     # In bfloat16 a prompt that is read from the cache rounds otherwise than one that is computed, as the page's was.
@@ -241,7 +230,6 @@ def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform,
     page.get_by_role("navigation").get_by_role("link", name="Deployments").click()
     page.get_by_role("link", name=deployment.id).click()
     page.locator(".tiles").wait_for()
-    picture("deployment")
     platform.client.deployments.delete(deployment.id)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.settings import Settings
@@ -84,6 +85,19 @@ def test_pages_name_files_and_programs_that_exist() -> None:
         found = {path for path in named if Path(path).exists() or Path(f"{path}.py").exists()}
         missing += [f"{page}: {path}" for path in named if path not in found | MADE_BY_THE_READER]
     assert missing == []
+
+
+def test_pictures_are_of_one_run_and_each_is_shown() -> None:
+    """`make pictures` writes its commit into each and onto the page of them all."""
+    said = re.search(r"at commit (\w+)", (DOCS / "dashboard.md").read_text())
+    assert said is not None
+    named = re.findall(r"\]\(pictures/([\w-]+\.png)\)", "".join(page.read_text() for page in DOCS.glob("*.md")))
+    pictures = {file.name: file for file in (DOCS / "pictures").iterdir()}
+    assert {*named} == pictures.keys()
+    for file in pictures.values():
+        with Image.open(file) as image:
+            assert image.info["Commit"].startswith(said[1]), file
+    assert sum(file.stat().st_size for file in pictures.values()) < 1_000_000
 
 
 def test_commands_for_ray_serve_llm_say_whether_a_test_runs_them() -> None:

@@ -10,7 +10,7 @@ export const figure = (value) => (value == null ? "" : number.format(value));
 export const percent = (value) => (value == null ? "" : `${number.format(100 * value)}%`);
 export const when = (seconds) => (seconds == null ? "" : new Date(1000 * seconds).toLocaleString());
 export const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-export const ago = (seconds) => `${duration(Math.max(Date.now() / 1000 - seconds, 0))} ago`;
+export const ago = (seconds) => `${duration(Math.max(Date.now() / 1000 - seconds, 0), 1)} ago`;
 
 /** Statuses of jobs that do not change any more. */
 export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
@@ -27,11 +27,16 @@ export function bytes(value) {
   return `${figure(value / 1024 ** power)} ${units[power]}`;
 }
 
-export function duration(seconds) {
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+
+/** `4 min 10 s`: the `most` largest units, as the command line has them. */
+export function duration(seconds, most = 2) {
   if (seconds == null) return "";
-  if (seconds < 90) return `${Math.round(seconds)} s`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
-  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${Math.round(seconds / 86400)} days`;
+  const whole = Math.round(seconds);
+  const first = UNITS.findIndex(([size]) => whole >= size);
+  if (first < 0) return "0 s";
+  const parts = UNITS.slice(first, first + most).map(([size, unit], i) => [Math.floor((i ? whole % UNITS[first + i - 1][0] : whole) / size), unit]);
+  return parts.filter(([number]) => number).map((part) => part.join(" ")).join(" ");
 }
 
 /** `load()` now and every `everyMs` while the page is shown: [value, problem, reload]. */

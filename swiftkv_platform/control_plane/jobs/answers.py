@@ -54,6 +54,9 @@ class JobAnswer(Answer):
     error: JobError | None
     """Cause of a failed job and its cure; null for others."""
     status_reason: StatusReason | None
+    phase: str | None
+    """Phase of a job on the cluster whose workers found their places last: `write` (the teacher's answers), `prepare`,
+    `train`, which begins with the calibration, `evaluate` or `publish`; null before the first, and off the cluster."""
     queue_place: int | None
     """Place of a queued job among its tenant's, which start in this order; the first has 1."""
     waiting_since: int | None
@@ -96,6 +99,7 @@ class JobAnswer(Answer):
             {
                 **vars(job),
                 "name": job.spec.name,
+                "phase": job.phase,
                 "queue_place": queue_place,
                 "status_reason": waits or job.status_reason,
                 "attempt": job.attempt.number,

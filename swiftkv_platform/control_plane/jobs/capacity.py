@@ -15,6 +15,7 @@ from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, plain, resource, take
 from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 
 GIB = 1 << 30
@@ -38,6 +39,17 @@ class Needs:
         workers = workers_of(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.described(len(workers)))
+
+    @property
+    def nowhere(self) -> Reason:
+        """The reason of a job that the nodes there are would not hold if nothing else were on them."""
+        message = f"waits for {self.words}: no node has such places, or too few have; some have to join"
+        return Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
+
+
+def driver_needs(settings: Settings) -> Bundle:
+    """Return the place of an attempt's driver; one that reserves nothing runs on Ray's head."""
+    return {"CPU": settings.entrypoint_num_cpus, "memory": settings.entrypoint_memory}
 
 
 def workers_of(spec: JobSpec) -> list[Bundle]:
@@ -100,7 +112,7 @@ class ClusterPlaces:
         if job_id in self._possible or needs is None or fit(self._total, needs.bundles):
             self._possible.add(job_id)
             return True
-        self._refuse(job_id, f"waits for {needs.words}: no node has such places, or too few have; some have to join")
+        self.refused[job_id] = needs.nowhere
         self._admission.never.add(job_id)
         return False
 
@@ -111,7 +123,8 @@ class ClusterPlaces:
             return False
         if needs is None or fit(self._free, needs.bundles):
             return True
-        self._refuse(job_id, f"waits for {needs.words}, which others hold or have still to take")
+        message = f"waits for {needs.words}, which others hold or have still to take"
+        self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
         return False
 
     def take(self, job_id: str) -> None:
@@ -120,8 +133,13 @@ class ClusterPlaces:
         if needs is not None:
             take(self._free, needs.bundles)
 
-    def _refuse(self, job_id: str, message: str) -> None:
-        self.refused[job_id] = Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
+
+def nodes_of(cluster: JobCluster) -> Sequence[Node] | None:
+    """Return the nodes that a cluster tells of, if it does."""
+    try:
+        return cluster.capacity()
+    except ClusterUnavailableError:  # the start of a job meets it as well
+        return None
 
 
 class Admission:
@@ -149,10 +167,7 @@ class Admission:
 
     def told(self) -> Sequence[Node] | None:
         """Return the nodes that the cluster tells of, if it does."""
-        try:
-            return self._cluster.capacity()
-        except ClusterUnavailableError:  # the start of a job meets it as well
-            return None
+        return nodes_of(self._cluster)
 
     def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces | None:
         """Return the places that are free now; None where the cluster does not tell.

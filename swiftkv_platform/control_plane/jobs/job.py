@@ -207,6 +207,12 @@ class Job:
         """Name of the present attempt."""
         return AttemptId(self.id, self.attempt.number)
 
+    @property
+    def phase(self) -> str | None:
+        """Phase of the present attempt whose workers have found their places last."""
+        placed = self.attempt.placed if self.status.holds_cluster else ()
+        return phase_of(placed[-1]) if placed else None
+
     def seconds_on_cluster(self, now: float) -> float:
         """Seconds on the cluster over all attempts, the present one included."""
         since = self.attempt.submitted_at

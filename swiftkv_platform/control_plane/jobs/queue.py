@@ -18,6 +18,7 @@ from swiftkv_platform.control_plane.access.demand import Demand
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
+from swiftkv_platform.errors import ClusterUnavailableError
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 """Ranks of `limits.priority`; the lowest goes first."""
@@ -176,7 +177,15 @@ Claim = Callable[[str, Demand, Demand], bool]
 
 
 def why_waiting(
-    job: Job, *, place: int, running: int, slots: int, exceeded: tuple[str, float, float] | None, now: float
+    job: Job,
+    *,
+    place: int,
+    running: int,
+    slots: int,
+    exceeded: tuple[str, float, float] | None,
+    now: float,
+    away: str | None = None,
+    lacking: Reason | None = None,
 ) -> Reason:
     """Return why a queued job has not started, beside what was stored of it.
 
@@ -185,9 +194,15 @@ def why_waiting(
         running: all tenants' jobs on the cluster.
         slots: most of them.
         exceeded: its tenant's limit that it would exceed: name, what would be held, and the limit.
+        away: what is wrong with the cluster.
+        lacking: the reason of a job that no nodes there are would hold.
     """
     said = job.status_reason
-    parts = [] if said is None else [said.message]
+    parts = [away] if away is not None else []
+    if said is not None:
+        parts.append(said.message)
+    if lacking is not None and (said is None or said.code != lacking.code):
+        parts.append(lacking.message)
     if job.not_before > now:
         parts.append(f"its next attempt starts in {job.not_before - now:.0f} s or later")
     if place > 1:
@@ -200,5 +215,6 @@ def why_waiting(
         parts.append(f"{runs}, and there {'is 1 slot' if slots == 1 else f'are {slots} slots'} for all tenants")
     if not parts:
         parts.append("it is looked at in the next round")
-    code = ReasonCode.WAITING_FOR_TURN if said is None else said.code
-    return Reason(code, "; ".join(parts), None if said is None else said.field)
+    first = said or lacking or Reason(ReasonCode.WAITING_FOR_TURN, "")
+    code = first.code if away is None else ClusterUnavailableError.code
+    return Reason(code, "; ".join(parts), first.field)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from fastapi import APIRouter
 
 from swiftkv_platform.control_plane.access.callers import Reader
 from swiftkv_platform.control_plane.http.answers import Answer
-from swiftkv_platform.control_plane.parts import Parts
+from swiftkv_platform.control_plane.parts import RAY_ANSWERS_WITHIN_S, Parts, TheNodes
+from swiftkv_platform.control_plane.ray.places import Node
 
 router = APIRouter(tags=["operations"])
 
@@ -18,6 +20,25 @@ class HeldAnswer(Answer):
 
     gpus: float
     cpus: float
+
+
+class ClusterAnswer(Answer):
+    """GPUs and CPUs of the cluster of jobs, as Ray told them seconds ago, and those in use by all tenants together.
+
+    Nodes that the operator's node groups may still add count as well.
+    """
+
+    gpus: float
+    """GPUs that tasks, actors and placement groups hold."""
+    total_gpus: float
+    cpus: float
+    total_cpus: float
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node]) -> ClusterAnswer:
+        total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in ("GPU", "CPU")}
+        held = {name: round(total[name] - sum(node.free.get(name, 0.0) for node in nodes), 4) for name in total}
+        return cls(gpus=held["GPU"], total_gpus=total["GPU"], cpus=held["CPU"], total_cpus=total["CPU"])
 
 
 class QuotaAnswer(Answer):
@@ -48,14 +69,17 @@ class QuotaAnswer(Answer):
     max_stored_bytes: int | None
     held_by_jobs: HeldAnswer
     held_by_deployments: HeldAnswer
+    cluster: ClusterAnswer | None
+    """Null where Ray does not answer, or does not tell its nodes."""
 
 
 @router.get("/quota")
-def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
-    """Quota of the caller's tenant, and its use."""
+def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
+    """Quota of the caller's tenant, its use, and the use of the whole cluster."""
     usage = parts.jobs.usage(caller.tenant)
     jobs, deployments = usage.held, parts.deployments.demand(caller.tenant)
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
+    told = nodes.within(RAY_ANSWERS_WITHIN_S, None)
     return QuotaAnswer.model_validate(
         {
             **dict(policy),
@@ -66,5 +90,6 @@ def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
             "stored_bytes": parts.files.used_bytes(caller.tenant),
             "held_by_jobs": jobs,
             "held_by_deployments": deployments,
+            "cluster": None if told is None else ClusterAnswer.of(told),
         }
     )

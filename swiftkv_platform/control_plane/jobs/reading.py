@@ -141,7 +141,8 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
     most = int(max(point.get("memory_bytes", 0) for point in points))
     total = event.data.get("total_steps", job.progress.total_steps)
     pace = Pace.after(job.attempt.pace, step, event.time, last_step=job.progress.step)
-    remaining = pace.seconds_remaining(step, total)
+    # Between the steps of two trials lie a calibration and a measurement.
+    remaining = None if job.spec.sweep is not None else pace.seconds_remaining(step, total)
     reading.job = replace(
         job,
         attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),

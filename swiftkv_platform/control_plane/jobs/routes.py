@@ -17,23 +17,28 @@ from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
+from swiftkv_platform.control_plane.jobs.capacity import Needs, driver_needs
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.estimates import machines
-from swiftkv_platform.control_plane.jobs.job import Job, JobStatus
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.limits import JobLimits
 from swiftkv_platform.control_plane.jobs.parents import PublishRules
 from swiftkv_platform.control_plane.jobs.ports import JobFilter
 from swiftkv_platform.control_plane.jobs.queue import why_waiting
 from swiftkv_platform.control_plane.jobs.service import JobService
 from swiftkv_platform.control_plane.parts import (
+    RAY_ANSWERS_WITHIN_S,
     Deletions,
     JobSpans,
     Parts,
+    TheNodes,
     TheParents,
+    TheRay,
     TheSettings,
     TheWatches,
     read_object,
 )
+from swiftkv_platform.control_plane.ray.places import fit
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
@@ -46,8 +51,22 @@ _METADATA = "metadata."
 _LABEL = TypeAdapter[str](Label)
 
 
-def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
+def _present(
+    request: Request, parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes
+) -> Callable[[Job], JobAnswer]:
+    asks_ray = request.method == "GET"  # what changes a job does not wait for Ray
     # Each is read once for all jobs of an answer.
+    away = cache(lambda: ray.within(RAY_ANSWERS_WITHIN_S, "Ray does not answer"))
+    present_nodes = cache(lambda: nodes.within(RAY_ANSWERS_WITHIN_S, None))
+    impossible: dict[str, Reason | None] = {}  # by what is needed, in words
+
+    def lacking(needs: Needs) -> Reason | None:
+        told = present_nodes()
+        if needs.words not in impossible:
+            is_held = told is None or fit([node.total for node in told], needs.bundles)
+            impossible[needs.words] = None if is_held else needs.nowhere
+        return impossible[needs.words]
+
     places, running = cache(parts.jobs.queue_places), cache(lambda: len(parts.jobs.on_cluster()))
     held = cache(lambda tenant: parts.jobs.usage(tenant).held + parts.deployments.demand(tenant))
 
@@ -63,6 +82,8 @@ def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
             slots=settings.max_running_jobs,
             exceeded=(held(job.tenant) + demand).exceeded_limit(policy, adding=demand),
             now=parts.clock(),
+            away=away() if asks_ray else None,
+            lacking=lacking(Needs.of(job.spec, driver_needs(settings))) if asks_ray else None,
         )
         return JobAnswer.of(job, prices(settings), parts.clock(), place, waits)
 

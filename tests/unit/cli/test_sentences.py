@@ -1,6 +1,7 @@
 """Output for people: units and sentences, where `--json` has keys and numbers."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from swiftkv_platform.cli import waiting
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.cli.output import local_time
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
-from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer
+from tests.fakes.scripted_server import Answer, Request, Script, event_stream, json_answer, list_answer
 from tests.unit.cli.conftest import Run
 
 QUICKSTART = Path("docs/quickstart.md")
@@ -156,6 +158,28 @@ def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     assert reason["message"] in watched
 
 
+def test_a_watched_job_says_when_what_it_waits_for_has_changed(
+    run: Run, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_ASKED_EVERY_S", 0.001)
+    slot, away = "1 job runs, and there is 1 slot", "Ray at http://ray does not answer"
+    reasons = [slot, slot, f"{slot}; starts in 9 s", f"{slot}; starts in 4.5 s", away, away, slot]
+    rows = [{**JOB, "status": "queued", "status_reason": {"code": "", "message": reason}} for reason in reasons]
+    rows += [{**JOB, "status": "running", "phase": phase} for phase in (None, "prepare", "prepare", "train")]
+    script.on("GET", "/jobs/job_1", *map(json_answer, [*rows, {**JOB, "status": "cancelled"}]))
+
+    def ends(_: Request) -> Answer:
+        """The stream says nothing while the job waits."""
+        while len(script.sent("GET", "/jobs/job_1")) <= len(rows):
+            time.sleep(0.001)
+        return event_stream()
+
+    script.on("GET", "/jobs/job_1/events", ends, list_answer([]))
+    queued = [f"queued: {reason}" for reason in (slot, f"{slot}; starts in 9 s", away, slot)]
+    shown = run("jobs", "watch", "job_1").stdout.splitlines()
+    assert shown[: len(queued) + 2] == [*queued, "phase: prepare", "phase: train"]
+
+
 def test_a_job_that_has_failed_leads_with_cause_and_cure(run: Run, script: Script) -> None:
     error = {"code": "out_of_memory", "message": "a worker ran out of memory", "cure": "data.max_length is 8: use 4."}
     row = {**JOB, "status": "failed", "error": error, "status_reason": {"code": "out_of_memory", "message": "again"}}
@@ -210,7 +234,11 @@ def test_the_quota(run: Run, script: Script) -> None:
         "CPUs": "4.5 CPU cores, no limit; 4.5 by jobs",
         "replicas": "1 replica, no limit",
         "files": "1.46 KiB of 2.86 MiB",
+        "cluster": "unknown: Ray does not answer, or does not tell its nodes",
     }
+    use = {"gpus": 12.0, "total_gpus": 16.0, "cpus": 6.5, "total_cpus": 64.0}
+    script.on("GET", "/quota", json_answer({**quota, "cluster": use}))
+    assert lines(run("quota"))["cluster"] == "12 of 16 GPUs and 6.5 of 64 CPU cores in use by all tenants"
     assert json.loads(run("quota", "--json").stdout)["max_gpus"] == 32.0
 
 

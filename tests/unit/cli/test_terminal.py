@@ -69,6 +69,10 @@ def test_time_left_goes_by_when_steps_were_done_not_by_when_they_are_shown(termi
     text = shown([metrics(step) for step in range(10, 90, 10)], terminal=terminal)
     assert "ETA 40 s" in text[text.rindex("80/100") :]  # 20 steps of 2 s
     assert "ETA" not in shown([metrics(1)], terminal=terminal)
+    trials = [metrics(step) for step in range(10, 90, 10)]
+    for each in trials:
+        each.data["points"][0]["trial"] = 0
+    assert "ETA" not in shown(trials, terminal=terminal), "a calibration and a measurement lie between two trials"
 
 
 JOB, MODEL = (f"{kind}_01M81FFKAVT351GP1Y6VBZ512V" for kind in ("job", "mdl"))

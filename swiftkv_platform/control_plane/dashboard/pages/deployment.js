@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, get, patch } from "../api.js";
-import { Chart, Facts, Loading, Problem, Status, answering, figure, percent, served, useFresh, when } from "../parts.js";
+import { Chart, Facts, Loading, Problem, Status, Table, answering, figure, percent, served, useFresh, when } from "../parts.js";
 import { EVERY_MS, WINDOW_S, figures, useSamples } from "../rates.js";
 
 const CHARTS = [
@@ -115,6 +115,21 @@ function Snippets({ deployment }) {
     })}</details>`;
 }
 
+const CHANGES = [
+  { name: "Time", whole: true, cell: (entry) => when(entry.created_at) },
+  { name: "Change", cell: ({ method, status }) => `${method === "DELETE" ? "to be removed" : "changed"}${status < 400 ? "" : `: refused, ${status}`}` },
+  { name: "By", cell: (entry) => entry.actor ?? html`<span class="unknown">not known</span>` },
+];
+const MOST_CHANGES = 20;
+
+/** What was changed of it, by whom, for those who may read the audit trail; read again with each version. */
+function History({ deployment: { id, version } }) {
+  const load = async () => ((await get("/session")).reads_audit ? (await get(`/audit?about=${id}&limit=${MOST_CHANGES}`)).data : null);
+  const [entries] = useFresh(load, [id, version], null);
+  const changes = entries?.filter(({ method }) => ["PATCH", "DELETE"].includes(method));
+  return changes && html`<h2>History</h2><${Table} caption="Changes, newest first" columns=${CHANGES} rows=${changes} empty="Nothing was changed since it was created." />`;
+}
+
 export function Deployment({ id }) {
   const [deployment, problem, reload] = useFresh(() => get(`/deployments/${id}`), [id], EVERY_MS);
   const [samples, silence] = useSamples(id);
@@ -147,6 +162,9 @@ export function Deployment({ id }) {
               return html`<${Chart} key=${title} title=${title} unit="second" x=${x} series=${series} />`;
             })}
           </div>`
-      : html`<p class="quiet">No replica has answered yet.</p>`}
-    ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} onDone=${reload} />`}`;
+      : answering(deployment) && !silence
+        ? html`<${Loading} what="what its replicas measure" />`
+        : html`<p class="quiet">No replica has answered yet.</p>`}
+    ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} onDone=${reload} />`}
+    <${History} deployment=${deployment} />`;
 }

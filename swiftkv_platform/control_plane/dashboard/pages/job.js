@@ -60,7 +60,8 @@ function Actions({ job, onDone }) {
 
 /** `chosen`: the checkpoint that is the model. */
 function Curves({ points, id, live, chosen }) {
-  if (!points?.length) {
+  if (!points) return html`<${Loading} what="curves" />`;
+  if (!points.length) {
     return html`<div class="panel">${live ? html`<${Empty} title="No curves yet">They appear with the first step.<//>` : html`<${Empty} title="No curves">The job ended before its first step.<//>`}</div>`;
   }
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];
@@ -99,7 +100,7 @@ export function Job({ id }) {
   const refresh = { metrics: reloadPoints, checkpoint: reloadCheckpoints };
   const events = useEvents(id, (event) => (refresh[event.type] ?? reload)());
   if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the job" />`}`;
-  const reason = job.error ?? job.status_reason;
+  const reason = job.error ?? (job.status === "queued" ? null : job.status_reason); // how it waits stands below
   const trials = events.findLast((event) => event.data.sweep);
   const live = LIVE.has(job.status);
   const turns = events.filter((event) => event.data.action && event.data.code);

@@ -24,7 +24,7 @@ export function Jobs({ query }) {
   const columns = [
     { name: "Overlay", cell: (job) => html`<input type="checkbox" aria-label="Overlay ${job.name}" checked=${chosen.includes(job.id)} onChange=${() => toggle(job.id)} />` },
     { name: "Job", sort: (job) => job.name, cell: (job) => html`<span><a href="#/jobs/${job.id}">${job.name}</a><br /><code class="quiet">${job.id}</code></span>` },
-    { name: "Status", sort: (job) => STATUSES.indexOf(job.status), cell: (job) => html`<span><${Status} status=${job.status} />${job.error && html`<br /><code class="small quiet">${job.error.code}</code>`}</span>` },
+    { name: "Status", sort: (job) => STATUSES.indexOf(job.status), cell: (job) => html`<span><${Status} status=${job.status} />${job.phase && html`<br /><span class="small quiet">${job.phase}</span>`}${job.error && html`<br /><code class="small quiet">${job.error.code}</code>`}</span>` },
     { name: "Steps", sort: (job) => job.progress.percent, cell: (job) => (job.progress.total_steps ? html`<span><${Progress} job=${job} /></span>` : "") },
     { name: "Left", number: true, sort: (job) => job.progress.seconds_remaining, cell: (job) => duration(job.progress.seconds_remaining) },
     { name: "Teacher", sort: (job) => job.spec.model.name_or_path, cell: (job) => job.spec.model.name_or_path },

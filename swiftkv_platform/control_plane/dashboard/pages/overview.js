@@ -2,7 +2,7 @@
 
 import { html } from "../vendor/htm-preact.js";
 import { all, get } from "../api.js";
-import { Empty, Known, Loading, Meter, Problem, Status, ago, answering, clockTime, duration, served, useFresh } from "../parts.js";
+import { Empty, Known, Loading, Meter, Problem, Status, ago, answering, clockTime, duration, figure, served, useFresh } from "../parts.js";
 import { figures, silence, useSamples } from "../rates.js";
 import { Progress } from "./jobs.js";
 
@@ -15,17 +15,26 @@ const ofStatuses = async (statuses) => (await Promise.all(statuses.map((status) 
 
 /** What a queued job waits for, since when, and its place, in words. */
 function waits({ status_reason: reason, queue_place: place, waiting_since: since }) {
-  const what = since ? reason.message : `waits: ${reason?.message ?? "its turn"}`;
+  const said = reason?.message ?? "its turn";
+  const what = said.startsWith("waits") ? said : `waits: ${said}`;
   return [what, since && `since ${clockTime(since)}`, place && `place ${place} in the queue`].filter(Boolean).join(" · ");
 }
+
+/** What a job does that has no pace yet, by the phase whose workers have found their places. */
+const PHASES = {
+  write: "the teacher writes answers",
+  prepare: "prepares its data",
+  train: "calibrates and begins to train; ETA unknown until two steps were measured",
+};
 
 /** When a job will be done, in words; where nothing says, why not. */
 export function eta(job) {
   if (job.status === "paused") return "paused: it goes on when it is resumed";
   if (job.status === "queued") return waits(job);
   if (job.status === "evaluating") return "trained; its quality is being measured";
+  if (job.spec.sweep) return "trains and measures its trials; their end is not foreseen";
   const left = job.progress.seconds_remaining;
-  if (left == null) return "ETA unknown until two steps were measured";
+  if (left == null) return PHASES[job.phase] ?? "starts; ETA unknown until two steps were measured";
   return `${duration(left)} left, trained about ${clockTime(job.estimated_finish ?? Date.now() / 1000 + left)}`;
 }
 
@@ -43,15 +52,22 @@ const Work = ({ jobs }) => html`<ul class="items">
   </li>`)}
 </ul>`;
 
+/** What all tenants hold of the cluster, where Ray tells it, and what this one's quota leaves of it. */
 function Cluster({ quota }) {
-  const split = (kind) => `${quota.held_by_jobs[kind]} by jobs, ${quota.held_by_deployments[kind]} by deployments`;
+  const { cluster } = quota;
+  const split = (kind) => `${figure(quota.held_by_jobs[kind])} by jobs, ${figure(quota.held_by_deployments[kind])} by deployments`;
   return html`<section class="panel">
-    <header><h2>Cluster in use</h2><span class="end quiet">tenant ${quota.tenant}</span></header>
+    <header><h2>Cluster in use</h2><span class="end quiet">all tenants</span></header>
+    ${cluster
+      ? html`${cluster.total_gpus > 0 ? html`<${Meter} name="GPUs in use" value=${cluster.gpus} most=${cluster.total_gpus} />` : html`<p class="quiet small">It has no GPU.</p>`}
+        <${Meter} name="CPUs in use" value=${cluster.cpus} most=${cluster.total_cpus} />`
+      : html`<p class="quiet small">Its GPUs and CPUs are <span class="unknown">unknown</span>: Ray does not answer, or does not tell its nodes.</p>`}
+    <h3 class="part">Held by tenant ${quota.tenant}</h3>
     <${Meter} name="GPUs" value=${quota.gpus} most=${quota.max_gpus} words=${split("gpus")} />
     <${Meter} name="CPUs" value=${quota.cpus} most=${quota.max_cpus} words=${split("cpus")} />
     <${Meter} name="Jobs running" value=${quota.running_jobs} most=${quota.max_running_jobs} />
     <${Meter} name="Replicas" value=${quota.replicas} most=${quota.max_replicas} />
-    <p class="quiet small">${quota.max_gpus == null && quota.max_cpus == null ? "No quota limits this tenant. " : ""}Jobs and deployments count with the most that they may grow to; a key sees its own tenant.</p>
+    <p class="quiet small">${quota.max_gpus == null && quota.max_cpus == null ? "No quota limits this tenant. " : ""}Jobs and deployments count with the most that they may grow to.</p>
   </section>`;
 }
 

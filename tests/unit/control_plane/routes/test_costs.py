@@ -10,6 +10,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.estimates import PROCESS_MEMORY
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
+from swiftkv_platform.control_plane.ray.places import Node
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
 TRAINING = {"max_steps": 40, "batch_size": 4, "micro_batch_size": 2}
@@ -214,3 +215,19 @@ def test_the_quota_and_its_use_can_be_asked_for(limited: Server) -> None:
     quota = limited.get("/quota")
     assert (quota["max_queued_jobs"], quota["max_running_jobs"], quota["max_gpus"], quota["weight"]) == (2, 3, 4, 1)
     assert (quota["queued_jobs"], quota["running_jobs"], quota["gpus"], quota["cpus"]) == (1, 1, 0, 2)
+
+
+def test_the_use_of_the_whole_cluster_is_what_ray_tells_of_its_nodes(limited: Server) -> None:
+    assert limited.get("/quota")["cluster"] is None, "it tells nothing"
+    whole, half = {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 6.5, "GPU": 1.0}
+    for nodes, told in (
+        ([Node(whole, half), Node({"CPU": 2.0}, {"CPU": 0.1})], (3.0, 4.0, 3.4, 10.0)),
+        ([], (0.0, 0.0, 0.0, 0.0)),
+    ):
+        limited.wait(5)
+        limited.cluster.nodes = nodes
+        cluster = limited.get("/quota")["cluster"]
+        assert tuple(cluster[name] for name in ("gpus", "total_gpus", "cpus", "total_cpus")) == told
+    limited.wait(5)
+    limited.cluster.away = True
+    assert limited.get("/quota")["cluster"] is None, "what was told before is not said again"

@@ -195,3 +195,10 @@ def test_a_body_of_errors_is_looked_through_once(start: Start, monkeypatch: pyte
         problem(client.post("/jobs", json={"name": "x", "evaluation": wrong}), 422)
         assert looked[0] < 5
     assert problem(client.post("/jobs", json={"name": "x", "tags": [0] * 20_000}), 413)["code"].endswith("too_large")
+
+
+def test_openais_other_routes_lead_to_a_deployment(server: Server) -> None:
+    """A client whose base URL is that of fine-tuning asks here."""
+    refused = server.client.post("/v1/chat/completions", json={"model": "x", "messages": []})
+    message = refused.json()["error"]["message"]  # in OpenAI's form
+    assert (refused.status_code, "use the `url` of a deployment (GET /deployments) and /v1" in message) == (404, True)

@@ -30,7 +30,7 @@ JOB_KEYS = {
         "artifact_uri",
     ),
     *("submission_id", "error", "metadata", "tenant", "created_by", "cost", "estimated_cost"),
-    *("queue_place", "waiting_since"),
+    *("phase", "queue_place", "waiting_since"),
 }
 
 
@@ -303,6 +303,45 @@ def test_a_queued_job_always_says_why_it_waits(server: Server) -> None:
     assert server.get(f"/jobs/{first['id']}")["status_reason"] is None
     assert waits(server, second) == "1 job runs, and there is 1 slot for all tenants"
     assert waits(server, third) == f"1 of its tenant's jobs goes first; {waits(server, second)}"
+
+
+def test_a_job_on_the_cluster_says_its_phase(server: Server) -> None:
+    job = server.submit()["id"]
+    worker = server.run(job)
+    told = [server.get(f"/jobs/{job}")["phase"]]
+    for phase in ("prepare", "train"):
+        worker.say("placement", phase=f"{phase} of test", state="placed")
+        server.tick()
+        told.append(server.get(f"/jobs/{job}")["phase"])
+    assert told == [None, "prepare", "train"]
+    server.end(job, SubmissionStatus.FAILED)
+    assert server.get(f"/jobs/{job}")["phase"] is None, "the attempt is over"
+
+
+def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands(server: Server) -> None:
+    """The slot is taken and others go first, so that the queue has not come to it."""
+    server.cluster.nodes = [Node({"CPU": 4}, {"CPU": 4})]
+    server.submit()
+    server.tick()
+    server.submit()
+    large = server.submit(resources={"num_workers": 1, "gpus_per_worker": 1})
+
+    def reason() -> Any:
+        (row,) = (each for each in server.get("/jobs")["data"] if each["id"] == large["id"])
+        assert row["status_reason"] == server.get(f"/jobs/{large['id']}")["status_reason"]
+        return row["status_reason"]
+
+    rest = "1 of its tenant's jobs goes first; 1 job runs, and there is 1 slot for all tenants"
+    nowhere = "waits for 1 worker with 1 CPU and 1 GPU: no node has such places, or too few have; some have to join"
+    assert reason() == {"code": "waiting_for_resources", "message": f"{nowhere}; {rest}", "field": "resources"}
+    server.cluster.away = True
+    server.wait(5)
+    away = {"code": "cluster_unavailable", "message": f"Ray does not answer; {rest}", "field": None}
+    assert reason() == away, "its nodes are not known now"
+    server.cluster.away = False
+    server.cluster.nodes = [Node({"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1})]
+    server.wait(5)
+    assert reason() == {"code": "waiting_for_turn", "message": rest, "field": None}
 
 
 def test_a_job_beyond_its_tenants_quota_says_so(start: Start, tmp_path: Path) -> None:

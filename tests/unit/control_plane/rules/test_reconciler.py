@@ -68,6 +68,19 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     assert [event.type for event in plane.events(job)].count("metrics") == 2
 
 
+def test_the_end_of_a_sweep_is_not_foreseen(plane: Plane) -> None:
+    """Between the steps of two trials lie a calibration and a measurement."""
+    job = plane.started(sweep={"num_key_value_layers": [2, 4]}, evaluation={"max_kl": 0.2})
+    worker = plane.worker(job)
+    worker.say("status", time=1001, status="running")
+    for time, step in ((1010, 1), (1020, 3)):
+        worker.step(step, time=time, total=12)
+        plane.tick()
+    running = plane.get(job)
+    assert (running.progress.step, running.progress.total_steps) == (3, 12)
+    assert (running.progress.seconds_remaining, running.estimated_finish) == (None, None)
+
+
 def test_a_failure_that_another_try_can_mend_goes_on_from_the_newest_checkpoint(plane: Plane) -> None:
     job = plane.started(fault_tolerance={"max_retries": 1})
     worker = plane.worker(job)

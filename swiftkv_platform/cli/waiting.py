@@ -1,0 +1,65 @@
+"""Reasons why a watched job waits, and its phase: its events tell neither."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from swiftkv_platform.cli.output import local_time
+from swiftkv_platform.client import Client, Job
+from swiftkv_platform.errors import SwiftKVError
+
+_ASKED_EVERY_S = 5.0
+_PASSING = re.compile(r"[\d.]+ s\b")
+"""Seconds that are left, which change at each look."""
+
+
+@contextmanager
+def telling_of_waits(client: Client, job: Job, console: Console) -> Iterator[None]:
+    """Print why `job` is queued, or its phase, now and whenever that has changed, until the context ends."""
+    done = threading.Event()
+    told = _print(job, console, None)
+    thread = threading.Thread(target=_tell, args=(client, job.id, console, told, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _tell(client: Client, job_id: str, console: Console, told: str | None, done: threading.Event) -> None:
+    while not done.wait(_ASKED_EVERY_S):
+        try:
+            told = _print(client.jobs.get(job_id), console, told)
+        except SwiftKVError:  # a server that is away is told of by the events
+            continue
+
+
+def _print(job: Job, console: Console, told: str | None) -> str | None:
+    """Print what the job waits for, or the phase that it is in, unless that was `told`; returns it."""
+    if job.status == "queued":
+        reason = job.status_reason.message if job.status_reason else "no reason was told"
+        line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))
+    elif job.phase is None or job.finished:
+        return None
+    else:
+        reason = line = f"phase: {job.phase}"
+    if told is None or _PASSING.sub("", told) != _PASSING.sub("", reason):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return reason
+
+
+def describe_queue(job: Job) -> str | None:
+    """Place of a queued job in its tenant's queue, and since when it has waited for resources."""
+    since = local_time(job.waiting_since)
+    return ", ".join(filter(None, (describe_place(job), since and f"waits for resources since {since}"))) or None
+
+
+def describe_place(job: Job) -> str | None:
+    """Place of a queued job in its tenant's queue."""
+    return f"place {job.queue_place}" if job.queue_place else None

@@ -1,0 +1,46 @@
+"""Answers that are looked up every few seconds, however many callers ask."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from swiftkv_platform.control_plane.base import Clock
+
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """The answer of `ask`, asked again once it is older than `keep_s` seconds.
+
+    A thread of its own asks, so that whoever waits may give up, and a question that hangs holds one thread.
+    """
+
+    def __init__(self, ask: Callable[[], T], clock: Clock, *, keep_s: float) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._keep_s = keep_s
+        self._asked = 0.0
+        self._answer: Future[T] | None = None
+        """To the last question, which may be under way."""
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kept")
+
+    def get(self) -> Future[T]:
+        """The answer, or the failure of `ask`, which is not kept."""
+        with self._lock:
+            now, answer = self._clock(), self._answer
+            is_old = now - self._asked >= self._keep_s
+            if answer is None or (answer.done() and (is_old or answer.exception() is not None)):
+                self._asked, answer = now, self._thread.submit(self._ask)
+                self._answer = answer
+            return answer
+
+    def within(self, seconds: float, otherwise: T) -> T:
+        """The answer, or `otherwise` if it takes longer than `seconds`. Raises as `ask`."""
+        try:
+            return self.get().result(seconds)
+        except TimeoutError:
+            return otherwise

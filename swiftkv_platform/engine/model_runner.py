@@ -8,16 +8,19 @@ embed -> layers < l -> K, V of all later layers        every scheduled token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.attention import PAGED
 from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch, take
 from swiftkv_platform.engine.deep_rows import BypassRows, DeepRows, write_shared
 from swiftkv_platform.engine.kv_cache import KVCache
+from swiftkv_platform.engine.native_modules import NativeLayer
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.ranks import LeadingDecoder
 from swiftkv_platform.engine.sampler import SamplingRow, choose, log_probs, logprobs
@@ -58,6 +61,7 @@ class ModelRunner:
         self._cache = cache
         self._drafting = drafting
         self._keeps_own: bool = model.config.decodes_own
+        self._on_kernels = all(isinstance(layer, NativeLayer) for layer in model.model.layers)
         self._has_upper_layers = model.config.num_hidden_layers > model.config.num_key_value_layers
 
     @property
@@ -84,6 +88,10 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """Compute the scheduled tokens' KV, and what follows from them, one result a sequence."""
+        with kernels.threads_to_themselves() if self._on_kernels else nullcontext():
+            return self._run(scheduled)
+
+    def _run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         batch = make_batch(scheduled, self._cache, keeps_own=self._keeps_own)
         context = self._begin(batch.layout)
         bypass = BypassRows(batch.written_rows) if self._decoder.layer_map.bypassed else None

@@ -15,7 +15,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +29,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weight_formats import IntegerWeight
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-HEADERS = [SOURCE.with_name(name) for name in ("blocks.h", "heads.h", "integers.h", "products.h", "vectors.h")]
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
 CACHE_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
@@ -125,6 +126,23 @@ def _check() -> None:
     found = linear(x, pack(IntegerWeight(integers, torch.full((COLUMNS, 1), 0.01), "int8")), None, COLUMNS)
     if not torch.allclose(found.float(), F.linear(x.float(), 0.01 * integers.float()), rtol=0.02, atol=0.02):
         raise _UnavailableError("products in integers computed with them are wrong")
+
+
+@contextmanager
+def threads_to_themselves() -> Iterator[None]:
+    """Let the kernels that this thread calls have all threads, and PyTorch's operators one.
+
+    Those have threads of their own, which look for more work for milliseconds after each operator, on the cores that
+    the kernels' threads need.
+    """
+    count = torch.get_num_threads()
+    torch.ops.swiftkv_cpu.use_threads(count)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+        torch.ops.swiftkv_cpu.use_threads(0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -4,13 +4,11 @@
 // `attend` takes heads of a multiple of 32 numbers, products an even number of inputs, the others any size. The numbers of
 // a token, or of its head, lie together.
 
-#include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -21,6 +19,7 @@
 
 #include "heads.h"
 #include "products.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -32,7 +31,6 @@ constexpr int64_t kQueryBlock = 64;          // queries of a tile of scores
 constexpr int64_t kKeyBlock = 256;           // keys of a tile of scores; float32, it stays in the second-level cache
 constexpr int64_t kKeyStep = 64;             // the last tile of a block is cut to a multiple of this
 constexpr int64_t kMinPart = 256;            // queries of a chunk that are worth a task, which lays out keys of its own
-constexpr int64_t kTasksOfThread = 4;        // tasks among which a thread that is done finds another
 
 // The keys, or the values, of all slots.
 struct Rows {
@@ -411,8 +409,8 @@ struct Task {
 // waits long for the last task. Queries and tiles stay in the same blocks, so that any number of threads computes the same.
 std::vector<Task> divide(const Attention& a, const Tensor& sequences, int64_t num_kv_heads) {
   const auto* all = reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int64_t>());
-  const int64_t whole = sequences.size(0) * num_kv_heads, threads = at::get_num_threads();
-  const int64_t parts = threads == 1 ? 1 : (kTasksOfThread * threads + whole - 1) / whole;
+  const int64_t whole = sequences.size(0) * num_kv_heads, threads = num_threads();
+  const int64_t parts = threads == 1 ? 1 : (kPartsOfThread * threads + whole - 1) / whole;
   std::vector<Task> tasks;
   for (int64_t i = 0; i < sequences.size(0); ++i) {
     const Sequence& sequence = all[i];
@@ -452,22 +450,16 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
   const auto few = attention.keys.format == Format::kBFloat16 ? attend_few<Format::kBFloat16>
                    : attention.keys.format == Format::kFloat8 ? attend_few<Format::kFloat8>
                                                               : attend_few<Format::kInt8>;
-  std::atomic<size_t> next{0};
-  const auto work = [&](int64_t, int64_t) {
-    Workspace space;
-    bool multiplied = false;
-    for (size_t i = next++; i < tasks.size(); i = next++) {
-      const auto& [sequence, key_head, begin, products] = tasks[i];
-      if (products) {
-        attend_chunk(attention, sequence, key_head, begin, space);
-      } else {
-        few(attention, sequence, key_head, space);
-      }
-      multiplied |= products;
+  Threads::shared().run(tasks.size(), [&](int64_t i) {
+    static thread_local Workspace space;  // of a thread: its buffers are large
+    const auto& [sequence, key_head, begin, products] = tasks[i];
+    if (products) {
+      attend_chunk(attention, sequence, key_head, begin, space);
+      at::native::cpublas::brgemm_release();
+    } else {
+      few(attention, sequence, key_head, space);
     }
-    if (multiplied) at::native::cpublas::brgemm_release();
-  };
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks.size()), 1, work);
+  });
   return output;
 }
 
@@ -492,7 +484,7 @@ Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t quer
   const Heads of_keys{from + key_at, stride, dim, key_norm, static_cast<float>(epsilon), rotation};
   const int64_t* written = slots ? slots->const_data_ptr<int64_t>() : nullptr;
   const Slots key_slots(keys, written, static_cast<Format>(format)), value_slots(values, written, static_cast<Format>(format));
-  at::parallel_for(0, num_tokens, rows_at_a_time((num_heads + 2 * num_kv_heads) * dim), [&](int64_t begin, int64_t end) {
+  share(num_tokens, rows_at_a_time((num_heads + 2 * num_kv_heads) * dim), [&](int64_t begin, int64_t end) {
     std::vector<BFloat16> key(dim);
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < num_heads; ++head) {
@@ -509,7 +501,12 @@ Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t quer
       .view({num_tokens, num_heads * dim});
 }
 
+void use_threads(int64_t count) {
+  threads_of_kernels = count;
+}
+
 TORCH_LIBRARY(swiftkv_cpu, library) {
+  library.def("use_threads(int count) -> ()", use_threads);
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def(
       "linear(Tensor x, Tensor packed, Tensor? scales, Tensor? offsets, Tensor? multipliers, Tensor? bias, int size_out, "

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Float8_e4m3fn.h>
 
@@ -12,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -40,7 +40,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
   const auto* in = input.const_data_ptr<BFloat16>();
   const auto* scale = weight.const_data_ptr<float>();
   auto* out = output.data_ptr<BFloat16>();
-  at::parallel_for(0, input.numel() / size, rows_at_a_time(size), [&](int64_t begin, int64_t end) {
+  share(input.numel() / size, rows_at_a_time(size), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       normalise(in + row * size, scale, static_cast<float>(epsilon), size, out + row * size);
     }
@@ -86,7 +86,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   const auto* in = x.const_data_ptr<BFloat16>();
   auto* out = output.data_ptr<BFloat16>();
   const Rotation rotation(cos, sin);
-  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
+  share(num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < num_heads; ++head) {
         rotation.apply(in + head * x.stride(1) + token * x.stride(2), token, out + (token * num_heads + head) * dim);
@@ -194,7 +194,7 @@ void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
   const int64_t num_heads = x.size(0), num_tokens = x.size(1), dim = x.size(2);
   const auto* in = x.const_data_ptr<BFloat16>();
   const Slots to(rows, slots.const_data_ptr<int64_t>(), static_cast<Format>(format));
-  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
+  share(num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < num_heads; ++head) {
         to.put(in + head * x.stride(0) + token * x.stride(1), dim, head, token);

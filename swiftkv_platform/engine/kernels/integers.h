@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 
 #include <cmath>
 #include <optional>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "threads.h"
 
 namespace {
 
@@ -26,7 +26,7 @@ class Inputs16 {
         num_groups_(group ? size_in / group : 0),
         sums_(2 * x.size(0) * num_groups_) {
     const auto* from = x.const_data_ptr<BFloat16>();
-    at::parallel_for(0, x.size(0), rows_at_a_time(size_in), [&](int64_t begin, int64_t end) {
+    share(x.size(0), rows_at_a_time(size_in), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         quantize(from + row * x.stride(0), row);
         for (int64_t i = 0; i < num_groups_; ++i) {

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <optional>
@@ -11,6 +10,7 @@
 #include "blocks.h"
 #include "heads.h"
 #include "integers.h"
+#include "threads.h"
 
 namespace {
 
@@ -25,25 +25,23 @@ void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in
                      const Finish& finish) {
   const int64_t most = std::max(kMinCachedRows, Weights::kCachedInputs / size_in / kRowStep * kRowStep);
   // Threads share the rows, or where there are few of them the blocks.
-  const int64_t row_parts = (num_tokens + most - 1) / most, threads = at::get_num_threads();
-  const int64_t block_parts = row_parts >= 4 * threads ? 1 : std::min(num_blocks, threads);
-  at::parallel_for(0, row_parts * block_parts, 1, [&](int64_t begin, int64_t end) {
+  const int64_t row_parts = (num_tokens + most - 1) / most, parts = kPartsOfThread * num_threads();
+  const int64_t block_parts = row_parts >= parts ? 1 : std::min(num_blocks, parts);
+  Threads::shared().run(row_parts * block_parts, [&](int64_t task) {
     const int64_t plane = std::min(most, num_tokens) * kJoined * kColumns;
     std::vector<typename Weights::Sum> sums(plane * Weights::kPlanes);
     typename Weights::Scratch scratch;
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
-      const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;
-      for (int64_t block = part * num_blocks / block_parts; block < last_block; ++block) {
-        for (int64_t joined = 0; joined < kJoined; ++joined) {
-          weights.multiply(first, num_rows, block * kJoined + joined, sums.data() + joined * kColumns, kJoined * kColumns,
-                           plane, scratch);
-        }
-        for (int64_t row = 0; row < num_rows; ++row) {
-          finish(first + row, block, [&, own = sums.data() + row * kJoined * kColumns](int64_t i) {
-            return weights.result(own, plane, first + row, block * kJoined, i);
-          });
-        }
+    const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
+    const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;
+    for (int64_t block = part * num_blocks / block_parts; block < last_block; ++block) {
+      for (int64_t joined = 0; joined < kJoined; ++joined) {
+        weights.multiply(first, num_rows, block * kJoined + joined, sums.data() + joined * kColumns, kJoined * kColumns,
+                         plane, scratch);
+      }
+      for (int64_t row = 0; row < num_rows; ++row) {
+        finish(first + row, block, [&, own = sums.data() + row * kJoined * kColumns](int64_t i) {
+          return weights.result(own, plane, first + row, block * kJoined, i);
+        });
       }
     }
     at::native::cpublas::brgemm_release();

@@ -1,5 +1,10 @@
 """The engine's C++ operators compute what PyTorch's do; without a compiler the engine does without them."""
 
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -147,17 +152,45 @@ def test_int4_with_scales_of_others_is_not_packed() -> None:
     assert not kernels.packs(IntegerWeight(weight.integers, torch.ones(8, 4), "int4")), "groups of 16"
 
 
+@contextmanager
+def at_threads(count: int) -> Iterator[None]:
+    """PyTorch and the kernels may use so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
     """Few rows, whose blocks are shared out, and many, which are shared out themselves."""
-    weight, before = numbers(200, 64, scale=0.1), torch.get_num_threads()
+    weight = numbers(200, 64, scale=0.1)
     for num_tokens, threads in product((2, 700, 40_000), (1, 3)):
         x = numbers(num_tokens, 64)
         once = kernels.linear(x, kernels.pack(weight), None, 200)
-        torch.set_num_threads(threads)
-        try:
+        with at_threads(threads):
             assert torch.equal(kernels.linear(x, kernels.pack(weight), None, 200), once)
-        finally:
-            torch.set_num_threads(before)
+
+
+def test_threads_serve_whoever_calls(native_kernels: None) -> None:
+    """Callers at once, callers whose work ends before others begin, and a child process, which has no other thread."""
+    cases = []
+    for size_out in (33, 320, 1024, 4096):
+        packed, x = kernels.pack(numbers(size_out, 256)), numbers(1, 3, 256)
+        cases.append((x, packed, size_out, kernels.linear(x, packed, None, size_out)))
+
+    def agree(times: int) -> bool:
+        with at_threads(4):
+            return all(torch.equal(kernels.linear(*case[:2], None, case[2]), case[3]) for case in cases * times)
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(agree, [200] * 4))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(int(not agree(1)))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -167,13 +200,10 @@ def test_any_number_of_threads_attends_the_same(window: int | None, native_kerne
     query, keys, values = numbers(1, 2, chunk + few, 64), numbers(1, context, 64), numbers(1, context, 64)
     sequences = torch.tensor([[0, chunk, 0, 1], [chunk, few, 1, 1]])
     positions = torch.cat([torch.arange(context - chunk, context), torch.arange(few)])
-    runs, before, outputs = torch.tensor([[0, context], [0, few]]), torch.get_num_threads(), []
+    runs, outputs = torch.tensor([[0, context], [0, few]]), []
     for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        try:
+        with at_threads(threads):
             outputs.append(kernels.attend(query, keys, values, sequences, positions, runs, scaling=0.3, window=window))
-        finally:
-            torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 

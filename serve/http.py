@@ -49,7 +49,7 @@ from swiftkv_platform.serve.schemas import (
 )
 from swiftkv_platform.web.bodies import Bodies, BodyRoute, Sender
 from swiftkv_platform.web.input_guard import InputGuard
-from swiftkv_platform.web.middleware import BodyLimit
+from swiftkv_platform.web.middleware import BodyLimit, PatientRefusals
 from swiftkv_platform.web.places import Share
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
@@ -104,6 +104,7 @@ def create_http_app(
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
+    app.add_middleware(PatientRefusals, statuses=(413,))  # routers go elsewhere by 429, and at once
     add_problem_handlers(app)
     app.include_router(openai_router(current))
     app.include_router(anthropic_router(current))

@@ -29,7 +29,7 @@ from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.web.bodies import Bodies
 from swiftkv_platform.web.input_guard import InputGuard
-from swiftkv_platform.web.middleware import BodyLimit, PageFiles, RequestTimes
+from swiftkv_platform.web.middleware import BodyLimit, PageFiles, PatientRefusals, RequestTimes
 from swiftkv_platform.web.places import Share
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.swagger import LICENSE, add_docs
@@ -75,6 +75,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(Audit)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestTimes, answered=histograms.answered)
+    app.add_middleware(PatientRefusals, statuses=(413, 429))
     routers = (
         jobs,
         history_routes,

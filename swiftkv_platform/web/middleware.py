@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -80,6 +82,39 @@ class RequestTimes(Middleware):
             if not told:  # the server's own 500 is made further out
                 tell(500)
             raise
+
+
+REFUSAL_WAIT_S = 0.1
+MOST_REFUSAL_WAIT_S = 2.0
+
+
+class PatientRefusals(Middleware):
+    """Lets callers whose requests are refused, with one of `statuses`, wait for the answer, `REFUSAL_WAIT_S` for each
+    of theirs that waits: who asks again at once, over many connections, would have others wait."""
+
+    def __init__(self, app: ASGIApp, *, statuses: Collection[int]) -> None:
+        super().__init__(app)
+        self._statuses = statuses
+        self._waiting: Counter[tuple[str, str]] = Counter()
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_late(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in self._statuses:
+                await self._wait(scope)
+            await send(message)
+
+        await self._app(scope, receive, send_late)
+
+    async def _wait(self, scope: Scope) -> None:
+        host, _ = scope.get("client") or ("", 0)
+        caller = host, Headers(scope=scope).get("authorization", "")
+        self._waiting[caller] += 1
+        try:
+            await asyncio.sleep(min(REFUSAL_WAIT_S * self._waiting[caller], MOST_REFUSAL_WAIT_S))
+        finally:
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller]
 
 
 class BodyLimit(Middleware):

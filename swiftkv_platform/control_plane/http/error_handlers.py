@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -14,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.control_plane.http.refused_fields import most_telling, place_of, unknown_key
-from swiftkv_platform.errors import InvalidInputError, OverloadedError, SwiftKVError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.web.hostile_json import Place, dotted
 from swiftkv_platform.web.problems import (
@@ -31,8 +30,6 @@ _MOST_FIELDS = 20
 """Refused fields that an answer names."""
 _MOST_COMPLAINTS = 200
 """Complaints that are looked through for them: a body has tens of thousands of values to complain of."""
-_OVERLOADED_WAIT_S = 0.1
-"""Seconds before a caller hears that it asks for too much: those that ask again at once ask less often."""
 _OF_A_DEPLOYMENT = (
     "this is the control plane, which has /v1/files and /v1/fine_tuning alone; for OpenAI's other routes use the `url` "
     "of a deployment (GET /deployments) and /v1, such as URL/v1/chat/completions"
@@ -48,10 +45,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
-async def _on_our_error(request: Request, error: Exception) -> JSONResponse:
+def _on_our_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SwiftKVError)
-    if isinstance(error, OverloadedError):
-        await asyncio.sleep(_OVERLOADED_WAIT_S)
     problem = problem_of(error, request.url.path)
     return error_response(problem, problem_headers(problem.status, error))
 

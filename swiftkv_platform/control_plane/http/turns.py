@@ -16,7 +16,7 @@ Kind = Literal["reading", "changing", "submitting", "fetching"]
 for others keeps none of the other kinds waiting."""
 
 _AT_ONCE: Mapping[Kind, int] = {"reading": 1, "changing": 1, "submitting": 1, "fetching": 4}
-SPARED_S = 0.005
+SPARED_S = 0.001
 """Seconds of a turn that is followed by no rest."""
 MOST_REST_S = 0.1
 """Most seconds between two turns of a tenant, which are as many as the first one took: half of the time is others'."""

@@ -160,7 +160,7 @@ class Norm(Protocol):
     """An RMSNorm."""
 
     weight: torch.Tensor
-    """As `padded` makes it."""
+    """Made by `padded`."""
     variance_epsilon: float
 
 

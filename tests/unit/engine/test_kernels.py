@@ -154,7 +154,7 @@ def test_int4_with_scales_of_others_is_not_packed() -> None:
 
 @contextmanager
 def at_threads(count: int) -> Iterator[None]:
-    """PyTorch and the kernels may use so many threads."""
+    """PyTorch and the kernels may use `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

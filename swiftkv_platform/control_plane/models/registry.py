@@ -52,8 +52,8 @@ class RegistryService:
         found = found or self.registry.models(tenant=tenant, name=name)
         if not found:
             raise NotFoundError(
-                f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, an "
-                "alias that a model was promoted to, or a name that one model alone has; GET /models lists them",
+                f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, "
+                "an alias that a model was promoted to, or a name that one model alone has; GET /models lists them",
                 field="model",
                 value=name,
             )
@@ -89,9 +89,9 @@ class RegistryService:
         """Let `alias` stand for the model; promoting what it stands for already changes nothing. `expected` are the
         versions of the alias that may be changed (0: it stands for nothing yet), None the one it is at now.
 
-        Raises `NotFoundError` for an unknown model, `InvalidInputError` for an ambiguous name, `ConflictError` for one with an undecided gate unless
-        `accept_undecided`, `PreconditionFailedError` for an alias at another version than `expected`, and
-        `StaleVersionError` where another model is promoted at the same time.
+        Raises `NotFoundError` for an unknown model, `InvalidInputError` for an ambiguous name, `ConflictError` for a
+        model with an undecided gate unless `accept_undecided`, `PreconditionFailedError` for an alias at another
+        version than `expected`, and `StaleVersionError` where another model is promoted at the same time.
         """
         found = self.find(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)

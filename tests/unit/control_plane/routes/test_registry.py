@@ -153,7 +153,7 @@ def test_what_stands_for_no_model_is_refused(server: Server) -> None:
 
 
 def test_a_name_is_a_models_while_one_alone_has_it(server: Server, models: list[str]) -> None:
-    first, second, third = models
+    first, _, third = models
     for name, body in (("second", {}), ("third", {"candidate": {"model": "first"}})):
         made = post(server, "/deployments", {"model": name, "route_prefix": f"/{name}", **body}, 201)
         assert made["model"] == models[("first", "second", "third").index(name)]

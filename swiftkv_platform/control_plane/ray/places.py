@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 Bundle = Mapping[str, float]
 """Resources that have to be on one node, by Ray's names."""
@@ -64,17 +65,20 @@ def plain(resources: Bundle) -> dict[str, float]:
 def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
     """Take places for all bundles, each from the node with the fewest GPUs, then CPUs, that holds it. False where one
     finds none; what was taken before stays taken."""
-    before: Bundle | None = None
-    chosen: dict[str, float] = {}
-    for bundle in bundles:
-        asked = {name: amount for name, amount in bundle.items() if amount}
-        if bundle is not before or not _holds(chosen, asked):  # the node of one like it now has fewer than others still
-            holding = [node for node in nodes if _holds(node, asked)]
-            if not holding:
+    for _, alike in groupby(bundles, key=id):
+        first, *others = alike
+        asked = {name: amount for name, amount in first.items() if amount}
+        holding = [node for node in nodes if _holds(node, asked)]
+        # A node that was taken from has still fewer than those behind it.
+        fewest_first = iter(sorted(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0))))
+        node = next(fewest_first, None)
+        for _ in (first, *others):
+            while node is not None and not _holds(node, asked):
+                node = next(fewest_first, None)
+            if node is None:
                 return False
-            before, chosen = bundle, min(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
-        for name, amount in asked.items():
-            chosen[name] = chosen.get(name, 0.0) - amount
+            for name, amount in asked.items():
+                node[name] = node.get(name, 0.0) - amount
     return True
 
 

@@ -71,11 +71,11 @@ def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_p
 
 @pytest.mark.integration("starts Ray's head, and stops it before it answers")
 def test_up_that_is_told_to_end_says_so_and_stops_what_it_began(tmp_path: Path) -> None:
-    """As `timeout 10 swiftkv up` does."""
+    """`timeout 10 swiftkv up` does the same."""
     command = [sys.executable, "-m", "swiftkv_platform.cli", "up", "--port", "0"]
     environment = {**os.environ, "SWIFTKV_HOME": str(tmp_path)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as up:
-        until(lambda: (tmp_path / "run" / "ray.pid").exists(), "Ray's head was not started")
+        until((tmp_path / "run" / "ray.pid").exists, "Ray's head was not started")
         up.terminate()
         _, said = up.communicate(timeout=120)
     assert (up.returncode, "Traceback" in said) == (143, False), said

@@ -55,7 +55,7 @@ def test_a_home_or_a_port_that_cannot_be_had_is_said_before_anything_starts(tmp_
 
 
 def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_path: Path) -> None:
-    """What is written to `/dev/full` meets the kernel's own error."""
+    """A write to `/dev/full` meets the kernel's own error."""
     run, stack = RunDirectory(tmp_path), Stack(Settings(home=tmp_path, _env_file=None))
     run.path.mkdir()
     for name in ("ray-token.part", "state.json.part"):  # the second is written once Ray's head has been started

@@ -109,7 +109,11 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
                 reporter.placement(event.data)
             case CourseEvent():
                 reporter.course(f"[{trial.name}] {event.message}", event.data)
-            case MessageEvent() | TrackingEvent() | ProgressEvent():
+            case ProgressEvent():
+                told = event.data
+                part, eta = f"{trial.name}: {told['part']}", told.get("eta_s")
+                reporter.progress(told["phase"], part, done=told["done"], total=told["total"], eta_s=eta)
+            case MessageEvent() | TrackingEvent():
                 reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 
     with following(attempts, own, forward):

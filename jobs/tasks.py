@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.jobs.attempt.events import say_placed
+from swiftkv_platform.jobs.attempt.events import phase_progress, say_placed
 from swiftkv_platform.jobs.attempt.stored import StoredPreparation, find_rows, find_start, publish_rows, start_key
 from swiftkv_platform.jobs.values import Member, Plan
 from swiftkv_platform.logs import configure_logging
@@ -50,7 +50,9 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
         if key is not None:
             fetch_directory(store, key, rows)
 
-        plan, _ = run(request.spec, rows, answers=AttemptAnswers(store, request), access=access_of(request))
+        told = phase_progress(store, request, "prepare", "sources")
+        answers = AttemptAnswers(store, request)
+        plan, _ = run(request.spec, rows, answers=answers, access=access_of(request), progress=told)
         key = key or publish_rows(store, request, rows)
         return plan, StoredPreparation(store.uri, key, find_start(store, request) or start_key(request))
 
@@ -92,19 +94,21 @@ def evaluate(
 def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
     """Copy the model at `key` to where the spec publishes it; returns its address there."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
-    say_placed(open_store(store_uri), request, "publish")
+    store = open_store(store_uri)
+    say_placed(store, request, "publish")
     from swiftkv_platform.reports.model_card import model_card
     from swiftkv_platform.storage.publishing import publish as run
 
     spec = request.spec.publish.publication
     assert spec is not None, "called for a spec that publishes"
     return run(
-        open_store(store_uri),
+        store,
         key,
         spec.to,
         card=lambda manifest: model_card(manifest.lineage, manifest.metrics, licence=None),
         private=spec.private,
         targets=request.publish_targets,
+        progress=phase_progress(store, request, "publish", "bytes"),
     )
 
 
@@ -137,14 +141,16 @@ def _evaluating(
         if workspace.fetches:
             stored.fetch(rows)
         workers.gather(None)  # the others wait
-        _have_start(request, stored, rows, workspace)
+        _have_start(request, store_uri, stored, rows, workspace)
         if workspace.fetches:
             stored.fetch_start(rows)
         workers.gather(None)
         yield stored.open(rows)
 
 
-def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, workspace: Workspace) -> None:
+def _have_start(
+    request: AttemptRequest, store_uri: str, stored: StoredPreparation, rows: Path, workspace: Workspace
+) -> None:
     """Have the workers find the start that is measured, where an attempt before has trained and cleaned up."""
     from swiftkv_platform.jobs.worker.setup import access_of, find_start, set_up_process, task_device, teacher_path
     from swiftkv_platform.model.workers import Workers
@@ -154,4 +160,5 @@ def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, 
         set_up_process(spec)
         path = teacher_path(spec.model, workspace.path, access=access_of(request), fetch=workspace.fetches)
         workers.gather(None)  # the others wait
-        find_start(spec, stored, path, rows, device=task_device(spec))
+        told = phase_progress(open_store(store_uri), request, "calibrate", "layers")
+        find_start(spec, stored, path, rows, device=task_device(spec), progress=told)

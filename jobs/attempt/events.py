@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
@@ -204,14 +205,21 @@ class PhaseProgress:
         self._began[part] = time.monotonic(), done
 
     def tell(self, part: str, done: int, total: int) -> None:
-        """Write an event, unless the last one was written a moment ago and the part is not at its end."""
+        """Write an event, unless the last one was written a moment ago and the part is not at its end. One that the
+        store does not take is lost: the work goes on."""
         now = time.monotonic()
         if done < total and now < self._told + PROGRESS_INTERVAL_S:
             return
         self._told = now
         began, before = self._began.setdefault(part, (now, done))
         eta = (now - began) * (total - done) / (done - before) if done > before else None
-        self._reporter.progress(self._phase, part, done=done, total=total, eta_s=eta)
+        with suppress(StorageError):
+            self._reporter.progress(self._phase, part, done=done, total=total, eta_s=eta)
+
+
+def phase_progress(store: ObjectStore, request: AttemptRequest, phase: str, part: str) -> Callable[[int, int], None]:
+    """Return what tells how many pieces of a phase's only part are done, of how many; nothing before it is called."""
+    return partial(PhaseProgress(Reporter(store, request.attempt_id, f"{phase}-progress"), phase).tell, part)
 
 
 def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:

@@ -21,6 +21,7 @@ from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
+from swiftkv_platform.jobs.attempt.events import phase_progress
 from swiftkv_platform.jobs.attempt.stored import CHOSEN_STEP, Prepared, StoredParts
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun, read_curve
 from swiftkv_platform.jobs.worker.measure import Evaluation
@@ -321,7 +322,8 @@ def _publish(
     store: ObjectStore, request: AttemptRequest, directory: Path, lineage: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Manifest:
     prefix = request.attempt_id.artifact_prefix
-    return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics)
+    told = phase_progress(store, request, "publish", "bytes")
+    return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics, progress=told)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,12 @@ if TYPE_CHECKING:
 
 
 def prepare(
-    spec: JobSpec, rows: Path, *, answers: AnswerStore | None = None, access: Access = OPEN
+    spec: JobSpec,
+    rows: Path,
+    *,
+    answers: AnswerStore | None = None,
+    access: Access = OPEN,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[Plan, PreparedData]:
     """Everything that precedes the workers, without reading a weight.
 
@@ -67,6 +73,7 @@ def prepare(
         rows: directory of the prepared rows; they are made there where it does not exist.
         answers: what the teacher has written, for a spec that asks for it.
         access: what the job may read.
+        progress: called with the sources that are read, and with all.
 
     Raises:
         InvalidInputError: l, g or a layer out of range, or a task that the harness cannot run.
@@ -92,7 +99,11 @@ def prepare(
         # Better refused now than after training.
         tasks = workspace / "tasks"
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
-        data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers, access)
+        data = (
+            PreparedData.load(rows)
+            if rows.is_dir()
+            else _prepare_rows(spec, tokenizer, rows, path, answers, access, progress)
+        )
         evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # better refused now than after training
     spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None
@@ -147,6 +158,7 @@ def _prepare_rows(
     path: str,
     answers: AnswerStore | None,
     access: Access,
+    progress: Callable[[int, int], None],
 ) -> PreparedData:
     rows.mkdir(parents=True)
     written = None if answers is None else WrittenBy(writer(spec, path), answers)
@@ -162,6 +174,7 @@ def _prepare_rows(
             written=written,
             splits=spec.swiftkv.decode_key_value == "own",
             steers=spec.training.validation is not None,
+            progress=progress,
         )
 
 
@@ -256,13 +269,15 @@ def write_answers(
 
     Args:
         load_engine: called when there is something to write.
-        progress: called after each shard that it writes, with the place of that shard in the share, from 1, and with
-            the size of the share.
+        progress: called first, and after each shard that it writes, with the prompts of the share that are answered,
+            and with all.
     """
-    engine, num_tokens = None, 0
-    share = range(worker, sum(1 for _ in source.shards()), num_workers)
-    for number, shard in enumerate(source.shards()):
-        if number not in share or store.get(shard.key) is not None:
+    engine, num_tokens, num_done = None, 0, 0
+    num_prompts = sum(len(shard.prompts) for shard in islice(source.shards(), worker, None, num_workers))
+    progress(num_done, num_prompts)
+    for shard in islice(source.shards(), worker, None, num_workers):
+        num_done += len(shard.prompts)
+        if store.get(shard.key) is not None:
             continue
         engine = engine or load_engine()
         answers = _answer(engine, shard, source)
@@ -272,7 +287,7 @@ def write_answers(
             for a in answers
         ]
         store.put(shard.key, "".join(f"{line}\n" for line in lines).encode())
-        progress(share.index(number) + 1, len(share))
+        progress(num_done, num_prompts)
     return num_tokens
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -263,29 +263,47 @@ def student_shape(spec: JobSpec) -> dict[str, Any]:
     }
 
 
-def find_start(spec: JobSpec, stored: StoredPreparation, path: str, rows: Path, *, device: torch.device | str) -> None:
+def find_start(
+    spec: JobSpec,
+    stored: StoredPreparation,
+    path: str,
+    rows: Path,
+    *,
+    device: torch.device | str,
+    progress: Callable[[int, int], None],
+) -> None:
     """Have the workers of the default process group find and publish the calibrated start, unless that has been done.
 
     Args:
         path: the teacher.
         rows: directory of the prepared rows.
+        progress: see `calibrate`.
     """
     workers = Workers()
     if workers.from_first(workers.is_first and stored.lacks_start):
         with tempfile.TemporaryDirectory(prefix="start-") as directory:
-            calibrate(spec, path, PreparedData.load(rows).train, Path(directory), device=device)
+            calibrate(spec, path, PreparedData.load(rows).train, Path(directory), device=device, progress=progress)
             if workers.is_first:
                 stored.publish_start(Path(directory))
     workers.gather(None)  # the others wait
 
 
-def calibrate(spec: JobSpec, path: str, rows: PackedRows, directory: Path, *, device: torch.device | str) -> None:
+def calibrate(
+    spec: JobSpec,
+    path: str,
+    rows: PackedRows,
+    directory: Path,
+    *,
+    device: torch.device | str,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> None:
     """Write the calibrated start into `directory`, by the first of the workers of the default process group; each runs
     the teacher over its share of the rows, layer by layer.
 
     Args:
         path: the teacher.
         rows: the training rows.
+        progress: called on the first worker with the layers that the rows have passed, and with all.
     """
     workers = Workers()
     batches = calibration_batches(
@@ -293,8 +311,14 @@ def calibrate(spec: JobSpec, path: str, rows: PackedRows, directory: Path, *, de
     )
     source = open_lazy(spec, path, device=device)
     writer = ShardWriter(directory, "calibrated", MAX_SHARD_BYTES)
-    for name, tensor in calibrate_streamed(
-        source, batches, workers=workers, refit=spec.swiftkv.is_refitted, device=device
-    ):
+    found = calibrate_streamed(
+        source,
+        batches,
+        workers=workers,
+        refit=spec.swiftkv.is_refitted,
+        device=device,
+        progress=progress if workers.is_first else lambda _done, _total: None,
+    )
+    for name, tensor in found:
         writer.add(name, tensor.to(source.model.dtype))
     writer.flush()

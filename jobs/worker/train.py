@@ -27,7 +27,14 @@ from swiftkv_platform.distillation.course import CourseNote, Progress
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.errors import StorageError, TrainingError
-from swiftkv_platform.jobs.attempt.events import ControlWatcher, MetricsBuffer, Reporter, say_placed, told_to_leave
+from swiftkv_platform.jobs.attempt.events import (
+    ControlWatcher,
+    MetricsBuffer,
+    Reporter,
+    phase_progress,
+    say_placed,
+    told_to_leave,
+)
 from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints, StoredPreparation
 from swiftkv_platform.jobs.attempt.tracking import Curve, TrackedRun
@@ -106,7 +113,8 @@ def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, row
     request = worker.request
     spans = spans_of_jobs() if dist.get_rank() == 0 else NO_SPANS
     with spans.span("calibrate", request.traceparent, job_id=request.job_id, attempt=request.attempt):
-        find_start(request.spec, stored, path, rows, device=ray.train.torch.get_device())
+        told = phase_progress(open_store(worker.store_uri), request, "calibrate", "layers")
+        find_start(request.spec, stored, path, rows, device=ray.train.torch.get_device(), progress=told)
     if local_rank == 0:
         stored.fetch_start(rows)
     dist.barrier()

@@ -157,6 +157,14 @@ JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job (job_..
 ModelId = Annotated[
     str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).", autocompletion=complete_model)
 ]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Id (mdl_...), its job's id, an alias, or a name that one model alone has.",
+        autocompletion=complete_model,
+    ),
+]
 FileId = Annotated[str, typer.Argument(metavar="FILE", help="Id of the file (file-...).", autocompletion=complete_file)]
 DeploymentId = Annotated[
     str,

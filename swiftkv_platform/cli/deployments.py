@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import DeploymentId, Json, ModelId, ServeUrl, Url, complete_deployment, connect
+from swiftkv_platform.cli.context import DeploymentId, Json, ModelName, ServeUrl, Url, complete_deployment, connect
 from swiftkv_platform.cli.output import (
     err,
     local_time,
@@ -147,7 +147,7 @@ def _deployment_option(text: str) -> Any:
 
 @spec_options(DeploymentSpec, without=("model",))
 def deploy(
-    model: ModelId,
+    model: ModelName,
     replace: Annotated[str | None, _deployment_option("Swap the model of this deployment (dep_...), live.")] = None,
     wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,

@@ -28,7 +28,7 @@ from swiftkv_platform.cli.output import (
     tell_fields,
     tell_table,
 )
-from swiftkv_platform.cli.waiting import describe_place, describe_queue, telling_of_waits
+from swiftkv_platform.cli.waiting import describe_phase, describe_place, describe_queue, telling_of_waits
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import count, duration, follow
@@ -146,7 +146,7 @@ def list_jobs(
         lambda job: (
             job.id,
             job.name,
-            ", ".join(filter(None, (job.status, job.phase, describe_place(job)))),
+            ", ".join(filter(None, (job.status, describe_phase(job), describe_place(job)))),
             _steps(job),
             job.attempt,
             local_time(job.created_at),
@@ -310,7 +310,7 @@ def _print_job(job: Job, *, json: bool) -> None:
         "job": job.id,
         "name": job.name,
         "status": job.status,
-        "phase": job.phase,
+        "phase": describe_phase(job),
         "reason": f"{reason.code}: {reason.message}" if reason and not error else None,
         "queue": describe_queue(job),
         "attempt": job.attempt,

@@ -48,7 +48,11 @@ def up(
             spinner.update(line)
             console.print(escape(line), highlight=False, soft_wrap=True)
 
-        state = stack.up(options, report)
+        try:
+            state = stack.up(options, report)
+        except SystemExit:
+            report("Told to end (SIGTERM) before everything was up; what this call had started is stopped again.")
+            raise
     tell(state, f"Ready: {state.url} (home {stack.home})", json=json)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, Limit, ModelId, Url, complete_model, connect
+from swiftkv_platform.cli.context import Json, Limit, ModelId, ModelName, Url, complete_model, connect
 from swiftkv_platform.cli.jobs import SpecChanges, spec_change, tell_submitted, watch_job
 from swiftkv_platform.cli.output import local_time, print_json, print_table, tell, tell_deleted, tell_fields, tell_table
 from swiftkv_platform.client import Client, Job
@@ -45,15 +45,15 @@ def list_models(
 
 
 @models_app.command("get")
-def get_model(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+def get_model(model: ModelName, url: Url = None, json: Json = False) -> None:
     """Show a model with its lineage and quality report."""
     with connect(url) as client:
-        model = client.models.get(model_id)
-    fields = model.model_dump(mode="json", exclude={"object"})
-    fields["created_at"] = local_time(model.created_at)
+        found = client.models.get(model)
+    fields = found.model_dump(mode="json", exclude={"object"})
+    fields["created_at"] = local_time(found.created_at)
     if fields.get("size") is not None:
         fields["size"] = size(fields["size"])
-    tell_fields(model, fields, json=json)
+    tell_fields(found, fields, json=json)
 
 
 @models_app.command("import")
@@ -98,7 +98,7 @@ def create(
 
 @models_app.command()
 def publish(
-    model_id: ModelId,
+    model: ModelName,
     to: Annotated[
         str, typer.Option("--to", metavar="PLACE", help="hf://organization/name, s3://bucket/prefix or a directory.")
     ],
@@ -109,29 +109,29 @@ def publish(
 ) -> None:
     """Copy a model, with its card, to a hub repository, a bucket or a directory that the operator opens."""
     with connect(url) as client:
-        _tell(client, client.models.publish(model_id, to=to, private=not public), wait=wait, json=json)
+        _tell(client, client.models.publish(model, to=to, private=not public), wait=wait, json=json)
 
 
 @models_app.command()
-def lineage(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+def lineage(model: ModelName, url: Url = None, json: Json = False) -> None:
     """Show what a model came from, and where it is in use."""
     with connect(url) as client:
-        found = client.models.lineage(model_id)
+        found = client.models.lineage(model)
     tell_fields(found, found.model_dump(mode="json", exclude={"object", "spec"}), json=json)
 
 
 @models_app.command()
 def compare(
-    model_id: ModelId,
-    other_id: Annotated[
-        str, typer.Argument(metavar="OTHER", help="Id of another model.", autocompletion=complete_model)
+    model: ModelName,
+    other: Annotated[
+        str, typer.Argument(metavar="OTHER", help="Another model, likewise.", autocompletion=complete_model)
     ],
     url: Url = None,
     json: Json = False,
 ) -> None:
     """Show quality, prefill compute and cache of two models side by side, and how their jobs differ."""
     with connect(url) as client:
-        found = client.models.compare(model_id, other_id)
+        found = client.models.compare(model, other)
     if json:
         print_json(found)
         return
@@ -143,7 +143,7 @@ def compare(
 
 @models_app.command()
 def promote(
-    model_id: ModelId,
+    model: ModelName,
     reason: Reason,
     alias: AliasName = "production",
     accept_undecided: Annotated[
@@ -154,7 +154,7 @@ def promote(
 ) -> None:
     """Let an alias stand for a model; deployments made of the alias swap it in."""
     with connect(url) as client:
-        promotion = client.models.promote(model_id, alias=alias, reason=reason, accept_undecided=accept_undecided)
+        promotion = client.models.promote(model, alias=alias, reason=reason, accept_undecided=accept_undecided)
     tell(promotion, f"{promotion.alias} is {promotion.model}.", json=json)
 
 

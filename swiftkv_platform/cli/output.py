@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 _JSON = "swiftkv.json"
 _INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _GAP = 2
 """Spaces between the columns of a table."""
 
@@ -166,9 +168,10 @@ class ReportingGroup(TyperGroup):
             _print_error(error, as_json=bool(ctx.meta.get(_JSON)))
             raise typer.Exit(1) from error
         except OSError as error:
-            if error.filename is None:
+            if error.filename is None and error.errno not in _FULL:
                 raise
-            refusal = InvalidInputError(f"{error.filename}: {error.strerror}", field="file", value=str(error.filename))
+            place = "what this command writes" if error.filename is None else str(error.filename)
+            refusal = InvalidInputError(f"{place}: {error.strerror}", field="file", value=error.filename)
             _print_error(refusal, as_json=bool(ctx.meta.get(_JSON)))
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:

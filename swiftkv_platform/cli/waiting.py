@@ -12,6 +12,7 @@ from rich.console import Console
 from swiftkv_platform.cli.output import local_time
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.local.terminal import count, duration, size
 
 _ASKED_EVERY_S = 5.0
 _PASSING = re.compile(r"[\d.]+ s\b")
@@ -52,6 +53,16 @@ def _print(job: Job, console: Console, told: str | None) -> str | None:
     if told is None or _PASSING.sub("", told) != _PASSING.sub("", reason):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return reason
+
+
+def describe_phase(job: Job) -> str | None:
+    """Phase of a job on the cluster, and how far it is: `calibrate, layers 3 of 32, 20 s left`."""
+    told = job.phase_progress
+    if job.phase is None or told is None:
+        return job.phase
+    show = size if told.part == "bytes" else count
+    left = f"{duration(told.seconds_remaining)} left" if told.seconds_remaining else None
+    return ", ".join(filter(None, (job.phase, f"{told.part} {show(told.done)} of {show(told.total)}", left)))
 
 
 def describe_queue(job: Job) -> str | None:

@@ -317,7 +317,8 @@ class Deployments:
         """Serve a model; returns at once, `wait_ready` waits.
 
         Args:
-            model: a `mdl_...` id, such as a succeeded job's `distilled_model`, its job's id, or an alias.
+            model: a `mdl_...` id, such as a succeeded job's `distilled_model`, its job's id, an alias, or a name that
+                one model alone has.
             options: other fields of `swiftkv_platform.specs.deployment.DeploymentSpec`.
         """
         if model is None:

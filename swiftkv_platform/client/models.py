@@ -27,6 +27,13 @@ class JobProgress(_Answer):
     seconds_remaining: float | None = None
 
 
+class JobPhaseProgress(_Answer):
+    part: str = ""
+    done: int = 0
+    total: int = 0
+    seconds_remaining: float | None = None
+
+
 class JobError(_Answer):
     code: str
     message: str = ""
@@ -59,7 +66,9 @@ class Job(_Answer):
     status: str
     status_reason: StatusReason | None = None
     phase: str | None = None
-    """Phase of a job on the cluster: `write`, `prepare`, `train` (with the calibration), `evaluate` or `publish`."""
+    """Phase of a job on the cluster: `write`, `prepare`, `calibrate`, `train`, `evaluate` or `publish`."""
+    phase_progress: JobPhaseProgress | None = None
+    """Progress of that phase; `progress` has the steps of `train`."""
     queue_place: int | None = None
     """Place of a queued job among its tenant's; the first has 1."""
     waiting_since: int | None = None

@@ -152,7 +152,8 @@ def phase_name(phase: str, spec_name: str) -> str:
 
 
 def phase_of(name: str) -> str:
-    """The phase that `phase_name` has named: `write`, `prepare`, `train`, `evaluate` or `publish`."""
+    """The phase that `phase_name` has named: `write`, `prepare`, `train`, `evaluate` or `publish`. Workers that train
+    tell of `calibrate` first, for which they need no other place."""
     return name.partition(" of ")[0]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ def prepare_data(
     written: WrittenBy | None = None,
     splits: bool = False,
     steers: bool = False,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> PreparedData:
     """Read, tokenize and pack every source of `spec`.
 
@@ -65,6 +66,7 @@ def prepare_data(
         written: what the teacher has written to the prompts of sources with `complete`.
         splits: let no sample count as a whole, see `DocumentEncoder`.
         steers: keep a share of the held-out texts for what training is steered by, see `PreparedData.steering`.
+        progress: called after each source, with the number of those that are read, and of all.
 
     Raises:
         DataError: a source is missing, undecodable, empty or without the columns of a known format, or nothing is left
@@ -85,6 +87,7 @@ def prepare_data(
                 source, index, encoder, teacher=written.teacher, seed=seed, remote=remote, access=access
             )
             sources.append(reading.read_written(prompts.answers(written.store)))
+        progress(len(sources), len(spec.sources))
     documents = collector.finish()
     held_out = _held_out_samples(documents, spec.validation_fraction)
     of_document = np.repeat(np.arange(len(documents)), documents.num_samples)

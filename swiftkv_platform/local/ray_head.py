@@ -109,8 +109,10 @@ def ensure_token(path: Path) -> None:
     """Write a random token that only its owner can read, unless there is one."""
     if path.exists():
         return
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32), encoding="ascii")
+    partial = path.with_name(f"{path.name}.part")  # a full disk leaves no empty token
+    partial.touch(mode=0o600)
+    partial.write_text(secrets.token_hex(32), encoding="ascii")
+    partial.replace(path)
 
 
 def make_temp_dir() -> Path:

@@ -5,6 +5,7 @@ Ray Serve has no process of its own here: the first deployment starts it inside 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -84,8 +85,9 @@ class Stack:
         try:
             return self._up(options, report)
         except OSError as error:
+            advice = "free some space, or use" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "use"
             raise StartError(
-                f"the home {self.home} cannot be used ({error.strerror or error}); use another SWIFTKV_HOME, a "
+                f"the home {self.home} cannot be used ({error.strerror or error}); {advice} another SWIFTKV_HOME, a "
                 "directory that can be written",
                 field="home",
                 value=str(self.home),

@@ -9,7 +9,7 @@ student runs behind the teacher, group by group, and every worker holds the atte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -61,6 +61,7 @@ def calibrate_streamed(
     refit: bool = False,
     device: torch.device | str = "cpu",
     max_activation_bytes: int = MAX_ACTIVATION_BYTES,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the calibrated start by name, one tensor at a time, on the first worker; the others yield nothing. Every
     worker runs it to its end. Raises `InvalidInputError`: no worker has tokens, or a batch holds none of the model's.
@@ -69,9 +70,10 @@ def calibrate_streamed(
         batches: this worker's share of the rows.
         refit: fit the output projections of the student's own to its own states, see `refit_output`.
         max_activation_bytes: bytes of activations in memory; more go to disk.
+        progress: called with the layers that the rows have passed, and with all.
     """
     with ActivationStore.open(max_activation_bytes) as store:
-        yield from _Stream(source, workers, device, store, refit=refit).run(batches)
+        yield from _Stream(source, workers, device, store, refit=refit).run(batches, progress)
 
 
 def _own_parameters(attention: nn.Module) -> dict[str, nn.Parameter]:
@@ -119,10 +121,13 @@ class _Stream:
         self._scale = 1.0
         """0 for a worker without rows, whose one token keeps it in step with the others."""
 
-    def run(self, batches: Iterable[TokenBatch]) -> Iterator[tuple[str, torch.Tensor]]:
-        decoder, layer_map = self._decoder, self._config.layer_map
+    def run(
+        self, batches: Iterable[TokenBatch], progress: Callable[[int, int], None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        decoder, layer_map, num_layers = self._decoder, self._config.layer_map, self._config.num_hidden_layers
+        progress(0, num_layers)
         num_tokens = self._embed(batches)
-        upper = {i: decoder.layers[i] for i in range(self._first, self._config.num_hidden_layers)}
+        upper = {i: decoder.layers[i] for i in range(self._first, num_layers)}
         self._method = method_of(upper)
         first_bypassed = min(layer_map.bypassed, default=self._first)
         for i in range(self._first):
@@ -133,6 +138,7 @@ class _Stream:
                     self._step(i, self._hidden, row)
                     if i > first_bypassed and i not in layer_map.bypassed:
                         self._step(i, self._x, row)
+            progress(i + 1, num_layers)
         self._deep_x = list(self._hidden)
         if not layer_map.bypassed:
             self._x = self._deep_x
@@ -149,6 +155,7 @@ class _Stream:
                 for i in layer_map.group(leader):
                     with self._filled(decoder.layers[i]):
                         self._observe(i, sums, leader)
+                    progress(i + 1, num_layers)
                 if regression is not None or self._refits:
                     yield from self._fit(layer_map.group(leader), sums, regression)
                 sums.cross, sums.queries, sums.own, self._own_inputs = {}, {}, {}, []

@@ -64,8 +64,8 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     """The models of a deployment. Replicas that run swap a change of these in."""
 
     model: Annotated[ModelName, Change("Loaded beside the model that serves, and swapped in without a failed request.")]
-    """`mdl_` id, the `job_` id of a job that succeeded, or an alias: what is promoted to it later is swapped in.
-    Answers give the `mdl_` id."""
+    """`mdl_` id, the `job_` id of a job that succeeded, a name that one model alone has, or an alias: what is promoted
+    to it later is swapped in. Answers give the `mdl_` id."""
     engine: Annotated[
         Engine,
         Change(

@@ -47,16 +47,18 @@ def publish_directory(
     kind: ManifestKind,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Manifest:
     """Upload every file below `directory` to `prefix`, then the manifest, which it returns.
 
     Repeating it after a failure, at whatever point, completes the upload; repeating it after success changes nothing.
-    Raises `ConflictError` if `prefix` is complete already with other files.
+    Raises `ConflictError` if `prefix` is complete already with other files. `progress`: called with the bytes that are
+    there, and with all.
     """
     existing = _read(store, prefix)
     if existing is not None:
         return _same_files(existing, describe_directory(directory), prefix)
-    files = upload_files(store, directory, prefix)
+    files = upload_files(store, directory, prefix, progress)
     return write_manifest(store, prefix, files, kind=kind, lineage=lineage, metrics=metrics)
 
 
@@ -74,15 +76,25 @@ def describe_directory(directory: Path) -> dict[str, ManifestFile]:
         return dict(zip(names, pool.map(_describe_file, names.values()), strict=True))
 
 
-def upload_files(store: ObjectStore, directory: Path, prefix: str) -> dict[str, ManifestFile]:
+def upload_files(
+    store: ObjectStore,
+    directory: Path,
+    prefix: str,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> dict[str, ManifestFile]:
     """Upload every file below `directory` to `prefix`, without a manifest.
 
     Several ranks may upload their own files to one prefix; one of them merges what each call returned and hands it to
-    `write_manifest`.
+    `write_manifest`. `progress`: see `publish_directory`.
     """
     files = describe_directory(directory)
+    done, total = 0, sum(file.size for file in files.values())
+    progress(done, total)
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-        list(pool.map(lambda name: store.upload_file(directory / name, join_key(prefix, name)), files))
+        uploads = pool.map(lambda name: store.upload_file(directory / name, join_key(prefix, name)), files)
+        for file, _ in zip(files.values(), uploads, strict=True):
+            done += file.size
+            progress(done, total)
     return files
 
 

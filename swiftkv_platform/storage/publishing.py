@@ -39,6 +39,7 @@ def publish(
     card: Callable[[Manifest], str],
     private: bool = True,
     targets: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> str:
     """Copy the artifact at `key`, with its card, to `target`, and return its address for people.
 
@@ -46,6 +47,7 @@ def publish(
         card: makes the card of an artifact that has none.
         private: visibility of a repository that is made for it.
         targets: places in one of which a directory has to lie once links are followed; None allows all.
+        progress: called with the bytes that are copied, and with all.
 
     Raises:
         InvalidInputError: the directory, or one in it, leads out.
@@ -57,9 +59,10 @@ def publish(
     manifest = read_manifest(source, key)
     extra = {} if CARD in manifest.files else {CARD: card(manifest).encode()}
     extra[MANIFEST] = canonical(manifest)
+    files = _files(source, key, manifest, progress)
     if kind_of(target) == "hub":
-        return _to_hub(source, key, manifest, extra, repository_of(target), private=private)
-    _to_store(source, key, manifest, extra, open_store(target), _Places.of(target, targets))
+        return _to_hub(files, manifest, extra, repository_of(target), private=private)
+    _to_store(files, manifest, extra, open_store(target), _Places.of(target, targets))
     return target
 
 
@@ -94,8 +97,7 @@ class _Places:
 
 
 def _to_store(
-    source: ObjectStore,
-    key: str,
+    files: Iterator[tuple[str, Path]],
     manifest: Manifest,
     extra: Mapping[str, bytes],
     target: ObjectStore,
@@ -118,7 +120,7 @@ def _to_store(
     target.delete(MANIFEST)
     for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
         target.delete(places.check(stale))
-    for name, path in _files(source, key, manifest):
+    for name, path in files:
         target.upload_file(path, places.check(name))
     for name in sorted(extra, key=lambda name: name == MANIFEST):
         target.put_bytes(places.check(name), extra[name])
@@ -138,17 +140,23 @@ def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
         ) from error
 
 
-def _files(source: ObjectStore, key: str, manifest: Manifest) -> Iterator[tuple[str, Path]]:
+def _files(
+    source: ObjectStore, key: str, manifest: Manifest, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, Path]]:
     """Each file of an artifact, on this machine until the next one is asked for."""
+    done, total = 0, sum(file.size for file in manifest.files.values())
+    progress(done, total)
     for name, expected in sorted(manifest.files.items()):
         with tempfile.TemporaryDirectory(prefix="publish-") as directory:
             path = Path(directory) / name
             fetch_file(source, f"{key}/{name}", path, expected)
             yield name, path
+        done += expected.size
+        progress(done, total)
 
 
 def _to_hub(
-    source: ObjectStore, key: str, manifest: Manifest, extra: Mapping[str, bytes], repository: str, *, private: bool
+    files: Iterator[tuple[str, Path]], manifest: Manifest, extra: Mapping[str, bytes], repository: str, *, private: bool
 ) -> str:
     """One commit, whose large files go ahead of it. Files that are there already are not sent again."""
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -160,7 +168,7 @@ def _to_hub(
         url = str(api.create_repo(repository, private=private, exist_ok=True))
         _check_ours(api, repository)
         operations: list[Any] = []
-        for name, path in _files(source, key, manifest):
+        for name, path in files:
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
             api.preupload_lfs_files(repository, additions=[operation])
             if operation.path_or_fileobj:  # small, and sent with the commit

@@ -1,6 +1,8 @@
 """A new job, whose form and editor are in step, and the page of one: phases, log, checkpoints, worst measure."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -19,6 +21,44 @@ from tests.browser.scenes import (
 )
 from tests.browsers import playwright
 from tests.unit.control_plane.routes.conftest import Server
+
+
+def seconds(text: str, before: str, after: str) -> float:
+    """Duration that stands between two words, such as `2 min 20 s`."""
+    (found,) = re.findall(rf"{before}((?:\d+ (?:d|h|min|s) ?)+){after}", text)
+    units = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+    return float(sum(int(number) * units[unit] for number, unit in re.findall(r"(\d+) (\w+)", found)))
+
+
+def test_page_and_watch_tell_the_time_left_that_the_api_tells(server: Server, page: Page) -> None:
+    """Events that were told before they are watched are replayed in a moment, which is no pace."""
+    job = server.submit(name="timed")["id"]
+    worker = server.run(job)
+    worker.say("placement", phase="train of timed", state="placed")
+    worker.say("progress", phase="calibrate", part="layers", done=3, total=12, eta_s=90.0)
+    server.tick()
+    page.goto(f"{address(server)}/#/jobs/{job}")
+    expect(page.locator("main")).to_contain_text("calibrates its start: layers 3 of 12, 1 min 30 s left")
+    for step in range(1, 41):
+        worker.step(step, time=2000.0 + 31.0 * step, total=400)
+    server.tick()
+    command = [sys.executable, "-m", "swiftkv_platform.cli", "jobs", "watch", job, "--url", address(server)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        told = next((line for line in watch.stdout if "step 40/400" in line), "")
+        watch.kill()
+    answer = server.get(f"/jobs/{job}")
+    left = answer["progress"]["seconds_remaining"]
+    assert (answer["phase"], left) == ("train", 360 * 31)
+    assert seconds(told, "ETA ", "") == pytest.approx(left, rel=0.05)
+    expect(page.locator("main")).to_contain_text("trained about")
+    assert seconds(page.locator("main").inner_text(), "", "left, trained") == pytest.approx(left, rel=0.05)
+    page.goto(f"{address(server)}/#/")
+    expect(page.locator("main")).to_contain_text("trained about")
+    assert seconds(page.locator("main").inner_text(), "", "left, trained") == pytest.approx(left, rel=0.05)
+    cli = [sys.executable, "-m", "swiftkv_platform.cli", "jobs", "get", job, "--url", address(server)]
+    shown = subprocess.run(cli, capture_output=True, text=True, check=True).stdout
+    assert seconds(shown, "tokens, ", "left") == pytest.approx(left, rel=0.05)
 
 
 def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) -> None:

@@ -97,8 +97,11 @@ def test_a_layer_at_a_time_is_in_memory(batches: Any, tmp_path: Path) -> None:
         held.append(sum(p.numel() for p in source.model.parameters() if not p.is_meta))
 
     source.fill = watched  # type: ignore[method-assign]
-    list(calibrate_streamed(source, batches, workers=Workers()))
+    told: list[tuple[int, int]] = []
+    list(calibrate_streamed(source, batches, workers=Workers(), progress=lambda *counts: told.append(counts)))
     model = source.model.model
+    num_layers = len(model.layers)
+    assert told == [(done, num_layers) for done in range(num_layers + 1)]
     layer = max(sum(p.numel() for p in layer.parameters()) for layer in model.layers)
     assert max(held) <= max(2 * layer, model.embed_tokens.weight.numel() + layer)
     with pytest.raises(InvalidInputError, match="no tokens"):

@@ -57,8 +57,7 @@ class DeploymentService:
         """Store a deployment; the reconciler brings it up.
 
         Args:
-            wanted: its `model` is a `mdl_` id, the `job_` id of a job that succeeded, or an alias, which the deployment
-                then follows.
+            wanted: its `model` as `RegistryService.resolve` takes it; an alias is followed from then on.
 
         Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or in the way
         of another deployment's, and as `RouteRules.placed` and `DeploymentLimits.check`.

@@ -44,6 +44,16 @@ class JobProgress(Answer):
     seconds_remaining: int | None
 
 
+class JobPhaseProgress(Answer):
+    part: str
+    """Part of the phase: prompts of a worker, `sources` of the data, `layers` that calibrate, a task of the evaluation,
+    `bytes` of the model."""
+    done: int
+    total: int
+    seconds_remaining: int | None
+    """Seconds until the part is done, from when it was told; null before a piece of it was."""
+
+
 class JobAnswer(Answer):
     """A distillation job. Times are Unix seconds."""
 
@@ -55,8 +65,10 @@ class JobAnswer(Answer):
     """Cause of a failed job and its cure; null for others."""
     status_reason: StatusReason | None
     phase: str | None
-    """Phase of a job on the cluster whose workers found their places last: `write` (the teacher's answers), `prepare`,
-    `train`, which begins with the calibration, `evaluate` or `publish`; null before the first, and off the cluster."""
+    """Phase that a job on the cluster is in: `write` (the teacher's answers), `prepare`, `calibrate`, `train`,
+    `evaluate` or `publish`; null before the first, and off the cluster."""
+    phase_progress: JobPhaseProgress | None
+    """Progress of the phase, as far as its workers tell it; `progress` has the steps of `train`."""
     queue_place: int | None
     """Place of a queued job among its tenant's, which start in this order; the first has 1."""
     waiting_since: int | None
@@ -100,6 +112,7 @@ class JobAnswer(Answer):
                 **vars(job),
                 "name": job.spec.name,
                 "phase": job.phase,
+                "phase_progress": job.phase_progress,
                 "queue_place": queue_place,
                 "status_reason": waits or job.status_reason,
                 "attempt": job.attempt.number,

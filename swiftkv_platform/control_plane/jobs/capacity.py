@@ -13,7 +13,7 @@ from swiftkv_platform.contract.events import ReasonCode, phase_of
 from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reason, wait
 from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
-from swiftkv_platform.control_plane.ray.places import Bundle, Node, fit, plain, resource, take
+from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit, plain, resource, take
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -96,7 +96,7 @@ class ClusterPlaces:
         admission: Admission,
         freed: Sequence[Bundle] = (),
     ) -> None:
-        self._total = [node.total for node in nodes]
+        self._empty = EmptyNodes(node.total for node in nodes)
         self._free = [plain(node) for node in (*(node.free for node in nodes), *freed)]
         self._admission = admission
         self._possible: set[str] = set()
@@ -109,7 +109,7 @@ class ClusterPlaces:
     def could_fit(self, job_id: str) -> bool:
         """Whether the nodes would hold the job if nothing else were on them."""
         needs = self._admission.needs(job_id)
-        if job_id in self._possible or needs is None or fit(self._total, needs.bundles):
+        if job_id in self._possible or needs is None or self._empty.hold(needs.bundles):
             self._possible.add(job_id)
             return True
         self.refused[job_id] = needs.nowhere

@@ -102,6 +102,18 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class PhaseProgress:
+    """Progress of a part of a phase, as its worker told it last; training's steps are `Progress`."""
+
+    part: str
+    """Name of the part: a task of an evaluation, `layers` of a calibration, `bytes` of a model, ..."""
+    done: int
+    total: int
+    seconds_remaining: int | None = None
+    """Seconds from when it was told to the part's end; None before a piece was done."""
+
+
+@dataclass(frozen=True)
 class Speed:
     """Measured speed of a job, from which other jobs' time is estimated."""
 
@@ -135,6 +147,10 @@ class Attempt:
     """Whether the attempt has been asked to pause."""
     peak_memory: int = 0
     """The most bytes that a worker has said it held."""
+    phase: str | None = None
+    """Phase that was told of last."""
+    parts: Mapping[str, PhaseProgress] = field(default_factory=dict)
+    """Progress of that phase: of each worker's part where all work at the same, else of the part told of last."""
     waiting: Mapping[str, str] = field(default_factory=dict)
     """Needs of the workers that have not found a place yet, by phase."""
     waiting_since: float | None = None
@@ -209,9 +225,19 @@ class Job:
 
     @property
     def phase(self) -> str | None:
-        """Phase of the present attempt whose workers have found their places last."""
-        placed = self.attempt.placed if self.status.holds_cluster else ()
-        return phase_of(placed[-1]) if placed else None
+        """Phase that the present attempt has told of last."""
+        return self.attempt.phase if self.status.holds_cluster else None
+
+    @property
+    def phase_progress(self) -> PhaseProgress | None:
+        """Progress of that phase, over all workers that have told of theirs."""
+        parts = [*self.attempt.parts.values()] if self.status.holds_cluster else []
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        left = [part.seconds_remaining for part in parts if part.done < part.total]
+        seconds = None if None in left else max((each for each in left if each is not None), default=0)
+        total = sum(part.total for part in parts)
+        return PhaseProgress(f"{len(parts)} parts", sum(part.done for part in parts), total, seconds)
 
     def seconds_on_cluster(self, now: float) -> float:
         """Seconds on the cluster over all attempts, the present one included."""

@@ -20,9 +20,11 @@ from swiftkv_platform.contract.events import (
     MetricsEvent,
     PlacementData,
     PlacementEvent,
+    ProgressData,
     ProgressEvent,
     StatusEvent,
     TrackingEvent,
+    phase_of,
 )
 from swiftkv_platform.contract.pace import Pace
 from swiftkv_platform.control_plane.base import new_id
@@ -33,12 +35,18 @@ from swiftkv_platform.control_plane.jobs.job import (
     Job,
     JobStatus,
     MetricPoint,
+    PhaseProgress,
     Progress,
     Reason,
     transition,
 )
 from swiftkv_platform.storage.attempt_store import StoredEvent
 from swiftkv_platform.traces import NO_SPANS, Spans
+
+_SIDE_BY_SIDE = ("write",)
+"""Phases whose workers each have a part of the same work."""
+_MOST_PARTS = 1000
+_AFTER_TRAINING = ("evaluate", "publish")
 
 
 @dataclass
@@ -91,6 +99,7 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
             _record(reading, event, "message")
         case ProgressEvent():
             _note_progress(reading)
+            _part(reading, _plain(event.data))
             _record(reading, event, "message")
         case MessageEvent() | ArtifactEvent() | CourseEvent():
             _record(reading, event, "message")
@@ -121,6 +130,26 @@ def _place(reading: Reading, told: PlacementData) -> None:
     since = reading.now if waiting else None
     attempt = replace(attempt, waiting=waiting, waiting_since=since, waited_s=attempt.waited_s + waited)
     reading.job = replace(reading.job, attempt=attempt)
+    if told["state"] == "placed":
+        _enter(reading, phase_of(phase))
+
+
+def _enter(reading: Reading, phase: str) -> None:
+    """Note the phase that was told of; the parts of another are over. Trials of a sweep take turns in it."""
+    attempt = reading.job.attempt
+    if phase != attempt.phase:
+        reading.job = replace(reading.job, attempt=replace(attempt, phase=phase, parts={}))
+
+
+def _part(reading: Reading, told: ProgressData) -> None:
+    """Note how far a part is. Workers write answers at the same time, and measure one part after the other."""
+    _enter(reading, told["phase"])
+    attempt, left = reading.job.attempt, told.get("eta_s")
+    seconds = None if left is None else math.ceil(left)
+    part = PhaseProgress(told["part"], told["done"], told["total"], seconds)
+    parts = {**attempt.parts, part.part: part} if told["phase"] in _SIDE_BY_SIDE else {part.part: part}
+    if len(parts) <= _MOST_PARTS:
+        reading.job = replace(reading.job, attempt=replace(attempt, parts=parts))
 
 
 def _note_progress(reading: Reading) -> None:
@@ -134,6 +163,9 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
     if not points:
         return
     job = reading.job
+    if job.spec.sweep is not None or job.attempt.phase not in _AFTER_TRAINING:  # which another clock may date before
+        _enter(reading, "train")
+        job = reading.job
     for point in points:
         values = {name: value for name, value in _plain(point).items() if name != "step"}
         reading.points.append(MetricPoint(point["step"], job.attempt.number, event.time, values))

@@ -38,7 +38,7 @@ from swiftkv_platform.control_plane.parts import (
     TheWatches,
     read_object,
 )
-from swiftkv_platform.control_plane.ray.places import fit
+from swiftkv_platform.control_plane.ray.places import EmptyNodes
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
@@ -57,15 +57,15 @@ def _present(
     asks_ray = request.method == "GET"  # what changes a job does not wait for Ray
     # Each is read once for all jobs of an answer.
     away = cache(lambda: ray.within(RAY_ANSWERS_WITHIN_S, "Ray does not answer"))
-    present_nodes = cache(lambda: nodes.within(RAY_ANSWERS_WITHIN_S, None))
-    impossible: dict[str, Reason | None] = {}  # by what is needed, in words
+
+    @cache
+    def empty_nodes() -> EmptyNodes | None:
+        told = nodes.within(RAY_ANSWERS_WITHIN_S, None)
+        return None if told is None else EmptyNodes(node.total for node in told)
 
     def lacking(needs: Needs) -> Reason | None:
-        told = present_nodes()
-        if needs.words not in impossible:
-            is_held = told is None or fit([node.total for node in told], needs.bundles)
-            impossible[needs.words] = None if is_held else needs.nowhere
-        return impossible[needs.words]
+        empty = empty_nodes()
+        return None if empty is None or empty.hold(needs.bundles) else needs.nowhere
 
     places, running = cache(parts.jobs.queue_places), cache(lambda: len(parts.jobs.on_cluster()))
     held = cache(lambda tenant: parts.jobs.usage(tenant).held + parts.deployments.demand(tenant))

@@ -14,7 +14,7 @@ from swiftkv_platform.control_plane.base import Clock, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.control_plane.merge_patches import Expected
 from swiftkv_platform.control_plane.models.model import Model, Promotion
-from swiftkv_platform.control_plane.models.rows import Registry
+from swiftkv_platform.control_plane.models.rows import MOST_CANDIDATES, Registry
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
@@ -29,21 +29,37 @@ class RegistryService:
     clock: Clock
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
-        """The model that a `mdl_` id, a `job_` id or an alias stands for, and the alias. Raises `InvalidInputError`."""
+        """The model that a `mdl_` id, a `job_` id, an alias or a name stands for, and the alias. An alias goes before a
+        name, and a name counts where one model of the tenant alone has it. Raises `InvalidInputError`.
+        """
+        try:
+            return self._find(name, tenant)
+        except NotFoundError as error:
+            raise InvalidInputError(error.message, field=error.field, value=name) from error
+
+    def find(self, name: str, tenant: str) -> Model:
+        """The model as `resolve` finds it. Raises `NotFoundError`, and `InvalidInputError` for an ambiguous name."""
+        return self._find(name, tenant)[0]
+
+    def _find(self, name: str, tenant: str) -> tuple[Model, str | None]:
+        found: Sequence[Model] = ()
         if name.startswith("mdl_"):
-            try:
-                return self.registry.get_model(name, tenant=tenant), None
-            except NotFoundError as error:
-                raise _no_model(name) from error
-        if name.startswith("job_"):
-            model = self.registry.model_of_job(name, tenant=tenant)
-            if model is None:
-                raise _no_model(name)
-            return model, None
-        stack = _stack(self.registry.promotions(tenant=tenant, alias=name))
-        if not stack:
-            raise _no_model(name)
-        return self.registry.get_model(stack[-1], tenant=tenant), name
+            found = self.registry.models(tenant=tenant, id=name)
+        elif name.startswith("job_"):
+            found = self.registry.models(tenant=tenant, job_id=name)
+        elif stack := _stack(self.registry.promotions(tenant=tenant, alias=name)):
+            return self.registry.get_model(stack[-1], tenant=tenant), name
+        found = found or self.registry.models(tenant=tenant, name=name)
+        if not found:
+            raise NotFoundError(
+                f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, "
+                "an alias that a model was promoted to, or a name that one model alone has; GET /models lists them",
+                field="model",
+                value=name,
+            )
+        if len(found) > 1:
+            raise _ambiguous(name, [model.id for model in found])
+        return found[0], None
 
     def aliases(self, tenant: str) -> Mapping[str, Sequence[Promotion]]:
         """History by alias."""
@@ -61,7 +77,7 @@ class RegistryService:
 
     def promote(
         self,
-        model_id: str,
+        model_name: str,
         alias: str,
         *,
         tenant: str,
@@ -73,11 +89,11 @@ class RegistryService:
         """Let `alias` stand for the model; promoting what it stands for already changes nothing. `expected` are the
         versions of the alias that may be changed (0: it stands for nothing yet), None the one it is at now.
 
-        Raises `NotFoundError` for an unknown model, `ConflictError` for one with an undecided gate unless
-        `accept_undecided`, `PreconditionFailedError` for an alias at another version than `expected`, and
-        `StaleVersionError` where another model is promoted at the same time.
+        Raises `NotFoundError` for an unknown model, `InvalidInputError` for an ambiguous name, `ConflictError` for a
+        model with an undecided gate unless `accept_undecided`, `PreconditionFailedError` for an alias at another
+        version than `expected`, and `StaleVersionError` where another model is promoted at the same time.
         """
-        found = self.registry.get_model(model_id, tenant=tenant)
+        found = self.find(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)
         model = found.id
         seen, now = _version(self.registry.promotions(tenant=tenant, alias=alias)), int(self.clock())
@@ -196,10 +212,7 @@ def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int
     return next((place for place in range(needed) if history[place].created_at > before), needed)
 
 
-def _no_model(name: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"model is {name!r}: there is no such model; use a `mdl_` id, the `job_` id of a job that succeeded, or an "
-        "alias that a model was promoted to",
-        field="model",
-        value=name,
-    )
+def _ambiguous(name: str, candidates: Sequence[str]) -> InvalidInputError:
+    shown = ", ".join(candidates[:MOST_CANDIDATES]) + (", ..." if len(candidates) > MOST_CANDIDATES else "")
+    message = f"model is {name!r}, the name of several models; use the id of one (newest first): {shown}"
+    return InvalidInputError(message, field="model", value=name)

@@ -98,15 +98,16 @@ def import_model(
 
 
 @router.get("/models/{model_id}")
-def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
-    """One model."""
-    return ModelAnswer.of(parts.registry.get_model(model_id, tenant=caller.tenant))
+def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
+    """One model. Its alias, its job's id, or a name that one model alone has, will do in place of its id, here and
+    where else a model is asked for but in `DELETE`."""
+    return ModelAnswer.of(service.find(model_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
 def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader, service: Service) -> LineageAnswer:
     """Lineage from the data and the teacher to what serves the model."""
-    model = parts.registry.get_model(model_id, tenant=caller.tenant)
+    model = service.find(model_id, caller.tenant)
     deployments = parts.deployments.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
     history = [item for items in service.aliases(caller.tenant).values() for item in items]
     own = [item for item in deployments if item.spec.model == model.id]
@@ -114,9 +115,9 @@ def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader
 
 
 @router.get("/models/{model_id}/compare/{other_id}")
-def compare_models(model_id: str, other_id: str, parts: Parts, caller: Reader) -> ComparisonAnswer:
+def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonAnswer:
     """Quality, prefill compute and cache of two models side by side, and how their jobs differ."""
-    a, b = (parts.registry.get_model(each, tenant=caller.tenant) for each in (model_id, other_id))
+    a, b = (service.find(each, caller.tenant) for each in (model_id, other_id))
     return ComparisonAnswer.of(compare(a, b))
 
 
@@ -124,7 +125,7 @@ def compare_models(model_id: str, other_id: str, parts: Parts, caller: Reader) -
 def publish_model(
     model_id: str,
     body: PublicationSpec,
-    parts: Parts,
+    service: Service,
     parents: TheParents,
     caller: Submitter,
     submit: Submit,
@@ -136,7 +137,7 @@ def publish_model(
 
     Where the operator opens no such place, the request is answered with 422.
     """
-    model = parts.registry.get_model(model_id, tenant=caller.tenant)
+    model = service.find(model_id, caller.tenant)
     return place(response, present(submit(copying_spec(parents.find(model.id, caller.tenant), body))))
 
 

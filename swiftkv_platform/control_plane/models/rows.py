@@ -18,6 +18,8 @@ from swiftkv_platform.control_plane.files.rows import check_room
 from swiftkv_platform.control_plane.models.model import Change, Model, Promotion
 from swiftkv_platform.errors import StorageError
 
+MOST_CANDIDATES = 5
+"""Models that a refusal of an ambiguous name lists."""
 IMPORT_S = 86400.0
 """Seconds after which the objects of an import that has not been registered are removed."""
 
@@ -53,11 +55,13 @@ class Registry(DeploymentRepository):
             rows = page_of(session, ModelRow, page, tenant)
             return Slice([value_of(Model, row) for row in rows.items], rows.has_more)
 
-    def model_of_job(self, job_id: str, *, tenant: str) -> Model | None:
-        query = select(ModelRow).where(ModelRow.job_id == job_id, ModelRow.tenant == tenant)
+    def models(self, *, tenant: str, **columns: str) -> Sequence[Model]:
+        """The tenant's models with these values of columns, newest first, and no more than tell that there are more
+        than `MOST_CANDIDATES`.
+        """
+        query = select(ModelRow).filter_by(tenant=tenant, **columns).order_by(ModelRow.id.desc())
         with self._database.reading() as session:
-            row = session.scalar(query)
-            return None if row is None else value_of(Model, row)
+            return [value_of(Model, row) for row in session.scalars(query.limit(MOST_CANDIDATES + 1))]
 
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
         """Promotions in the order in which they happened."""

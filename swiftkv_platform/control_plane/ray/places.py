@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 Bundle = Mapping[str, float]
 """Resources that have to be on one node, by Ray's names."""
@@ -31,6 +32,26 @@ def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
     return take([plain(node) for node in nodes], bundles)
 
 
+class EmptyNodes:
+    """Nodes with nothing on them, which many are asked about: of nodes that are alike in what is needed, no more are
+    looked at than there are bundles."""
+
+    def __init__(self, totals: Iterable[Bundle]) -> None:
+        self._nodes = [plain(total) for total in totals]
+        self._alike: dict[tuple[str, ...], dict[tuple[float, ...], list[int]]] = {}
+        """Indices of nodes by their amounts of some resources, by the names of these."""
+
+    def hold(self, bundles: Sequence[Bundle]) -> bool:
+        """Whether they hold all bundles at once, as `fit` says of them."""
+        names = tuple(sorted({"GPU", "CPU"}.union(*({n for n, amount in each.items() if amount} for each in bundles))))
+        if names not in self._alike:
+            alike = self._alike[names] = {}
+            for index, node in enumerate(self._nodes):
+                alike.setdefault(tuple([node.get(name, 0.0) for name in names]), []).append(index)
+        chosen = sorted(index for indices in self._alike[names].values() for index in indices[: len(bundles)])
+        return take([dict(self._nodes[index]) for index in chosen], bundles)
+
+
 def open_to_deployments(total: float, share: float) -> float:
     """Return how much of a resource of the cluster replicas may have: rounded up, so that there is a place for one."""
     return min(math.ceil(total * share), total)
@@ -44,14 +65,22 @@ def plain(resources: Bundle) -> dict[str, float]:
 def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
     """Take places for all bundles, each from the node with the fewest GPUs, then CPUs, that holds it. False where one
     finds none; what was taken before stays taken."""
-    for bundle in bundles:
-        asked = {name: amount for name, amount in bundle.items() if amount}
-        holding = [
-            node for node in nodes if all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())
-        ]
-        if not holding:
-            return False
-        chosen = min(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
-        for name, amount in asked.items():
-            chosen[name] = chosen.get(name, 0.0) - amount
+    for _, alike in groupby(bundles, key=id):
+        first, *others = alike
+        asked = {name: amount for name, amount in first.items() if amount}
+        holding = [node for node in nodes if _holds(node, asked)]
+        # A node that was taken from has still fewer than those behind it.
+        fewest_first = iter(sorted(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0))))
+        node = next(fewest_first, None)
+        for _ in (first, *others):
+            while node is not None and not _holds(node, asked):
+                node = next(fewest_first, None)
+            if node is None:
+                return False
+            for name, amount in asked.items():
+                node[name] = node.get(name, 0.0) - amount
     return True
+
+
+def _holds(node: Bundle, asked: Bundle) -> bool:
+    return all(node.get(name, 0.0) + _ROUNDING >= amount for name, amount in asked.items())

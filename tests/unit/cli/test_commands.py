@@ -236,3 +236,11 @@ def test_starting_the_command_line_imports_nothing_heavy() -> None:
 def test_logs_are_printed(run: Run, script: Script) -> None:
     script.on("GET", "/jobs/job_1/logs", json_answer("step 1"))
     assert "step 1" in run("jobs", "logs", "job_1").stdout
+
+
+def test_a_full_disk_is_an_error_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "swiftkv_platform.cli", "jobs", "schema"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: what this command writes: No space left on device\n"

@@ -140,6 +140,18 @@ def test_a_job_that_runs(run: Run, script: Script) -> None:
     assert shown["cost"] == "0.50, 1.25 expected in the end"
 
 
+def test_a_job_says_how_far_its_phase_is(run: Run, script: Script) -> None:
+    layers = {"part": "layers", "done": 3, "total": 32, "seconds_remaining": 130}
+    calibrates = {**JOB, "status": "running", "phase": "calibrate", "phase_progress": layers}
+    stored = {"part": "bytes", "done": 1 << 20, "total": 3 << 30, "seconds_remaining": None}
+    stores = {**JOB, "status": "evaluating", "phase": "publish", "phase_progress": stored}
+    script.on("GET", "/jobs/job_1", json_answer(calibrates), json_answer(stores))
+    script.on("GET", "/jobs", list_answer([calibrates, {**calibrates, "phase_progress": None}]))
+    told = "calibrate, layers 3 of 32, 2 min 10 s left"
+    assert [lines(run("jobs", "get", "job_1"))["phase"] for _ in range(2)] == [told, "publish, bytes 1 MiB of 3 GiB"]
+    assert run("jobs", "list").stdout.replace("\n", " ").count("running, calibrate") == 2
+
+
 def test_a_job_that_waits_for_the_cluster(run: Run, script: Script) -> None:
     reason = {"code": "waiting_for_resources", "message": "waits for 1 worker with 1 CPU and 4 GPU"}
     row = {**JOB, "status": "queued", "status_reason": reason, "queue_place": 3, "waiting_since": 60}

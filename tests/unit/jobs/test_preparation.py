@@ -109,9 +109,11 @@ def test_workers_write_their_shares_and_training_sees_them(asking: Any, store: O
     first, second = write(asking(), store.uri, 0), write(asking(), store.uri, 1)
     assert 0 < second < first + second == sum(shards(store).values()) <= 30
     shares = [(event.data["part"], event.data["done"], event.data["total"]) for event in said(store, "progress")]
-    parts = [f"data.sources[0], worker {worker}" for worker in (0, 0, 1)]
-    assert shares == list(zip(parts, (1, 2, 1), (2, 2, 1), strict=True))
+    parts = [f"data.sources[0], worker {worker}" for worker in (0, 0, 1, 1)]
+    assert shares == list(zip(parts, (0, 4, 0, 2), (4, 4, 2, 2), strict=True)), "prompts, two a shard"
     plan, _ = prepare(asking(), store.uri)
+    told = said(store, "progress")[-1].data
+    assert [told[name] for name in ("phase", "part", "done", "total")] == ["prepare", "sources", 1, 1]
     source = plan.statistics["sources"][0]
     assert (source["written_tokens"], source["formats"]) == (first + second, {"prompt_completion": 6})
     assert any(f"{first + second} tokens written by the teacher" in message for message, _ in plan.messages)

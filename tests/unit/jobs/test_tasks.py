@@ -32,7 +32,7 @@ from tests.checkpoints import ROWS, save_fp8
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.parameters import WIDE
 from tests.tiny_models import save_teacher
-from tests.unit.jobs.attempts import COPIED, Job, request
+from tests.unit.jobs.attempts import COPIED, Job, request, said
 
 ARTIFACT = AttemptId("job", 1).artifact_prefix
 WRONG_LAYER = {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}
@@ -119,6 +119,10 @@ def test_the_artifact_is_the_trained_student_with_its_teacher(job: Job) -> None:
     assert json.loads((artifact / "evaluation.json").read_text()) == manifest.metrics
     assert manifest.metrics["continuations"]["num_prompts"] > 1
     assert prepared.data.fingerprint in (artifact / "evaluation.html").read_text()
+    told = [event.data for event in said(job.store, "progress") if event.data["phase"] == "publish"]
+    assert [(each["part"], each["done"], each["total"]) for each in told] == [
+        ("bytes", done, manifest.size) for done in (0, manifest.size)
+    ]
 
 
 def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,43 @@ def test_a_home_or_a_port_that_cannot_be_had_is_said_before_anything_starts(tmp_
     assert RunDirectory(tmp_path / "home").load() is None
 
 
+def test_a_full_disk_is_said_and_leaves_nothing_running_and_no_empty_token(tmp_path: Path) -> None:
+    """A write to `/dev/full` meets the kernel's own error."""
+    run, stack = RunDirectory(tmp_path), Stack(Settings(home=tmp_path, _env_file=None))
+    run.path.mkdir()
+    for name in ("ray-token.part", "state.json.part"):  # the second is written once Ray's head has been started
+        (run.path / name).symlink_to("/dev/full")
+        said = r"cannot be used \(No space left on device\); free some space, or use another SWIFTKV_HOME"
+        with pytest.raises(StartError, match=said):
+            stack.up(StackOptions(port=0), print)
+        (run.path / name).unlink()
+        assert processes.marked(str(tmp_path)) == []
+        assert run.token_file.exists() == (name == "state.json.part")
+    assert stack.down() == 0
+
+
+@pytest.mark.integration("starts Ray's head, and stops it before it answers")
+def test_up_that_is_told_to_end_says_so_and_stops_what_it_began(tmp_path: Path) -> None:
+    """`timeout 10 swiftkv up` does the same."""
+    command = [sys.executable, "-m", "swiftkv_platform.cli", "up", "--port", "0"]
+    environment = {**os.environ, "SWIFTKV_HOME": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as up:
+        until((tmp_path / "run" / "ray.pid").exists, "Ray's head was not started")
+        up.terminate()
+        _, said = up.communicate(timeout=120)
+    assert (up.returncode, "Traceback" in said) == (143, False), said
+    assert "Told to end (SIGTERM)" in said.splitlines()[-1]
+    assert processes.marked(str(tmp_path)) == []
+    assert {part.state for part in Stack(Settings(home=tmp_path, _env_file=None)).status()} == {"stopped"}
+
+
+def until(holds: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
 def test_the_temp_dir_is_short_enough_for_rays_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("x" * 60)
     long.mkdir()
@@ -172,10 +209,7 @@ def start(mark: str, tmp_path: Path) -> Callable[[list[str]], ProcessRef]:
 
 
 def until_logged(tmp_path: Path, text: str) -> None:
-    deadline = time.monotonic() + 30.0
-    while text not in (tmp_path / "log").read_text():
-        assert time.monotonic() < deadline, "the process did not start"
-        time.sleep(0.02)
+    until(lambda: text in (tmp_path / "log").read_text(), "the process did not start")
 
 
 def test_a_started_process_is_alive_until_it_is_terminated(

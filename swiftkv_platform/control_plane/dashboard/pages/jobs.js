@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { get } from "../api.js";
-import { Empty, Loading, Problem, Search, Status, Table, count, duration, useFresh, when } from "../parts.js";
+import { Empty, Loading, Problem, Search, Status, Table, bytes, count, duration, useFresh, when } from "../parts.js";
 
 const STATUSES = ["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"];
 const SHOWN = 500;
@@ -12,6 +12,14 @@ export const Progress = ({ job }) => {
   if (!total) return "";
   return html`<progress max="100" value=${percent} aria-label="${percent}% of ${total} steps"></progress> ${count(step)}/${count(total)}`;
 };
+
+/** How far the present phase is, in words; empty where its workers do not tell. */
+export function phaseProgress({ phase_progress: told }) {
+  if (!told) return "";
+  const show = told.part === "bytes" ? bytes : count;
+  const left = told.seconds_remaining ? `, ${duration(told.seconds_remaining)} left` : "";
+  return `${told.part} ${show(told.done)} of ${show(told.total)}${left}`;
+}
 
 const text = (job) => [job.name, job.id, job.status, job.spec.model.name_or_path, job.created_by, job.error?.message, ...Object.values(job.metadata)].join(" ");
 
@@ -24,7 +32,7 @@ export function Jobs({ query }) {
   const columns = [
     { name: "Overlay", cell: (job) => html`<input type="checkbox" aria-label="Overlay ${job.name}" checked=${chosen.includes(job.id)} onChange=${() => toggle(job.id)} />` },
     { name: "Job", sort: (job) => job.name, cell: (job) => html`<span><a href="#/jobs/${job.id}">${job.name}</a><br /><code class="quiet">${job.id}</code></span>` },
-    { name: "Status", sort: (job) => STATUSES.indexOf(job.status), cell: (job) => html`<span><${Status} status=${job.status} />${job.phase && html`<br /><span class="small quiet">${job.phase}</span>`}${job.error && html`<br /><code class="small quiet">${job.error.code}</code>`}</span>` },
+    { name: "Status", sort: (job) => STATUSES.indexOf(job.status), cell: (job) => html`<span><${Status} status=${job.status} />${job.phase && html`<br /><span class="small quiet">${[job.phase, phaseProgress(job)].filter(Boolean).join(": ")}</span>`}${job.error && html`<br /><code class="small quiet">${job.error.code}</code>`}</span>` },
     { name: "Steps", sort: (job) => job.progress.percent, cell: (job) => (job.progress.total_steps ? html`<span><${Progress} job=${job} /></span>` : "") },
     { name: "Left", number: true, sort: (job) => job.progress.seconds_remaining, cell: (job) => duration(job.progress.seconds_remaining) },
     { name: "Teacher", sort: (job) => job.spec.model.name_or_path, cell: (job) => job.spec.model.name_or_path },

@@ -4,7 +4,7 @@ import { html } from "../vendor/htm-preact.js";
 import { all, get } from "../api.js";
 import { Empty, Known, Loading, Meter, Problem, Status, ago, answering, clockTime, duration, figure, served, useFresh } from "../parts.js";
 import { figures, silence, useSamples } from "../rates.js";
-import { Progress } from "./jobs.js";
+import { Progress, phaseProgress } from "./jobs.js";
 
 const EVERY_MS = 5000;
 const BUSY = ["running", "evaluating", "starting", "pausing", "cancelling"];
@@ -20,21 +20,25 @@ function waits({ status_reason: reason, queue_place: place, waiting_since: since
   return [what, since && `since ${clockTime(since)}`, place && `place ${place} in the queue`].filter(Boolean).join(" · ");
 }
 
-/** What a job does that has no pace yet, by the phase whose workers have found their places. */
+/** What a job does whose end has no pace, by its phase. */
 const PHASES = {
   write: "the teacher writes answers",
   prepare: "prepares its data",
-  train: "calibrates and begins to train; ETA unknown until two steps were measured",
+  calibrate: "calibrates its start",
+  train: "begins to train; ETA unknown until two steps were measured",
+  evaluate: "trained; its quality is being measured",
+  publish: "trained and measured; its model is being stored",
 };
 
 /** When a job will be done, in words; where nothing says, why not. */
 export function eta(job) {
   if (job.status === "paused") return "paused: it goes on when it is resumed";
   if (job.status === "queued") return waits(job);
-  if (job.status === "evaluating") return "trained; its quality is being measured";
+  const doing = [PHASES[job.status === "evaluating" ? (job.phase === "publish" ? "publish" : "evaluate") : job.phase], phaseProgress(job)].filter(Boolean).join(": ");
+  if (job.status === "evaluating") return doing;
   if (job.spec.sweep) return "trains and measures its trials; their end is not foreseen";
   const left = job.progress.seconds_remaining;
-  if (left == null) return PHASES[job.phase] ?? "starts; ETA unknown until two steps were measured";
+  if (left == null) return doing || "starts; ETA unknown until two steps were measured";
   return `${duration(left)} left, trained about ${clockTime(job.estimated_finish ?? Date.now() / 1000 + left)}`;
 }
 

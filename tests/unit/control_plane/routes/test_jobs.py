@@ -14,6 +14,7 @@ from swiftkv_platform.control_plane.access.tenants import Tenants
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.security.keys import Scope, create_key
+from tests.fakes.attempt_store import FakeWorker
 from tests.unit.control_plane.routes.conftest import SPEC, URL, Server, Start, refusal
 
 JOB_KEYS = {
@@ -30,7 +31,7 @@ JOB_KEYS = {
         "artifact_uri",
     ),
     *("submission_id", "error", "metadata", "tenant", "created_by", "cost", "estimated_cost"),
-    *("phase", "queue_place", "waiting_since"),
+    *("phase", "phase_progress", "queue_place", "waiting_since"),
 }
 
 
@@ -305,17 +306,42 @@ def test_a_queued_job_always_says_why_it_waits(server: Server) -> None:
     assert waits(server, third) == f"1 of its tenant's jobs goes first; {waits(server, second)}"
 
 
-def test_a_job_on_the_cluster_says_its_phase(server: Server) -> None:
+def test_a_job_on_the_cluster_says_its_phase_and_how_far_that_is(server: Server) -> None:
     job = server.submit()["id"]
-    worker = server.run(job)
-    told = [server.get(f"/jobs/{job}")["phase"]]
-    for phase in ("prepare", "train"):
-        worker.say("placement", phase=f"{phase} of test", state="placed")
+    driver, worker = server.run(job), FakeWorker(server.parts.objects, job, writer="worker")
+
+    def told() -> Any:
         server.tick()
-        told.append(server.get(f"/jobs/{job}")["phase"])
-    assert told == [None, "prepare", "train"]
+        answer = server.get(f"/jobs/{job}")
+        progress = answer["phase_progress"]
+        return answer["phase"], progress and (*progress.values(),)
+
+    def place(phase: str) -> None:
+        worker.say("placement", phase=f"{phase} of test", state="placed")
+
+    assert told() == (None, None)
+    place("write")
+    assert told() == ("write", None)
+    for part, done, eta in (("one", 0, None), ("two", 3, 5.5), ("one", 10, 0.0)):
+        worker.say("progress", phase="write", part=part, done=done, total=10, eta_s=eta)
+    assert told() == ("write", ("2 parts", 13, 20, 6)), "workers write at the same time"
+    place("prepare")
+    assert told() == ("prepare", None)
+    place("train")
+    for done in (0, 3):
+        worker.say("progress", phase="calibrate", part="layers", done=done, total=32, eta_s=20.2 if done else None)
+    assert told() == ("calibrate", ("layers", 3, 32, 21))
+    worker.step(1, time=1.0)
+    assert told() == ("train", None)
+    place("evaluate")
+    worker.say("progress", phase="evaluate", part="rewired", done=1, total=1)
+    worker.say("progress", phase="evaluate", part="tasks", done=2, total=8)
+    driver.step(2, time=2.0)
+    assert told() == ("evaluate", ("tasks", 2, 8, None)), "one part after the other; late metrics take nothing back"
+    worker.say("progress", phase="publish", part="bytes", done=0, total=9)
+    assert told() == ("publish", ("bytes", 0, 9, None))
     server.end(job, SubmissionStatus.FAILED)
-    assert server.get(f"/jobs/{job}")["phase"] is None, "the attempt is over"
+    assert told() == (None, None), "the attempt is over"
 
 
 def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands(server: Server) -> None:

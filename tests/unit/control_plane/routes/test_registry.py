@@ -152,6 +152,25 @@ def test_what_stands_for_no_model_is_refused(server: Server) -> None:
     assert server.client.get("/aliases/nothing").status_code == 404
 
 
+def test_a_name_is_a_models_while_one_alone_has_it(server: Server, models: list[str]) -> None:
+    first, _, third = models
+    for name, body in (("second", {}), ("third", {"candidate": {"model": "first"}})):
+        made = post(server, "/deployments", {"model": name, "route_prefix": f"/{name}", **body}, 201)
+        assert made["model"] == models[("first", "second", "third").index(name)]
+        assert made["alias"] is None, "another model of the name, made later, is not swapped in"
+    assert made["candidate"]["model"] == first
+    assert promote(server, "third", alias="second")["model"] == third
+    post(server, "/models/second/promote", {"alias": "canary", "reason": "what `second` stands for"})
+    assert server.get("/aliases/canary")["model"] == server.get("/models/second")["id"] == third, "an alias goes first"
+    assert server.get("/models/first/compare/third")["b"] == server.get("/models/third/lineage")["model"] == third
+    assert server.client.delete("/models/first").status_code == 404, "what is deleted is named by its id"
+    again = server.succeed(name="first")["distilled_model"]
+    for path, body in (("/deployments", {"model": "first"}), ("/models/first/promote", {"alias": "a", "reason": "b"})):
+        refused = refusal(server.client.post(path, json=body))
+        assert (refused["field"], refused["message"].endswith(f"(newest first): {again}, {first}")) == ("model", True)
+    assert "use the id of one" in refusal(server.client.get("/models/first"))["message"]
+
+
 def described(metrics: dict[str, Any], **lineage: Any) -> Model:
     return Model("mdl_x", "acme", "m", "job_x", 1, 100, "s3://b/a", "d", 1, lineage, metrics)
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, sta
 from swiftkv_platform.control_plane.jobs.polling import PollSchedule
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
-from swiftkv_platform.control_plane.ray.places import Node
+from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
 from swiftkv_platform.settings import NodeGroup
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.records import make_job
@@ -234,3 +235,33 @@ def test_where_ray_does_not_tell_nothing_is_known(name: str) -> None:
         "words": {"data": {"clusterStatus": {"loadMetricsReport": {"usageByNode": {"a": {"CPU": ["x", 1]}}}}}},
     }
     assert answered(answers[name]) is None
+
+
+def greedily(nodes: list[Bundle], bundles: list[Bundle]) -> bool:
+    """The definition: each bundle on the node with the fewest GPUs, then CPUs, that holds it."""
+    left = [dict(node) for node in nodes]
+    for bundle in bundles:
+        holding = [node for node in left if all(node.get(name, 0.0) >= amount for name, amount in bundle.items())]
+        if not holding:
+            return False
+        chosen = min(holding, key=lambda node: (node["GPU"], node["CPU"]))
+        for name, amount in bundle.items():
+            chosen[name] -= amount
+    return True
+
+
+def test_nodes_that_are_looked_at_once_for_many_jobs_hold_what_each_would_find() -> None:
+    random, found = Random(0), []
+    for _ in range(300):
+        shapes = [
+            {"CPU": random.randint(1, 8), "GPU": random.randint(0, 4), random.choice(("memory", "a100")): 4}
+            for _ in range(random.randint(1, 3))
+        ]
+        nodes = [{**random.choice(shapes), f"node{i}": 1} for i in range(random.randint(1, 8))]
+        empty = EmptyNodes(nodes)
+        for _ in range(5):
+            worker = {"CPU": random.randint(0, 4), "GPU": random.randint(0, 2), random.choice(("memory", "a100")): 1}
+            bundles = [{"CPU": 1}, *[worker] * random.randint(1, 8)]
+            found.append(empty.hold(bundles))
+            assert found[-1] == fit(nodes, bundles) == greedily(nodes, bundles), (nodes, bundles)
+    assert 0.2 < sum(found) / len(found) < 0.8

@@ -38,8 +38,8 @@ header.
 
 | program | routes | beside the usual fields | refused |
 |---|---|---|---|
-| Open WebUI: chats, tools, titles, tags | models, chat/completions | parts with `cache_control`, `reasoning_effort` or \
-`reasoning`, `metadata`, an object as `user`, `files` in turns | pictures; Ollama's names, which users may have set \
+| Open WebUI: chats, tools, titles, tags | models, chat/completions | parts with `cache_control`, `reasoning_effort` \
+or `reasoning`, `metadata`, an object as `user`, `files` in turns | pictures; Ollama's names, which users may have set \
 (`repeat_penalty`, `num_ctx`) |
 | Continue | models, completions, chat/completions | a prompt with the model's own marks of what is before and \
 behind, 14 stops, `prediction` | `suffix`; `/v1/fim/completions` is not there |

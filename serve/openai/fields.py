@@ -102,8 +102,8 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     _served(
         "messages",
-        "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` has no effect, and images "
-        "and documents are refused",
+        "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` has no effect, and "
+        "images and documents are refused",
         routes=MESSAGES,
         origin="Anthropic",
     ),

@@ -65,6 +65,13 @@ def test_a_structured_answer(client: anthropic.Anthropic) -> None:
     assert isinstance(parsed.parsed_output, Place)
 
 
+def test_models_are_listed(client: anthropic.Anthropic) -> None:
+    [model] = client.models.list(limit=1000)
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+    assert client.models.retrieve(MODEL) == model
+    assert model.created_at.tzinfo is not None
+
+
 def test_errors_are_the_clients_own(ask: Ask, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="container is 'c'"):
         ask(container="c")

@@ -1,4 +1,4 @@
-"""Anthropic's client for Python: messages, streams, structured answers, a conversation with tools, counts of tokens."""
+"""Anthropic's client for Python: messages, streams, structured answers, tools over turns, counts of tokens, models."""
 
 from __future__ import annotations
 

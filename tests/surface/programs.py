@@ -77,6 +77,9 @@ async def test_what_programs_send_is_answered_in_the_form_that_they_read(
     named = answer.headers.get("x-swiftkv-ignored-fields", "")
     assert {*filter(None, named.split(", "))} == {*asked.named}
     found = tokens(asked, answer)
+    if asked.route == "messages":
+        count = await http.post("/v1/messages/count_tokens?beta=true", json={"model": "tiny", **asked.body})
+        assert count.json() == {"input_tokens": found[0]}
     without = {name: value for name, value in asked.body.items() if name not in asked.named}
     again = await ask(http, Recorded(asked.program, asked.route, without))
     assert tokens(Recorded(asked.program, asked.route, without), again)[0] == found[0], "the header names what it read"

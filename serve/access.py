@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import Depends, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -32,7 +32,7 @@ REPLICA_HEADER = "x-replica"
 IGNORED_FIELDS_HEADER = "x-swiftkv-ignored-fields"
 """Header of an answer to a body with fields that were accepted without effect: their names, comma-separated."""
 API_KEY_HEADER = "x-api-key"
-"""Header of the key in Anthropic's clients, on Anthropic's routes alone."""
+"""Header of the key in Anthropic's clients, on the routes that Anthropic has."""
 
 
 Limits = tuple[int | None, int | None]
@@ -40,6 +40,7 @@ Limits = tuple[int | None, int | None]
 _MOST_QUOTAS = 10_000
 """Callers whose quotas are kept; the one that asked longest ago is given up."""
 _SLASHES = re.compile("/{2,}")
+_MODELS = "/v1/models"
 _LIMITS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
 
 
@@ -73,7 +74,8 @@ class Caller:
 def _credential(request: Request) -> str | None:
     """The request's `Authorization`, which Anthropic's clients have in a header of their own."""
     credential, key = (request.headers.get(name) for name in ("authorization", API_KEY_HEADER))
-    if credential is None and key is not None and is_anthropics(request.url.path):
+    path = request.url.path
+    if credential is None and key is not None and (is_anthropics(path) or _MODELS in path):
         return f"Bearer {key}"
     return credential
 
@@ -160,6 +162,8 @@ class HostGuard(Middleware):
 
 _Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 """The key, for the document of the routes; the gate reads it by itself."""
+HAS_API_KEY = Security(APIKeyHeader(name=API_KEY_HEADER, auto_error=False))
+"""The same of Anthropic's header."""
 
 
 async def get_caller(request: Request, _header: _Header) -> Caller:

@@ -7,18 +7,17 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from fastapi import APIRouter, Request, Response, Security
-from fastapi.security import APIKeyHeader
+from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import from_json
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.serve.access import API_KEY_HEADER, TheCaller
+from swiftkv_platform.serve.access import HAS_API_KEY, TheCaller
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.openai.chat import Block, BlockEvent, Blocks, Form, Turn, TypedEvents, read
 from swiftkv_platform.serve.openai.schemas import ChatRequest, OpenAIFields, described
 from swiftkv_platform.serve.openai.streams import event_stream
-from swiftkv_platform.serve.schemas import Nested, Whole, checked_kind
+from swiftkv_platform.serve.schemas import Nested, Positive, checked_kind
 from swiftkv_platform.serve.tools.calling import MAX_TOOLS, FunctionTool, ToolName
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.bodies import BodyRoute
@@ -68,6 +67,7 @@ class ContentBlock(TextBlock):
         "tool_use": ("id", "name", "input"),
         "tool_result": ("tool_use_id",),
         "thinking": ("thinking",),
+        "redacted_thinking": (),
     }
     id: Annotated[str, Field(min_length=1)] | None = None
     name: Annotated[str, Field(min_length=1)] | None = None
@@ -87,7 +87,7 @@ class Message(Nested):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
-        roles = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "user"}
+        roles = dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant") | {"tool_result": "user"}
         for number, block in enumerate(self.content):
             if roles.get(block.type, self.role) != self.role:
                 wanted = f"blocks of type {block.type!r} are for role {roles[block.type]!r}"
@@ -99,6 +99,7 @@ class Message(Nested):
         of_type: dict[str, list[ContentBlock]] = {}
         for block in self.content:
             of_type.setdefault(block.type, []).append(block)
+        of_type.pop("redacted_thinking", None)  # another provider's, which it alone can read
         results = of_type.pop("tool_result", [])
         for block in results:
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _words(block.content)}
@@ -176,7 +177,7 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     """The conversation; the answer goes on with a last message of the assistant's."""
     system: TextBlocks = []
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_tokens: Positive | None = None
     stop_sequences: list[str] = []
     """Strings that end the answer and are not part of it."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -211,13 +212,12 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
 class MessagesRequest(CountRequest, json_schema_extra=described("messages")):
     """Body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[Whole, Field(ge=1)]
+    max_tokens: Positive
 
 
 def anthropic_router(current: Current) -> APIRouter:
     """The routes below `/v1/messages`, with the key in a header of their own as well."""
-    key = Security(APIKeyHeader(name=API_KEY_HEADER, auto_error=False))
-    router = APIRouter(prefix="/v1/messages", tags=["anthropic"], route_class=BodyRoute, dependencies=[key])
+    router = APIRouter(prefix="/v1/messages", tags=["anthropic"], route_class=BodyRoute, dependencies=[HAS_API_KEY])
 
     @router.post("")
     async def messages(body: MessagesRequest, request: Request, caller: TheCaller) -> Response:

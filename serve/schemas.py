@@ -80,6 +80,8 @@ def _whole(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
+# Bounds stand before the validator: behind it, pydantic would write them into the routes' document under its own names.
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 
 
 def _string_or_strings(value: Any) -> Any:
@@ -162,7 +164,7 @@ class SamplingFields(FrozenModel, strict=True):
     """Tokens before which no end of sequence, stop token or stop string ends the answer."""
     truncate_prompt_tokens: Whole | None = SamplingParams.truncate_prompt_tokens
     """Keep this number of tokens of a longer prompt, the last; -1: as many as the context has beside the answer."""
-    priority: Annotated[Whole, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(_whole)] = 0
     """Lower goes first."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds from arrival, waiting included, after which the answer is given up: 504."""

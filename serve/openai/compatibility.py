@@ -29,6 +29,28 @@ named as `messages.tool_calls.function.parsed_arguments`. Those of `structured_o
 Both engines have OpenAI's ranges, on every route: `temperature` 0 to 2, `top_p` and `min_p` 0 to 1, penalties -2 to 2,
 biases -100 to 100, `repetition_penalty` 0.01 to 100. `top_k` 0 and -1 keep all tokens, and `seed` -1 draws one.
 """
+_PROGRAMS = """\
+## Programs
+
+Requests of these programs, written down from their public sources, are asked in the tests of both engines
+(`tests/surface/recorded.py`); clients that run are [outside judges](judges.md). What has no effect is named in the
+header.
+
+| program | routes | beside the usual fields | refused |
+|---|---|---|---|
+| Open WebUI: chats, tools, titles, tags | models, chat/completions | parts with `cache_control`, `reasoning_effort` \
+or `reasoning`, `metadata`, an object as `user`, `files` in turns | pictures; Ollama's names, which users may have set \
+(`repeat_penalty`, `num_ctx`) |
+| Continue | models, completions, chat/completions | a prompt with the model's own marks of what is before and \
+behind, 14 stops, `prediction` | `suffix`; `/v1/fim/completions` is not there |
+| Zed | completions, chat/completions, messages | `content: []` beside calls, `prompt_cache_key`, `thinking`, \
+`eager_input_streaming` | |
+| Cline | chat/completions | `thinking` as an object, `cache_control` in the system's parts | |
+| Claude Code | models, messages, messages/count_tokens | `?beta=true`, turns of role `system`, `redacted_thinking`, \
+`context_management` that keeps all, `output_config.effort` | `context_management` that clears; server tools |
+| Codex | responses | `client_metadata`, `include`, items without `id` and `status` | `web_search` among `tools` (set \
+`web_search = "disabled"`), tools of type `custom` and `namespace` |
+"""
 _SECTIONS = {
     Treatment.SERVED: "",
     Treatment.WITHOUT_EFFECT: "Named in the answer's header `x-swiftkv-ignored-fields` and in the request log.",
@@ -52,6 +74,7 @@ def _lines() -> Iterator[str]:
                 rows.setdefault(_remarks(field), []).append(f"`{field.name}`")
         yield from (f"| {', '.join(names)} | {remarks} |" for remarks, names in rows.items())
         yield ""
+    yield _PROGRAMS
 
 
 def _remarks(field: RequestField) -> str:

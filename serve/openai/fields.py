@@ -83,6 +83,15 @@ def _no_logprobs(include: Any, _n: int) -> bool:
     return isinstance(include, list) and "message.output_text.logprobs" not in include
 
 
+def _clears_nothing(management: Any, _n: int) -> bool:
+    """Whether all of a conversation is to be kept, its thoughts too, as Claude Code says in each request."""
+    if not isinstance(management, dict) or management.keys() - {"edits"}:
+        return False
+    kept = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
+    edits = management.get("edits") or []
+    return isinstance(edits, list) and all(edit in kept for edit in edits)
+
+
 FIELDS: tuple[RequestField, ...] = (
     _served("model", "the served model's id, or a name of its deployment's"),
     _served("prompt", "text, token ids, or a list of either", routes=COMPLETIONS),
@@ -93,7 +102,8 @@ FIELDS: tuple[RequestField, ...] = (
     ),
     _served(
         "messages",
-        "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; images and documents are refused",
+        "blocks of type `text`, `tool_use`, `tool_result` and `thinking`; `redacted_thinking` has no effect, and "
+        "images and documents are refused",
         routes=MESSAGES,
         origin="Anthropic",
     ),
@@ -148,6 +158,7 @@ FIELDS: tuple[RequestField, ...] = (
     _without_effect("user", routes=OPENAI),
     _without_effect("store", "nothing is stored", routes=OPENAI),
     _without_effect("metadata"),
+    _without_effect("client_metadata", routes=RESPONSES),
     _without_effect("service_tier"),
     _without_effect("safety_identifier", routes=OPENAI),
     _without_effect("prompt_cache_key", "prefix caching needs no key", routes=OPENAI),
@@ -155,8 +166,8 @@ FIELDS: tuple[RequestField, ...] = (
     _without_effect("prompt_cache_retention", routes=OPENAI),
     _without_effect("prediction", "`num_lookup_tokens` drafts from the prompt", routes=CHAT),
     _without_effect("reasoning_effort", "not passed to the model", routes=CHAT),
-    _without_effect("reasoning", "not passed to the model", routes=RESPONSES),
-    _without_effect("thinking", "not passed to the model", routes=MESSAGES, origin="Anthropic"),
+    _without_effect("reasoning", "not passed to the model", routes=CHAT + RESPONSES),
+    _without_effect("thinking", "not passed to the model", routes=CHAT + MESSAGES, origin="Anthropic"),
     _without_effect("verbosity", routes=CHAT),
     _without_effect("max_tool_calls", "it counts tools that a server runs", routes=RESPONSES),
     _without_effect("image", routes=RESPONSES),
@@ -169,7 +180,7 @@ FIELDS: tuple[RequestField, ...] = (
     _refused(
         "best_of",
         "only the value of `n` is served",
-        routes=COMPLETIONS,
+        routes=COMPLETIONS + CHAT,
         accepts=lambda value, n: type(value) is int and value == n,
     ),
     _refused("suffix", "no model here fills in the middle", routes=COMPLETIONS, accepts=_is("")),
@@ -203,7 +214,13 @@ FIELDS: tuple[RequestField, ...] = (
         "truncation", "`truncate_prompt_tokens` keeps the end of the prompt", routes=RESPONSES, accepts=_is("disabled")
     ),
     _refused("context_management", "no conversation is shortened", routes=RESPONSES, accepts=_is([])),
-    _refused("context_management", "no conversation is shortened", routes=MESSAGES, origin="Anthropic"),
+    _refused(
+        "context_management",
+        "no conversation is shortened",
+        routes=MESSAGES,
+        origin="Anthropic",
+        accepts=_clears_nothing,
+    ),
     _refused("container", "no code is run", routes=MESSAGES, origin="Anthropic"),
     _refused("mcp_servers", "no server is asked; give `tools`", routes=MESSAGES, origin="Anthropic", accepts=_is([])),
     _served("top_k", origin="vLLM"),
@@ -216,6 +233,29 @@ FIELDS: tuple[RequestField, ...] = (
     _served("skip_special_tokens", origin="vLLM"),
     _served("allowed_token_ids", "not beside a constraint", origin="vLLM"),
     _refused("bad_words", "logit_bias of -100 forbids tokens", origin="vLLM", accepts=_is([])),
+    _refused("use_beam_search", "no beams are searched", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)),
+    _refused("length_penalty", "no beams are searched", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(1, 1.0)),
+    _refused("echo", "/v1/completions has it", routes=CHAT, origin="vLLM", accepts=_is(False)),
+    _refused("return_token_ids", "/generate has them", routes=COMPLETIONS + CHAT, origin="vLLM", accepts=_is(False)),
+    _refused(
+        "return_tokens_as_token_ids",
+        "/generate has them",
+        routes=COMPLETIONS + CHAT,
+        origin="vLLM",
+        accepts=_is(False),
+    ),
+    _refused(
+        "add_special_tokens",
+        "a prompt of token ids has those it is to have",
+        routes=COMPLETIONS,
+        origin="vLLM",
+        accepts=_is(True),
+    ),
+    _refused("add_special_tokens", "the chat template writes them", routes=CHAT, origin="vLLM", accepts=_is(False)),
+    _refused("include_reasoning", "thoughts are part of the text", routes=CHAT, origin="vLLM", accepts=_is(True)),
+    _refused("enable_thinking", "`chat_template_kwargs` has the template's variables", routes=TURNS, origin="vLLM"),
+    _without_effect("spaces_between_special_tokens", "there are none", routes=COMPLETIONS + CHAT, origin="vLLM"),
+    _without_effect("request_id", routes=COMPLETIONS + CHAT, origin="vLLM"),
     _served("prompt_logprobs", "not in a stream", routes=COMPLETIONS + CHAT, origin="vLLM"),
     _served("truncate_prompt_tokens", "keeps the end of the prompt", origin="vLLM"),
     _served("structured_outputs", origin="vLLM"),

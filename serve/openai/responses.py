@@ -8,7 +8,7 @@ from itertools import count
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from swiftkv_platform.serve.access import TheCaller
 from swiftkv_platform.serve.current import Current
@@ -16,7 +16,7 @@ from swiftkv_platform.serve.openai.chat import Block, BlockEvent, Blocks, Form, 
 from swiftkv_platform.serve.openai.schemas import ChatRequest, Content, OpenAIFields, described
 from swiftkv_platform.serve.openai.streams import event_stream
 from swiftkv_platform.serve.schemas import Nested, Whole, checked_kind
-from swiftkv_platform.serve.tools.calling import MAX_TOOLS, FunctionTool, NamedFunction, choice_kind
+from swiftkv_platform.serve.tools.calling import CHOICE_KINDS, MAX_TOOLS, FunctionTool, NamedFunction
 from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.problems import Problem, openai_error
 
@@ -75,6 +75,14 @@ def _thoughts(item: dict[str, Any]) -> str:
 class FlatTool(FunctionTool):
     type: Literal["function"]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, tool: Any) -> Any:
+        """Before anything of it is read: tools that a server runs have other keys."""
+        if isinstance(tool, dict):
+            checked_kind(tool, {"function": ("name",)})
+        return tool
+
 
 class FlatNamedTool(NamedFunction):
     type: Literal["function"]
@@ -90,7 +98,7 @@ FlatToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[FlatNamedTool, Tag("function")]
     | Annotated[FlatAllowedTools, Tag("allowed_tools")],
-    Discriminator(choice_kind),
+    CHOICE_KINDS,
 ]
 
 

@@ -5,13 +5,14 @@ Errors have OpenAI's shape below `/v1` (see `problems.py`).
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from swiftkv_platform.serve.access import TheCaller
+from swiftkv_platform.serve.access import HAS_API_KEY, TheCaller
 from swiftkv_platform.serve.answers import whole
 from swiftkv_platform.serve.openai.answers import CompletionChoices, usage
 from swiftkv_platform.serve.openai.chat import Turn, check_model, context_of, scores_of
@@ -30,12 +31,13 @@ def openai_router(current: Current) -> APIRouter:
     """The routes below `/v1`."""
     router = APIRouter(prefix="/v1", tags=["openai"], route_class=BodyRoute)
 
-    @router.get("/models")
+    @router.get("/models", dependencies=[HAS_API_KEY])
     async def list_models(_caller: TheCaller) -> dict[str, Any]:
-        """List the served model."""
-        return {"object": "list", "data": [_model(current.version)]}
+        """List the served model, with Anthropic's names beside OpenAI's."""
+        model = _model(current.version)
+        return {"object": "list", "data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
 
-    @router.get("/models/{model}")
+    @router.get("/models/{model}", dependencies=[HAS_API_KEY])
     async def get_model(model: str, _caller: TheCaller) -> dict[str, Any]:
         """The served model."""
         check_model(model, current.version)
@@ -88,6 +90,9 @@ def _model(version: Version) -> dict[str, Any]:
         "object": "model",
         "created": version.created,
         "owned_by": "swiftkv",
+        "type": "model",
+        "display_name": card.model,
+        "created_at": f"{datetime.fromtimestamp(version.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
         "max_model_len": card.max_model_len,
         "swiftkv": card.swiftkv,
     }

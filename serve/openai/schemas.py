@@ -72,7 +72,7 @@ def _part(number: int, part: Any) -> Part:
 
 # In place of pydantic's own check of the union, whose errors would name each of its types.
 Content = Annotated[
-    str | list[Part] | None, PlainValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)
+    str | list[Part] | None, PlainValidator(_content, json_schema_input_type=str | list[Part | str] | None)
 ]
 
 

@@ -79,11 +79,16 @@ def choice_kind(value: Any) -> Any:
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
 
 
+CHOICE_KINDS = Discriminator(
+    choice_kind,
+    custom_error_type="tool_choice",
+    custom_error_message="must be 'none', 'auto', 'required', or an object of type 'function' or 'allowed_tools'",
+)
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[NamedTool, Tag("function")]
     | Annotated[AllowedToolChoice, Tag("allowed_tools")],
-    Discriminator(choice_kind),
+    CHOICE_KINDS,
 ]
 
 

@@ -245,7 +245,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "22"}
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "accepted here: message, function_call"),
         ({"input": [said([{"type": "input_image"}], "user")]}, "input.0.content", "part 0 is of type 'input_image'"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "a"}]}, "input.0", "arguments is missing"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "accepted here: function"),
         (
             {"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
             "tools.0.parameters",

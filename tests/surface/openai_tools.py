@@ -275,6 +275,7 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice", "tools has none"),
         ({"tool_choice": named("fly")}, "tool_choice", "'fly', and tools has get_weather, move, ping"),
         ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "auto"}}, "tool_choice", "an object of type 'function' or"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"tools": [tool("ping"), tool("ping")]}, "tools.1.function.name", "names must differ"),

@@ -1,4 +1,4 @@
-"""Anthropic's client for Python: messages, streams, structured answers, a conversation with tools, counts of tokens."""
+"""Anthropic's client for Python: messages, streams, structured answers, tools over turns, counts of tokens, models."""
 
 from __future__ import annotations
 
@@ -63,6 +63,13 @@ def test_a_conversation_with_a_tool_goes_on(ask: Ask) -> None:
 def test_a_structured_answer(client: anthropic.Anthropic) -> None:
     parsed = client.messages.parse(model=MODEL, max_tokens=MAX_TOKENS, messages=MESSAGES, output_format=Place)
     assert isinstance(parsed.parsed_output, Place)
+
+
+def test_models_are_listed(client: anthropic.Anthropic) -> None:
+    [model] = client.models.list(limit=1000)
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+    assert client.models.retrieve(MODEL) == model
+    assert model.created_at.tzinfo is not None
 
 
 def test_errors_are_the_clients_own(ask: Ask, client: anthropic.Anthropic) -> None:

@@ -1,6 +1,7 @@
 """The table of request fields: complete against OpenAI's own types, obeyed by the bodies, and as the page says."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -13,6 +14,8 @@ from openai.types.responses import response_create_params as responses
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.serve.anthropic import MessagesRequest
+from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.openai.compatibility import page
 from swiftkv_platform.serve.openai.fields import FIELDS, MAX_NAMES, Route, Treatment, fields_of, names_without_effect
 from swiftkv_platform.serve.openai.responses import ResponsesRequest
@@ -60,6 +63,13 @@ def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obey
     assert json.dumps(schema)
 
 
+def test_the_document_of_the_routes_has_json_schemas_names_of_bounds() -> None:
+    """Pydantic writes its own where a bound stands behind a validator."""
+    document = json.dumps(create_http_app(Current()).openapi())
+    assert '"minimum": 1' in document
+    assert not re.findall(r'"(?:ge|gt|le|lt)": ', document)
+
+
 def test_the_page_is_what_the_command_prints() -> None:
     assert PAGE.read_text() == page(), f"write it again: python -m swiftkv_platform.serve.openai.compatibility > {PAGE}"
 
@@ -84,6 +94,22 @@ def test_what_would_change_the_answer_is_refused_with_its_reason(route: Route, n
         ("chat/completions", "modalities", ["text"], 1),
         ("chat/completions", "functions", [], 1),
         ("chat/completions", "function_call", "auto", 1),
+        ("chat/completions", "best_of", 1, 1),
+        ("chat/completions", "echo", False, 1),
+        ("chat/completions", "add_special_tokens", False, 1),
+        ("chat/completions", "include_reasoning", True, 1),
+        ("completions", "add_special_tokens", True, 1),
+        ("completions", "use_beam_search", False, 1),
+        ("completions", "length_penalty", 1.0, 1),
+        ("completions", "return_token_ids", False, 1),
+        ("messages", "context_management", {}, 1),
+        ("messages", "context_management", {"edits": []}, 1),
+        (
+            "messages",
+            "context_management",
+            {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]},
+            1,
+        ),
     ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted(route: Route, name: str, value: Any, n: int) -> None:

@@ -1,0 +1,119 @@
+"""Requests of chat pages, editors and agents as they were written down, on whichever real engine the fixture `engine`
+gives: answered in the form that each reads, or refused where an answer would be another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from swiftkv_platform.security.keys import KeyRing, Scope, create_key
+from swiftkv_platform.serve.current import Version
+from swiftkv_platform.serve.openai.fields import Route
+from tests.surface import openai_tools
+from tests.surface.conversations import joined
+from tests.surface.recorded import CODEX, REFUSED, REQUESTS, Recorded
+from tests.surface.replicas import application, asgi_client
+
+engine_config = openai_tools.engine_config
+model_dir = openai_tools.model_dir
+version = openai_tools.version
+
+
+@pytest.fixture
+def http(version: Version) -> httpx.AsyncClient:
+    return asgi_client(application(version))
+
+
+async def ask(http: httpx.AsyncClient, asked: Recorded) -> httpx.Response:
+    body = {"model": "tiny", **asked.body}
+    return await http.post(f"/v1/{asked.route}{asked.query}", json=body, headers=asked.headers)
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The documents of a stream, `[DONE]` among them."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def tokens(asked: Recorded, answer: httpx.Response) -> tuple[int, int]:
+    """Tokens of the prompt and of the answer, where the program reads them."""
+    is_stream = asked.body.get("stream")
+    if asked.route == "messages":
+        message = joined(answer.text) if is_stream else answer.json()
+        assert {block["type"] for block in message["content"]} <= {"text", "tool_use"}
+        return message["usage"]["input_tokens"], message["usage"]["output_tokens"]
+    if asked.route == "responses":
+        last = events(answer)[-1]
+        assert last["type"] in ("response.completed", "response.incomplete")
+        return last["response"]["usage"]["input_tokens"], last["response"]["usage"]["output_tokens"]
+    if not is_stream:
+        document = answer.json()
+        [choice] = document["choices"]
+        assert isinstance(choice["text"] if asked.route == "completions" else choice["message"]["content"], str)
+        return document["usage"]["prompt_tokens"], document["usage"]["completion_tokens"]
+    *chunks, done = events(answer)
+    assert done == "[DONE]"
+    told = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert told[-1]["finish_reason"] in ("stop", "length", "tool_calls")
+    if "stream_options" not in asked.body:
+        assert all(isinstance(choice["text"], str) for choice in told)
+        return 0, 0
+    assert all(isinstance(choice["delta"], dict) for choice in told)
+    assert chunks[-1]["choices"] == []
+    return chunks[-1]["usage"]["prompt_tokens"], chunks[-1]["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("asked", REQUESTS, ids=str)
+async def test_what_programs_send_is_answered_in_the_form_that_they_read(
+    http: httpx.AsyncClient, asked: Recorded
+) -> None:
+    answer = await ask(http, asked)
+    assert answer.status_code == 200, answer.text
+    named = answer.headers.get("x-swiftkv-ignored-fields", "")
+    assert {*filter(None, named.split(", "))} == {*asked.named}
+    found = tokens(asked, answer)
+    if asked.route == "messages":
+        count = await http.post("/v1/messages/count_tokens?beta=true", json={"model": "tiny", **asked.body})
+        assert count.json() == {"input_tokens": found[0]}
+    without = {name: value for name, value in asked.body.items() if name not in asked.named}
+    again = await ask(http, Recorded(asked.program, asked.route, without))
+    assert tokens(Recorded(asked.program, asked.route, without), again)[0] == found[0], "the header names what it read"
+
+
+@pytest.mark.parametrize(("what", "route", "body", "param", "reason"), REFUSED, ids=[one[0] for one in REFUSED])
+async def test_what_would_be_another_answer_is_refused(
+    http: httpx.AsyncClient, what: str, route: Route, body: dict[str, Any], param: str, reason: str
+) -> None:
+    answer = await ask(http, Recorded(what, route, body))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert reason in error["message"]
+
+
+async def test_a_response_that_codex_reads_goes_back_into_its_next_turn(http: httpx.AsyncClient) -> None:
+    """It drops ids and statuses (openai/codex#12669)."""
+    output = events(await ask(http, CODEX))[-1]["response"]["output"]
+    kept = [{key: value for key, value in item.items() if key not in ("id", "status")} for item in output]
+    told = [*CODEX.body["input"], *kept, CODEX.body["input"][1]]
+    answer = await ask(http, Recorded(CODEX.program, CODEX.route, {**CODEX.body, "input": told}))
+    assert answer.status_code == 200, answer.text
+
+
+async def test_models_are_listed_in_the_forms_of_openai_and_anthropic(version: Version, tmp_path: Path) -> None:
+    """Open WebUI and editors read `data` and `id`; Claude Code reads Anthropic's names, with Anthropic's key."""
+    key = create_key(tmp_path / "keys.json", name="ann", tenant="a", scopes=frozenset({Scope.GENERATE}))
+    http = asgi_client(application(version, key_ring=KeyRing(tmp_path / "keys.json")))
+    for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
+        told = (await http.get("/v1/models?limit=1000", headers=headers)).raise_for_status().json()
+        [model] = told["data"]
+        assert (told["object"], model["object"], model["owned_by"]) == ("list", "model", "swiftkv")
+        assert (told["first_id"], told["last_id"], told["has_more"]) == ("tiny", "tiny", False)
+        assert (model["id"], model["type"], model["display_name"]) == ("tiny", "model", "tiny")
+        assert model["created_at"] == "1970-01-01T00:00:01Z"
+        assert (await http.get("/v1/models/tiny", headers=headers)).raise_for_status().json() == model
+    assert (await http.get("/v1/models", headers={"x-api-key": "skv_no"})).status_code == 401

@@ -31,6 +31,8 @@ class Turns:
     def __init__(self) -> None:
         self._places: dict[tuple[str, Kind], asyncio.Semaphore] = {}
         self._waiting: Counter[tuple[str, Kind]] = Counter()
+        self._rested: dict[tuple[str, Kind], float] = {}
+        """Time from which on there may be the next turn."""
 
     @asynccontextmanager
     async def turn(self, tenant: str, kind: Kind) -> AsyncIterator[None]:
@@ -48,9 +50,14 @@ class Turns:
             await turns.acquire()
         finally:
             self._waiting[place] -= 1
-        began = time.monotonic()
         try:
-            yield
+            if (rest := self._rested.get(place, 0.0) - time.monotonic()) > 0.0:
+                await asyncio.sleep(rest)
+            began = time.monotonic()
+            try:
+                yield
+            finally:
+                now = time.monotonic()
+                self._rested[place] = now + min(max(now - began - SPARED_S, 0.0), MOST_REST_S)
         finally:
-            took = time.monotonic() - began
-            asyncio.get_running_loop().call_later(min(max(took - SPARED_S, 0.0), MOST_REST_S), turns.release)
+            turns.release()

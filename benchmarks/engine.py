@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -98,6 +100,8 @@ def main(argv: list[str] | None = None) -> None:
             "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),
         }
         report["speedups"] = {}
+        for _ in range(args.busy_programs):
+            stack.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
         for name in args.loads:
             shape, num_output, rounds = loads[name]
             results = compare({one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size)
@@ -126,6 +130,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=128, help="prompt tokens of decode")
     parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates in decode")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    parser.add_argument("--busy-programs", type=int, default=0, help="that take a core each meanwhile")
     parser.add_argument(
         "--native-kernels", action=argparse.BooleanOptionalAction, default=True, help="or PyTorch's operators"
     )

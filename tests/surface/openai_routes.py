@@ -186,7 +186,7 @@ async def test_bad_requests_have_openais_shape(client: Any, body: dict[str, Any]
         ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),
         ({"web_search_options": {}}, "web_search_options", "nothing is searched"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
-        ({"extra": {"echo": True}}, "echo", "it is one of /v1/completions"),
+        ({"extra": {"echo": True}}, "echo", "/v1/completions has it"),
         (
             {"extra": {"chat_template_kwargs": {"add_generation_prompt": False}}},
             "chat_template_kwargs.add_generation_prompt",

@@ -99,8 +99,8 @@ def import_model(
 
 @router.get("/models/{model_id}")
 def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
-    """One model. Its alias, its job's id, or a name that one model alone has, will do in place of its id, here and
-    where else a model is asked for but in `DELETE`."""
+    """One model. Its alias, its job's id, or a name that one model alone has, is accepted in place of its id, here and
+    wherever a model is named but in `DELETE`."""
     return ModelAnswer.of(service.find(model_id, caller.tenant))
 
 

@@ -61,6 +61,7 @@ def available() -> bool:
     try:
         torch.ops.load_library(str(_compiled()))
         _check()
+        _num_threads()
     except (_UnavailableError, OSError, RuntimeError) as error:
         get_logger().warning("native_kernels_unavailable", reason=str(error), instead="PyTorch's operators")
         return False
@@ -128,14 +129,23 @@ def _check() -> None:
         raise _UnavailableError("products in integers computed with them are wrong")
 
 
+@functools.cache
+def _num_threads() -> int:
+    """Threads that PyTorch has when this is called first."""
+    return torch.get_num_threads()
+
+
 @contextmanager
 def threads_to_themselves() -> Iterator[None]:
     """Let the kernels that this thread calls have all threads, and PyTorch's operators one.
 
     Those have threads of their own, which look for more work for milliseconds after each operator, on the cores that
-    the kernels' threads need.
+    the kernels' threads need. A thread that begins meanwhile, as that of an engine which is swapped in, is told one by
+    PyTorch, and has as many as there were when the kernels were loaded.
     """
     count = torch.get_num_threads()
+    if count == 1:
+        count = _num_threads()
     torch.ops.swiftkv_cpu.use_threads(count)
     torch.set_num_threads(1)
     try:

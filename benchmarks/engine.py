@@ -4,6 +4,7 @@
     python -m benchmarks.engine --loads decode --systems dense swiftkv
     python -m benchmarks.engine --vllm-python VENV/bin/python    # one that has vLLM, for the dense model there
     python -m benchmarks.engine --vllm-python VENV/bin/python --systems vllm vllm-swiftkv    # one with our plugin too
+    python -m benchmarks.engine --vllm-python VENV/bin/python --systems vllm-int8 vllm-swiftkv-int8    # W8A8
     python -m benchmarks.engine --openvino-python VENV/bin/python --systems swiftkv swiftkv-int8 openvino-int8
 
 One random model, one run. Systems take turns within each round, so that all see the same noise of the machine; figures
@@ -36,6 +37,7 @@ from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
+from swiftkv_platform.model import export
 
 OPENVINO_WORKER = Path(__file__).with_name("openvino_worker.py")
 KV_CACHE_BYTES = 99 << 20
@@ -46,8 +48,13 @@ VLLM_KV_CACHE_BYTES = 96 << 20
 CACHED_TOKENS = 3000
 """Tokens of a load for which one cache is taken."""
 OURS = ["dense", "swiftkv"]
-VLLM = {"vllm": "dense", "vllm-swiftkv": "swiftkv"}
-"""Model that vLLM serves, by system."""
+VLLM: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm": ("dense", {}),
+    "vllm-swiftkv": ("swiftkv", {}),
+    "vllm-int8": ("int8", {"hf_overrides": {"swiftkv": False}}),
+    "vllm-swiftkv-int8": ("int8", {}),
+}
+"""Model that vLLM serves, and options, by system; the dense model in int8 is the quantised student's teacher."""
 INTEGERS = {f"{name}-{form}": (name, form) for name in OURS for form in ("int8", "int4")}
 """Model and `EngineConfig.weights` of our engine on weights that are rounded when they are loaded, by system."""
 OPENVINO = {f"openvino-{form}": form for form in ("bfloat16", "int8", "int4")}
@@ -84,7 +91,8 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(report["counted"] | {"kv_blocks": report["kv_blocks"]}), flush=True)
         workers: dict[str, EngineWorker] = {}
         for name in [name for name in args.systems if name in VLLM]:
-            workers[name] = stack.enter_context(vllm_worker(args, paths[VLLM[name]], config))
+            model, options = VLLM[name]
+            workers[name] = stack.enter_context(vllm_worker(args, directory / model, config, options))
             systems[name] = vllm_system(workers[name])
         for name in [name for name in args.systems if name in OPENVINO]:
             arguments = {"model": str(paths["dense"]), "form": OPENVINO[name]}
@@ -157,6 +165,8 @@ def save_models(args: argparse.Namespace, directory: Path) -> dict[str, Path]:
     dense = dense.to(torch.bfloat16)
     dense.save_pretrained(directory / "dense")
     random_student(dense, args).save_pretrained(directory / "swiftkv")
+    if any(VLLM[name][0] == "int8" for name in args.systems if name in VLLM):
+        export(directory / "swiftkv", directory / "int8", teacher=True, quantize="int8")
     return {name: directory / name for name in OURS}
 
 
@@ -197,7 +207,7 @@ def engine_system(engine: LLMEngine) -> System:
     return play
 
 
-def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig) -> EngineWorker:
+def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig, options: dict[str, Any]) -> EngineWorker:
     """vLLM on a model, with the limits of our engine."""
     arguments = engine_arguments(
         model,
@@ -206,7 +216,7 @@ def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig) -> 
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-    return EngineWorker(args.vllm_python, arguments, num_threads=torch.get_num_threads())
+    return EngineWorker(args.vllm_python, arguments | options, num_threads=torch.get_num_threads())
 
 
 def compare(

@@ -126,18 +126,19 @@ def test_an_interpreter_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = "--layers 4 --hidden-size 64 --intermediate-size 96 --heads 4 --kv-heads 2 --vocab-size 128"
     tiny += " --num-key-value-layers 2 --prompt-length 40 --context-length 12 --output-length 4 --short"
-    tiny += " --systems dense swiftkv huggingface vllm vllm-swiftkv"
+    systems = ["dense", "swiftkv", "huggingface", "vllm", "vllm-swiftkv", "vllm-int8", "vllm-swiftkv-int8"]
+    tiny += f" --systems {' '.join(systems)}"
     engine.main([*tiny.split(), "--vllm-python", str(fake_python), "--output", str(tmp_path / "engine.json")])
     report = json.loads((tmp_path / "engine.json").read_text(encoding="utf-8"))
-    assert {name: made["vllm"] for name, made in report["workers"].items()} == {"vllm": "fake", "vllm-swiftkv": "fake"}
+    assert {name: made["vllm"] for name, made in report["workers"].items()} == dict.fromkeys(systems[3:], "fake")
     for load, figure, tokens in (("prefill", "median_ttft_ms", 41), ("decode", "median_tpot_ms", 8 * 16)):
         rows = report[load]
-        assert list(rows) == ["dense", "swiftkv", "huggingface", "vllm", "vllm-swiftkv"]
+        assert list(rows) == systems
         counted = {row["total_input_tokens"] + row["total_output_tokens"] for row in rows.values()}
         assert counted == {tokens}
         faster = rows["vllm"][figure] / rows["swiftkv"][figure]
         found = report["speedups"][load]["vllm"]
-        assert set(found) == {"dense", "swiftkv", "huggingface", "vllm-swiftkv"}
+        assert set(found) == set(systems) - {"vllm"}
         if load == "prefill":
             assert found["swiftkv"] == pytest.approx(faster)
     assert "as fast as vllm: dense " in capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL
 from swiftkv_platform.control_plane.base import Page
-from swiftkv_platform.control_plane.jobs.job import JobStatus
+from swiftkv_platform.control_plane.jobs.job import JobStatus, Reason
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from tests.fakes.attempt_store import METRICS
 from tests.unit.control_plane.rules.conftest import TENANT, Plane
@@ -113,6 +113,15 @@ def test_a_failure_that_another_try_can_mend_goes_on_from_the_newest_checkpoint(
     )
 
 
+def test_bad_data_is_not_tried_again(plane: Plane) -> None:
+    job = plane.started()
+    field = "data.sources[0].name_or_path"
+    plane.worker(job).say("error", "it is empty", code="data_error", field=field, value="x", retryable=False)
+    plane.end(job, SubmissionStatus.FAILED)
+    assert plane.get(job).status is JobStatus.FAILED
+    assert plane.get(job).error == Reason("data_error", "it is empty", field)
+
+
 def test_prepared_rows_are_kept_for_another_attempt_and_for_no_longer(plane: Plane) -> None:
     job = plane.submit(fault_tolerance={"max_retries": 1})
     reconciler = plane.reconciler()
@@ -180,6 +189,19 @@ def test_a_head_that_forgot_a_run_costs_an_attempt_and_no_retry(plane: Plane) ->
     plane.cluster.stop(f"{job.id}-2")  # as somebody else does
     plane.tick()
     assert (plane.reason(job).code, plane.get(job).attempt.number) == ("preempted", 3)
+
+
+def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
+    normal = [plane.submit() for _ in range(2)]
+    low = plane.submit(limits={"priority": "low"})
+    high = plane.submit(limits={"priority": "high"})
+    reconciler = plane.reconciler(max_running_jobs=2)
+    expected = [high, *normal, low]
+    for running in range(2, 5):
+        reconciler.tick()
+        assert plane.cluster.started == [f"{job.id}-1" for job in expected[:running]]
+        plane.worker(expected[running - 2]).artifact()
+        plane.cluster.finish(f"{expected[running - 2].id}-1", SubmissionStatus.SUCCEEDED)
 
 
 def test_while_ray_is_away_jobs_keep_their_status(plane: Plane) -> None:

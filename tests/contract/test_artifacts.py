@@ -29,15 +29,6 @@ def publish(store: ObjectStore, source: Path) -> None:
     publish_directory(store, source, "art", kind="artifact", lineage={"job_id": "job_1"}, metrics={"kl": 0.25})
 
 
-def test_an_artifact_comes_back_verified(store: ObjectStore, source: Path, tmp_path: Path) -> None:
-    publish(store, source)
-    manifest = fetch_directory(store, "art", tmp_path / "out")
-    assert set(manifest.files) == {"config.json", "nested/weights.bin"}
-    for name in manifest.files:
-        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
-    assert (manifest.lineage, manifest.metrics) == ({"job_id": "job_1"}, {"kl": 0.25})
-
-
 def test_parts_of_an_artifact_are_read_without_the_rest(store: ObjectStore, source: Path, tmp_path: Path) -> None:
     publish(store, source)
     directory = StoredDirectory(store, "art")

@@ -38,17 +38,6 @@ from tests.records import TENANT, make_job, make_model, store
 from tests.threads import at_once
 
 
-def test_a_model_is_stored_with_its_job(jobs: JobRepository, database: Database) -> None:
-    registry = Registry(database)
-    job = store(jobs, make_job())
-    model = make_model(job)
-    jobs.update(replace(job, distilled_model=model.id), model=model)
-    assert registry.get_model(model.id, tenant=TENANT) == model
-    assert registry.list_models(Page(), tenant=TENANT).items == [model]
-    with pytest.raises(NotFoundError):
-        registry.get_model(model.id, tenant="other")
-
-
 @pytest.fixture
 def model(jobs: JobRepository) -> Model:
     job = store(jobs, make_job())

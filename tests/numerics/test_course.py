@@ -2,25 +2,16 @@
 had not been.
 """
 
-import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.contract.events import CourseCode
-from swiftkv_platform.distillation.pieces import TrainedTensors
 from swiftkv_platform.distillation.trainer import HeldOut
 from swiftkv_platform.planning.steering import RunSchedule
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import publish_directory, read_manifest
 from tests.numerics.distillation_worker import CHECKPOINTS, Outcome, Run, assert_equal_weights, run
 
 RUINOUS = {"learning_rate": 0.5, "warmup_ratio": 0.0, "schedule": "constant"}
@@ -65,29 +56,6 @@ def _assert_same_rates(one: Outcome, other: Outcome) -> None:
     assert [metrics.lr for metrics in one.steps] == [metrics.lr for metrics in other.steps]
 
 
-@pytest.mark.parametrize("trainable", [pytest.param("qkv", marks=wide), pytest.param("tail", marks=wide), "all"])
-def test_every_strategy_measures_the_same(tmp_path: Path, trainable: str) -> None:
-    spec = {"distillation": {"trainable": trainable}}
-    ddp, fsdp2 = (
-        kls(_run(tmp_path, strategy, training={"max_steps": 3}, spec={**spec, "sharding": {"strategy": strategy}}))
-        for strategy in STRATEGIES
-    )
-    assert fsdp2 == pytest.approx(ddp, rel=1e-5)
-
-
-@pytest.mark.parametrize(("strategy", "optimizer"), [("ddp", "muon"), ("fsdp2", "adamw")])
-def test_a_ruinous_rate_ends_no_worse_than_the_start(tmp_path: Path, strategy: str, optimizer: str) -> None:
-    spec = {"optimizer": {**RUINOUS, "name": optimizer}, "sharding": {"strategy": strategy}}
-    outcome = _run(tmp_path, "s", training={"guard": {"max_rollbacks": 2}}, spec=spec)
-    *rollbacks, end = outcome.notes
-    assert [note.data["action"] for note in rollbacks] == ["rollback"] * len(rollbacks)
-    assert rollbacks[0].data["code"] is CourseCode.HELD_OUT_KL_ABOVE_START
-    assert rollbacks[0].data["learning_rate"] == pytest.approx(0.25)
-    assert end.data["action"] == "end"
-    assert end.data["chosen_step"] == end.data["best_step"]
-    assert end.data["best_kl"] <= end.data["start_kl"]
-
-
 def test_going_back_restores_the_state_and_halves_the_rate(tmp_path: Path) -> None:
     """With no step left to go on with, what remains is the start, to the bit."""
     untrained = _run(tmp_path, "none", training={"max_steps": 1}, spec={"optimizer": {"learning_rate": 1e-30}})
@@ -123,30 +91,6 @@ def test_a_loss_that_is_not_finite_goes_back_as_well(tmp_path: Path) -> None:
     assert actions(outcome)[0] == ("rollback", CourseCode.LOSS_NOT_FINITE)
     assert actions(outcome)[-1] == ("end", CourseCode.LAST_STEP)
     assert outcome.notes[-1].data["best_kl"] <= outcome.notes[-1].data["start_kl"]
-
-
-def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
-    training = {"early_stopping": {"patience": 2, "min_delta": 10.0}, "max_steps": 8}
-    outcome = _run(tmp_path, "s", training=training)
-    again = _run(tmp_path, "s", training=training)
-    assert [metrics.step for metrics in outcome.steps] == [1, 2]
-    assert actions(outcome) == [("end", CourseCode.EARLY_STOPPING)]
-    assert outcome.notes[-1].data["chosen_step"] == 2
-    assert again.steps == []
-
-
-def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = iter([0.5, 0.4, 0.3, 0.35, 0.32, 0.31])
-    spec = {"optimizer": {"schedule": "constant", "warmup_ratio": 0.0}, "checkpoint": {"every_steps": 1, "keep": 1}}
-    with monkeypatch.context() as scripted:
-        scripted.setattr(HeldOut, "measure", lambda _: next(figures))
-        outcome = _run(tmp_path, "s", training={"max_steps": 5}, spec=spec)
-    until_best = _run(tmp_path, "b", training={"max_steps": 2}, spec=spec)
-    assert outcome.notes[-1].data["chosen_step"] == 2
-    assert [path.name[:13] for path in _checkpoints(tmp_path, "s")] == ["step-00000002", "step-00000005"]
-    kept = TrainedTensors(_checkpoints(tmp_path, "s")[0])
-    for name, tensor in until_best.trained.items():
-        assert kept[name].equal(tensor), name
 
 
 @pytest.mark.parametrize(
@@ -218,31 +162,3 @@ def test_a_resumed_run_does_not_search_again(tmp_path: Path, strategy: str) -> N
     assert second.notes == []
     assert [metrics.step for metrics in second.steps] == [5, 6]
     assert_equal_weights(second, whole)
-
-
-def test_a_checkpoint_of_a_version_before_goes_on_as_it_did(tmp_path: Path) -> None:
-    """It has no course: the spec's rate and its warm-up hold, and held-out KL is measured from there."""
-    whole = run(Run(store=str(tmp_path / "whole"), spec={"training": {"max_steps": 6}}))
-    run(Run(store=str(tmp_path / "cut"), spec={"training": {"max_steps": 6}}, stop_after=3))
-    for directory in _checkpoints(tmp_path, "cut"):
-        _remove_course(directory, tmp_path / directory.name)
-    second = _run(tmp_path, "cut", training={"max_steps": 6, "keep_best": False})
-    assert [metrics.step for metrics in second.steps] == [3, 4, 5, 6]
-    assert len(kls(second)) == 4
-    assert_equal_weights(second, whole)
-
-
-def _remove_course(directory: Path, scratch: Path) -> None:
-    """Write a checkpoint again without its course, as it was before there was one."""
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
-    kept: dict[str, torch.Tensor] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata) and not name.startswith("progress.course.")
-    }
-    load(kept, storage_reader=FileSystemReader(directory))
-    save(kept, storage_writer=FileSystemWriter(scratch))
-    store = open_store(str(directory.parent))
-    lineage = read_manifest(store, directory.name).lineage
-    shutil.rmtree(directory)
-    publish_directory(store, scratch, directory.name, kind="checkpoint", lineage=lineage, metrics={})

@@ -139,16 +139,6 @@ def test_the_cache_after_exits_serves_the_next_turn(student: Any, prompts: torch
     assert torch.equal(second, generate(student, tokens, use_cache=False))
 
 
-@students
-def test_quantised_rows_exit_too(student: Any, prompts: torch.Tensor) -> None:
-    options = mixed(student, prompts)
-    output = with_exits(student, prompts, options, kv_cache_dtype="int8")
-    for row in range(len(prompts)):
-        alone = with_exits(student, prompts[row : row + 1], options, kv_cache_dtype="int8")
-        assert torch.equal(alone.sequences[0], output.sequences[row])
-        assert torch.equal(alone.num_exited_tokens[0], output.num_exited_tokens[row])
-
-
 def test_the_generation_configuration_may_ask_for_it(prompts: torch.Tensor) -> None:
     student = make_student()
     options = mixed(student, prompts)

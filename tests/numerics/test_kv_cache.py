@@ -79,14 +79,6 @@ def test_chunks_read_what_one_pass_reads(name: str, kv_cache_dtype: str, max_cac
     assert (whole - run(40, "auto")).abs().max() > 1e-2, "nothing was quantised"
 
 
-def test_latents_are_quantised_as_one_head() -> None:
-    student = make_student("deepseek_v2")
-    cache = make_cache(student.config, kv_cache_dtype="fp8")
-    with torch.no_grad():
-        student(torch.arange(20)[None], past_key_values=cache)
-    assert cache_bytes(cache) == 4 * 20 * ((24 + 2) + (8 + 2))  # a latent and a rotary key, each with its scale
-
-
 @pytest.mark.parametrize("swiftkv", [True, False])
 def test_a_cache_of_the_other_mode_is_refused(swiftkv: bool) -> None:
     student = make_student("llama").swiftkv(swiftkv)
@@ -164,25 +156,3 @@ class Metadata:
 
     def select_tokens(self, selection: TokenSelection) -> Metadata:
         return Metadata(selection.take(self.sequence_of[None])[0])
-
-
-@torch.no_grad()
-def test_metadata_follows_the_selection_of_a_flat_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    student = make_student("llama")
-    seen: list[tuple[int, list[int], float]] = []
-    for i, layer in enumerate(student.model.layers):
-        original = layer.self_attn.forward
-
-        def spy(*args: Any, i: int = i, original: Any = original, **kwargs: Any) -> Any:
-            seen.append((i, kwargs.pop("metadata").sequence_of.tolist(), kwargs.pop("factor")))
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(layer.self_attn, "forward", spy)
-    ids = torch.arange(5)[None]
-    metadata = Metadata(torch.tensor([0, 0, 1, 1, 1]))
-    context = student.model.begin(ids, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), metadata=metadata, factor=0.5)
-    x = student.model.lower(context)
-    student.model.student_upper(x, context, kept=TokenSelection(torch.tensor([1, 4])))
-    everything, ends = [0, 0, 1, 1, 1], [0, 1]
-    assert seen == [(i, everything if i < 2 else ends, 0.5) for i in range(len(student.model.layers))]
-    assert metadata.sequence_of.tolist() == everything

@@ -27,7 +27,6 @@ from swiftkv_platform.jobs.attempt.parents import open_parent, trained_tensors
 from swiftkv_platform.jobs.attempt.stored import AttemptCheckpoints
 from swiftkv_platform.model import convert
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import publish_directory
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
 from tests.numerics.distillation_worker import job_spec
 from tests.numerics.spawning import run_in_group
@@ -234,21 +233,6 @@ def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: b
     assert {name: started.digests[name] for name in expected} == expected
     share = saved.size if with_optimizer else saved.size / 3
     assert max(started.read_of_pieces) < 1.2 * share / 4
-
-
-@in_soak
-def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) -> None:
-    student = _student()
-    student.save_pretrained(tmp_path / "model", max_shard_size="2MB")
-    store = open_store(saved.case.uri)
-    publish_directory(store, tmp_path / "model", "model", kind="artifact", lineage={}, metrics={})
-    size = sum(info.size for info in store.list("model") if info.key.endswith(".safetensors"))
-    parent = Parent(name="mdl_a", kind="model", key="model", job_id="j", sha256="")
-    started = _run(start_from_parent, replace(saved.case, parent=parent), 4, tmp_path)
-    for name, tensor in student.state_dict().items():
-        if (digest := started.digests.get(f".model.student.{name}")) is not None:
-            assert digest == hashlib.sha256(tensor.numpy().tobytes()).hexdigest(), name
-    assert max(sum(read.values()) for read in started.read) < 1.2 * size / 4
 
 
 @pytest.mark.parametrize(

@@ -58,22 +58,6 @@ def test_changes_of_different_fields_all_take_effect(plane: DeploymentPlane) -> 
         assert found["version"] == 1 + len(changes)
 
 
-def test_of_fifty_changes_of_one_field_those_that_hold_are_told_so(plane: DeploymentPlane) -> None:
-    deployment = plane.deployed("acme")["id"]
-    answers = at_once(partial(patch, plane, deployment, {"max_replicas": number}) for number in range(2, 52))
-    held = {}
-    for number, answer in enumerate(answers, 2):
-        if answer.status_code == 200:
-            held[number] = answer.json()
-            assert held[number]["max_replicas"] == number
-        else:
-            assert refusal(answer, 409)["field"] == "max_replicas"
-            assert answer.json()["code"] == "stale_version"
-    assert sorted(found["version"] for found in held.values()) == list(range(2, len(held) + 2)), "one after another"
-    last = max(held.values(), key=lambda found: found["version"])
-    assert get(plane, f"/deployments/{deployment}")["max_replicas"] == last["max_replicas"]
-
-
 def test_a_change_may_name_the_version_that_it_is_made_of(plane: DeploymentPlane) -> None:
     deployment = plane.deployed("acme")["id"]
     seen = plane.ask("acme", "GET", f"/deployments/{deployment}")

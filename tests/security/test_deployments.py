@@ -139,29 +139,6 @@ def test_metrics_of_replicas_are_read_with_the_callers_key(tmp_path: Path, sqlit
         assert [each.headers["authorization"] for each in script.requests] == [plane.headers("acme")["authorization"]]
 
 
-def test_a_number_that_would_stop_everybodys_deployments_is_refused(plane: DeploymentPlane) -> None:
-    """All tenants' deployments go to Serve in one document, which cannot hold it."""
-    deployment, model = plane.deployed("acme")["id"], plane.model("acme")
-    headers = {**plane.headers("acme"), "content-type": "application/json"}
-    timeouts = ("Infinity", "1e999", "NaN", "9" * 30)
-    for field, number in (
-        *(("engine.grammar_timeout_s", number) for number in timeouts),
-        ("engine.num_threads", str(1 << 62)),
-        ("target_ongoing_requests", "1e-320"),
-        ("downscale_delay_s", "1e308"),
-    ):
-        outer, _, name = field.rpartition(".")
-        option = f'"{name}": {number}'
-        changed = f'"{outer}": {{{option}}}' if outer else option
-        for method, path, body in (
-            ("POST", "/deployments", f'{{"model": "{model}", "route_prefix": "/b", {changed}}}'),
-            ("PATCH", f"/deployments/{deployment}", f"{{{changed}}}"),
-        ):
-            refused = plane.client.request(method, path, content=body, headers=headers)
-            assert refusal(refused)["field"] == field
-    assert [item.spec.engine for item in plane.parts.deployments.all_deployments().items] == [{}]
-
-
 TENANTS = """
 tenants:
   acme: {max_gpus: 8, max_cpus: 16}
@@ -179,32 +156,6 @@ def granted(tmp_path: Path, sqlite_database: Database) -> Iterator[DeploymentPla
 def quota(plane: DeploymentPlane) -> dict[str, Any]:
     answer: dict[str, Any] = plane.ask("acme", "GET", "/quota").json()
     return answer
-
-
-def test_the_operator_bounds_the_replicas_of_one_deployment(granted: DeploymentPlane) -> None:
-    deployment = granted.deployed("free", max_replicas=64, route_prefix="/most")["id"]
-    for replicas in ({"max_replicas": 65}, {"min_replicas": 10_000, "max_replicas": 10_000}):
-        for refused in (
-            granted.deploy("free", **replicas),
-            granted.ask("free", "PATCH", f"/deployments/{deployment}", replicas),
-        ):
-            error = refusal(refused)
-            assert (error["field"], "64" in error["message"]) == ("max_replicas", True)
-
-
-def test_a_deployment_that_could_never_run_is_over_quota(granted: DeploymentPlane) -> None:
-    for number, (options, limit) in enumerate(
-        (
-            ({"min_replicas": 17, "max_replicas": 17}, "max_cpus"),
-            ({"max_replicas": 3, "engine": {"device": "cuda", "tensor_parallel_size": 3}}, "max_gpus"),
-            ({"engine": {"num_threads": 17}}, "max_cpus"),
-        )
-    ):
-        refused = granted.deploy("acme", **options)
-        assert (refused.status_code, refused.json()["code"]) == (403, "over_quota")
-        assert limit in refused.json()["detail"]
-        free = granted.deploy("free", route_prefix=f"/{number}", **options)
-        assert free.status_code == 201, "without a limit it is not held"
 
 
 def test_deployments_hold_what_they_may_grow_to(granted: DeploymentPlane) -> None:

@@ -226,13 +226,6 @@ def test_an_error_names_what_is_wrong_in_one_block(run: Run, script: Script, spe
         assert (result.exit_code, named in result.stderr) == (1, True)
 
 
-def test_starting_the_command_line_imports_nothing_heavy() -> None:
-    heavy = {"ray", "torch", "transformers", "sqlalchemy", "fastapi"}
-    code = f"import sys, swiftkv_platform.cli.app; print(sorted({heavy} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
 def test_logs_are_printed(run: Run, script: Script) -> None:
     script.on("GET", "/jobs/job_1/logs", json_answer("step 1"))
     assert "step 1" in run("jobs", "logs", "job_1").stdout

@@ -21,7 +21,7 @@ from swiftkv_platform.data.uploads import check_upload
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import DataSourceSpec
-from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, targets, texts
+from tests.training_text import CHAT, NUMBERED, TALK, Write, prepare, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -200,13 +200,6 @@ def test_an_upload_and_a_job_refuse_the_same_rows_with_the_same_words(
         assert f"line 2, read as {format_}: " in caught.value.message
         assert message in caught.value.message
         assert caught.value.value == f"{path}:2"
-
-
-def test_turns_of_weight_0_are_read_and_not_counted(write: Write) -> None:
-    talk = [*TALK[:3], {**TALK[3], "weight": 0}]
-    prepared = prepare(write([{"messages": talk}]), template=CHAT, train_on="assistant", max_length=128)
-    assert texts(prepared.train) == ["<user>ask|<assistant>say|<user>more|<assistant>no|"]
-    assert targets(prepared.train) == ["say|"]
 
 
 def test_every_row_of_a_file_may_have_its_own_format(write: Write) -> None:

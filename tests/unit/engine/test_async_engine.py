@@ -122,17 +122,6 @@ async def adaptive(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
     await engine.aclose()
 
 
-async def test_a_stream_alone_has_each_token_by_itself(
-    adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_step = paced(adaptive, monkeypatch)
-    sizes = []
-    async for output in adaptive.generate([1], GREEDY):
-        sizes.append(len(output.token_ids))
-        may_step.release()
-    assert sizes == list(range(1, 13))
-
-
 async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_INTERVAL_S", 3600.0)
     monkeypatch.setattr(streams, "EVENT_SHARE", 1e-9)
@@ -201,15 +190,6 @@ async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: A
     assert sorted(output.index for output in outputs if output.finished) == [0, 1]
     assert len(outputs) <= 3
     assert stream.newest == {output.index: output for output in outputs if output.finished}
-
-
-async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -> None:
-    tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(6)]
-    await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="queue full: 6 sequences run or wait already, 6 may"):
-        await answer(engine, [9])
-    assert all(output.finish_reason == "length" for output in await asyncio.gather(*tasks))
-    assert (await answer(engine, [9])).finished
 
 
 @asynccontextmanager
@@ -364,15 +344,6 @@ async def test_closing_tells_callers(engine: AsyncLLMEngine) -> None:
     await engine.aclose()
     with pytest.raises(EngineDeadError, match="shut down"):
         await task
-
-
-def test_the_wait_is_that_of_all_before_at_the_pace_of_the_last_departures() -> None:
-    now = 100.0
-    departures = Departures(lambda: now)
-    for _ in range(40):
-        departures.note(1, full=True)
-        now += 0.5
-    assert [departures.expected_wait(before) for before in (0, 1, 6)] == pytest.approx([0.0, 0.5, 3.0])
 
 
 def test_departures_from_idle_places_and_too_few_of_them_say_nothing() -> None:

@@ -59,19 +59,6 @@ def test_bytes_that_are_no_text_decode_as_they_do_at_once(data: bytes) -> None:
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
-    """Until it does not, or no token follows; nothing follows a stop string."""
-    assert texts_shown(b"one ENDless", stop=("END.",)) == [
-        *["o", "on", "one", "one "],
-        *["one "] * 3,
-        *["one ENDl", "one ENDle", "one ENDles", "one ENDless", "one ENDless"],
-    ]
-    assert texts_shown(b"the EN", stop=("END",))[-2:] == ["the ", "the EN"]
-    assert texts_shown(b"a\n\nb\n\n", stop=("\n\n",)) == ["a"] * 7
-    for stop in (("bc", "c"), ("c", "bc")):
-        assert texts_shown(b"abcd", stop=stop)[-1] == "a", "of two stop strings the longer reach wins"
-
-
 def test_a_leading_space_that_the_decoder_drops_survives_streaming() -> None:
     tokenizer = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "</s>": 3}, unk_token="</s>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -53,13 +53,6 @@ def test_a_restarted_process_has_a_name_of_its_own(store: HangingStore) -> None:
     assert all(writer.startswith("rank0-") for writer in writers)
 
 
-def test_an_error_carries_what_the_control_plane_decides_by(store: HangingStore) -> None:
-    data = {"code": "data_error", "field": "data.sources", "value": "x", "retryable": False}
-    Reporter(store, FIRST, "driver").error("no rows", **data)
-    (event,) = said(store)
-    assert (event.type, event.level, event.message, event.data) == ("error", "error", "no rows", data)
-
-
 def test_threads_of_a_process_never_share_a_number(store: HangingStore) -> None:
     reporter = Reporter(store, FIRST, "rank0")
     with ThreadPoolExecutor(4) as threads:
@@ -67,16 +60,6 @@ def test_threads_of_a_process_never_share_a_number(store: HangingStore) -> None:
     stored = AttemptStore(store).read_events(FIRST, {})
     assert [event.sequence for event in stored] == list(range(1, 41))
     assert sorted(int(event.event.message) for event in stored) == list(range(40))
-
-
-def test_several_steps_share_an_event(store: HangingStore) -> None:
-    with metrics_buffer(store) as buffer:
-        for steps in ((1,), (2, 3), ()):
-            for step in steps:
-                buffer.add(point(step))
-            buffer.flush()
-        told = [{"points": [point(1)], "total_steps": 9}, {"points": [point(2), point(3)], "total_steps": 9}]
-        assert [event.data for event in said(store)] == told
 
 
 def test_points_are_told_without_a_flush_nor_another_step_once_the_store_is_back(store: HangingStore) -> None:

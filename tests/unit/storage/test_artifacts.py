@@ -19,7 +19,6 @@ from swiftkv_platform.storage.artifacts import (
     manifest_digest,
     publish_directory,
     read_manifest,
-    upload_files,
     write_manifest,
 )
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
@@ -91,19 +90,6 @@ def test_a_complete_artifact_is_never_overwritten(store: InMemoryObjectStore, so
         publish(store, source)
     fetch_directory(store, "art", tmp_path / "out")
     assert (tmp_path / "out" / "a").read_bytes() == b"alpha"
-
-
-def test_ranks_upload_their_own_files_and_one_writes_the_manifest(store: InMemoryObjectStore, tmp_path: Path) -> None:
-    for rank in range(3):
-        (tmp_path / f"rank{rank}").mkdir()
-        (tmp_path / f"rank{rank}" / f"shard-{rank}").write_bytes(bytes([rank]) * 100)
-    with ThreadPoolExecutor(3) as pool:
-        parts = list(pool.map(lambda rank: upload_files(store, tmp_path / f"rank{rank}", "ckpt"), range(3)))
-    merged = {name: file for part in parts for name, file in part.items()}
-    assert not is_complete(store, "ckpt")
-    manifest = write_manifest(store, "ckpt", merged, kind="checkpoint", lineage={"step": 7}, metrics={})
-    assert fetch_directory(store, "ckpt", tmp_path / "out") == manifest
-    assert (tmp_path / "out" / "shard-2").read_bytes() == b"\x02" * 100
 
 
 def test_what_is_no_artifact_is_not_published(store: InMemoryObjectStore, tmp_path: Path) -> None:

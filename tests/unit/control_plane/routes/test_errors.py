@@ -52,15 +52,6 @@ def test_a_refused_spec_names_field_value_and_what_is_accepted(
     assert server.get("/jobs")["data"] == []
 
 
-def test_unusable_data_and_models_are_refused(server: Server) -> None:
-    body = {"name": "test", "data": {"sources": [{"name_or_path": "/missing.jsonl"}]}}
-    document = problem(server.client.post("/jobs", json=body), 422)
-    assert document["code"] == "data_error"
-    assert document["errors"][0]["field"] == "data.sources[0].name_or_path"
-    document = problem(server.client.post("/jobs", json={"name": "test", "model": {"name_or_path": "/no"}}), 422)
-    assert (document["code"], document["errors"][0]["value"]) == ("model_error", "/no")
-
-
 def test_a_body_that_is_no_json_is_refused(server: Server) -> None:
     response = server.client.post("/jobs", content=b"{", headers={"Content-Type": "application/json"})
     [error] = problem(response, 422)["errors"]

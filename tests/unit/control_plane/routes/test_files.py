@@ -266,31 +266,6 @@ def test_a_job_takes_a_file_as_its_data_and_no_other(server: Server) -> None:
             assert (error["field"], told in error["message"]) == (field, True)
 
 
-def test_a_file_stays_while_a_job_uses_it(server: Server) -> None:
-    file_id = uploaded(server)
-    job = server.submit(**naming(file_id))["id"]
-
-    def check_kept(status: str) -> None:
-        assert server.get(f"/jobs/{job}")["status"] == status
-        kept = server.client.delete(f"/v1/files/{file_id}")
-        assert (kept.status_code, kept.json()["error"]["code"]) == (409, "conflict")
-        assert job in kept.json()["error"]["message"]
-
-    check_kept("queued")
-    server.tick()
-    check_kept("starting")
-    server.worker(job).say("status", status="running")
-    server.tick()
-    server.client.post(f"/jobs/{job}/pause")
-    server.tick()
-    server.worker(job).say("status", status="paused")
-    server.end(job)
-    check_kept("paused")
-    server.client.post(f"/jobs/{job}/cancel")
-    assert server.client.delete(f"/v1/files/{file_id}").status_code == 200
-    assert server.client.post("/jobs", json={**SPEC, **naming(file_id)}).status_code == 422
-
-
 def test_a_file_ends_when_its_time_is_over_and_no_job_uses_it(server: Server) -> None:
     life = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     used = upload(server.client, **life).json()["id"]

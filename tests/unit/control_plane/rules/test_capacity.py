@@ -103,15 +103,6 @@ def test_what_no_node_holds_waits_until_one_joins_and_stops_nobody(plane: Plane)
     assert plane.cluster.started[1] == f"{large.id}-1"
 
 
-def test_of_a_tenant_whose_first_job_waits_none_overtakes_it(plane: Plane, reconciler: Reconciler) -> None:
-    plane.cluster.nodes = [node(2, free=1)]
-    plane.submit(resources=workers(2))
-    plane.submit(resources=workers(1))
-    other = plane.submit(tenant="other", resources=workers(1))
-    reconciler.tick()
-    assert plane.cluster.started == [f"{other.id}-1"]
-
-
 def test_a_driver_that_reserves_has_its_place_too(plane: Plane) -> None:
     plane.cluster.nodes = [node(2)]
     job = plane.submit(resources=workers(2))

@@ -23,12 +23,10 @@ from swiftkv_platform.control_plane.jobs.job import (
     start,
     transition,
 )
-from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.queue import FairQueue, held_by, why_waiting
 from swiftkv_platform.errors import IllegalTransitionError, InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from tests.records import standing_of
-from tests.unit.control_plane.rules.conftest import Plane
 
 
 @dataclass
@@ -61,11 +59,6 @@ def tenants(jobs: list[Job]) -> list[str]:
     return [job.tenant for job in jobs]
 
 
-def test_a_tenant_with_many_jobs_does_not_keep_another_waiting() -> None:
-    live = [job("first") for _ in range(5)] + [job("late")]
-    assert tenants(choose(FairQueue(Granted()), live, room=3)) == ["first", "late", "first"]
-
-
 def test_one_at_a_time_tenants_take_turns() -> None:
     queue, live, started = FairQueue(Granted()), [job("a") for _ in range(4)] + [job("b") for _ in range(2)], []
     for _ in range(6):
@@ -92,18 +85,6 @@ def test_priorities_count_within_a_tenant_alone() -> None:
     a_low, b = job("a", limits={"priority": "low"}), job("b")
     a_high, b_high = job("a", limits={"priority": "high"}), job("b", limits={"priority": "high"})
     assert choose(FairQueue(Granted()), [a_low, b, a_high, b_high], room=4) == [a_high, b_high, a_low, b]
-
-
-def test_jobs_beyond_a_quota_wait() -> None:
-    for policy, expected in (
-        (TenantPolicy(max_running_jobs=2), 1),
-        (TenantPolicy(max_gpus=6), 2),
-        (TenantPolicy(max_cpus=4), 1),
-        (TenantPolicy(), 4),
-    ):
-        live = [job("a", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
-        live += [job("a", resources=workers(2, gpus=1)) for _ in range(4)]
-        assert len(choose(FairQueue(Granted({"a": policy})), live, room=10)) == expected
 
 
 def test_a_worker_counts_a_core_whatever_share_it_reserves() -> None:
@@ -154,18 +135,6 @@ def test_whatever_waits_no_quota_is_passed_and_no_room_wasted(jobs: list[tuple[s
                 first = Demand.of(min(waiting, key=lambda item: item.id).spec)
                 held = held_by(after).get(tenant, Demand()) + first
                 assert held.exceeded_limit(granted.policy(tenant)) is not None
-
-
-def test_the_reconciler_shares_its_room_between_tenants(plane: Plane) -> None:
-    many = [plane.submit(tenant="many") for _ in range(3)]
-    late = plane.submit(tenant="late")
-    reconciler = plane.reconciler(policies=Granted({"many": TenantPolicy(max_running_jobs=1)}), max_running_jobs=3)
-    reconciler.tick()
-    assert plane.cluster.started == [f"{many[0].id}-1", f"{late.id}-1"]
-    plane.worker(many[0]).artifact()
-    plane.cluster.finish(f"{many[0].id}-1", SubmissionStatus.SUCCEEDED)
-    reconciler.tick()
-    assert plane.cluster.started[2:] == [f"{many[1].id}-1"]
 
 
 def test_policies_come_from_a_file_that_may_change(tmp_path: Path) -> None:

@@ -208,16 +208,6 @@ def waiting(plane: Plane, reconciler: Reconciler, phase: str = "prepare", **spec
     return job, worker
 
 
-@pytest.mark.parametrize("max_retries", [0, 3])
-def test_workers_that_find_no_place_give_the_slot_back(plane: Plane, reconciler: Reconciler, max_retries: int) -> None:
-    job, _ = waiting(plane, reconciler, fault_tolerance={"max_retries": max_retries})
-    for seconds in (5, DEADLINE_S - 1):
-        later(plane, reconciler, seconds)
-        assert plane.get(job).status is JobStatus.RUNNING
-    later(plane, reconciler, 2)
-    check_not_placed(plane, reconciler, job, NEEDS)
-
-
 def test_a_process_that_finds_no_place_gives_the_slot_back(plane: Plane, reconciler: Reconciler) -> None:
     job = on_cluster(plane, reconciler)
     plane.cluster.finish(f"{job.id}-1", SubmissionStatus.PENDING)

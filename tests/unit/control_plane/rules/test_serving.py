@@ -20,7 +20,6 @@ from swiftkv_platform.control_plane.ray.places import Node
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
     InvalidInputError,
-    NotFoundError,
     PreconditionFailedError,
     StaleVersionError,
 )
@@ -60,21 +59,6 @@ def status(plane: Plane, deployment: Deployment) -> DeploymentStatus:
     return plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT).state.status
 
 
-def test_a_deployment_is_applied_once_and_followed(plane: Plane, model: Model) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
-    deployment = deploy(plane, model.id)
-    assert (deployment.spec.artifact_uri, deployment.state.status) == (model.artifact_uri, DeploymentStatus.PENDING)
-    reconciler.tick()
-    reconciler.tick()
-    assert plane.serving.applied == [[deployment.spec]]
-    assert status(plane, deployment) is DeploymentStatus.DEPLOYING
-    plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
-    reconciler.tick()
-    found = plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT)
-    assert (found.state.status, found.state.replicas) == (DeploymentStatus.RUNNING, 1)
-    assert len(plane.serving.applied) == 1
-
-
 @pytest.mark.parametrize("damage", ["spec = '7'", "state = '{'", """spec = '{"from_the_future": 1}'"""])
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_deployment_whose_row_cannot_be_read_is_served_on(
@@ -103,23 +87,6 @@ def test_a_deployment_whose_row_cannot_be_read_is_served_on(
         session.execute(text("DELETE FROM deployments WHERE id = :id"), {"id": damaged.spec.id})
     reconciler.tick()
     assert plane.serving.status()[damaged.spec.id].status is DeploymentStatus.DELETING, "it is gone from the rows"
-
-
-def test_every_change_applies_the_whole_set(plane: Plane, model: Model) -> None:
-    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
-    first, second = deploy(plane, model.id), deploy(plane, model.id, "/second")
-    reconciler.tick()
-    assert delete(plane, first).state.status is DeploymentStatus.DELETING
-    reconciler.tick()
-    assert plane.serving.applied == [[first.spec, second.spec], [second.spec]]
-    reconciler.tick()
-    assert status(plane, first) is DeploymentStatus.DELETING
-    plane.serving.forget(first.spec.id)
-    reconciler.tick()
-    with pytest.raises(NotFoundError):
-        status(plane, first)
-    assert status(plane, second) is DeploymentStatus.DEPLOYING
-    assert len(plane.serving.applied) == 2
 
 
 class BusyCatalog(Registry):

@@ -109,14 +109,6 @@ def test_a_job_that_finishes_while_it_is_stopped_has_succeeded(plane: Plane, ver
         service(plane).pause(job.id, ANN)
 
 
-def test_a_queued_job_is_cancelled_at_once_and_nothing_more_happens_to_it(plane: Plane) -> None:
-    job = plane.submit()
-    ended = cancel(plane, job)
-    assert plane.statuses(job) == ["queued", "cancelling", "cancelled"]
-    plane.tick()
-    assert (plane.get(job), plane.cluster.started) == (ended, [])
-
-
 @pytest.mark.parametrize(
     ("retryable", "status"),
     [(None, JobStatus.PAUSED), (True, JobStatus.PAUSED), (False, JobStatus.FAILED)],

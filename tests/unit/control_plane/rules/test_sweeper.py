@@ -9,7 +9,7 @@ import pytest
 
 from swiftkv_platform.control_plane.base import Page, new_id
 from swiftkv_platform.control_plane.deployments.deployment import Deployment
-from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, start, transition
+from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.models.registry import RegistryService
@@ -108,21 +108,6 @@ def test_an_ended_job_keeps_its_record_its_history_and_its_model(plane: Plane) -
         f"{job.attempt_id.prefix}/artifact/manifest.json",
         f"{job.attempt_id.prefix}/attempt.json",
     ]
-
-
-def test_a_live_or_paused_job_loses_nothing(plane: Plane) -> None:
-    jobs = [plane.submit() for _ in range(3)]
-    started, event = start(plane.get(jobs[1]), now=1000)
-    plane.jobs.update(started, events=[event])
-    paused, event = transition(plane.get(jobs[2]), JobStatus.PAUSED, now=1000)
-    plane.jobs.update(paused, events=[event, Event(new_id("evt"), jobs[2].id, 1000, "message", "hello")])
-    for job in jobs:
-        plane.worker(job).checkpoint(5)
-    plane.clock.now += 1000 * DAY_S
-    before = state(plane)
-    summed(sweeper(plane).round())
-    assert state(plane) == before
-    assert plane.store.newest_checkpoint(jobs[2].id) is not None
 
 
 class Dying(InMemoryObjectStore):

@@ -11,11 +11,11 @@ from typing import Literal
 
 from swiftkv_platform.errors import OverloadedError
 
-Kind = Literal["reading", "changing", "submitting", "fetching"]
-"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster: what may wait
-for others keeps none of the other kinds waiting."""
+Kind = Literal["reading", "changing", "submitting", "fetching", "following"]
+"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster, and looks of
+streams for what is new: what may wait for others keeps none of the other kinds waiting."""
 
-_AT_ONCE: Mapping[Kind, int] = {"reading": 1, "changing": 1, "submitting": 1, "fetching": 4}
+_AT_ONCE: Mapping[Kind, int] = {"reading": 1, "changing": 1, "submitting": 1, "fetching": 4, "following": 1}
 SPARED_S = 0.001
 """Seconds of a turn that is followed by no rest."""
 MOST_REST_S = 0.1
@@ -38,7 +38,7 @@ class Turns:
     async def turn(self, tenant: str, kind: Kind) -> AsyncIterator[None]:
         """Wait for a turn and hold it. Raises `OverloadedError` where too many wait."""
         place = tenant, kind
-        if self._waiting[place] >= MOST_WAITING:
+        if self._waiting[place] >= MOST_WAITING and kind != "following":  # of streams there are places
             raise OverloadedError(
                 f"tenant {tenant!r} has {MOST_WAITING} requests that wait for others of its own, which is the most; "
                 "send fewer at a time",

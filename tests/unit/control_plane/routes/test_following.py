@@ -12,6 +12,7 @@ import pytest
 
 from swiftkv_platform.control_plane.base import Page, Slice, new_id
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs import following
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
@@ -68,8 +69,8 @@ async def take(stream: AsyncIterator[Event], count: int) -> list[str]:
 
 
 async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
-    followers = Followers(events.read)
-    streams = [followers.follow("job_1", None, has_ended=False) for _ in range(FOLLOWERS)]
+    followers = Followers(events.read, Turns())
+    streams = [followers.follow("job_1", "a", None, has_ended=False) for _ in range(FOLLOWERS)]
     for stream in streams:
         assert await take(stream, 250) == [str(number) for number in range(250)]
     caught_up = events.reads
@@ -89,10 +90,10 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
 
 async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_KEPT", 10)
-    followers = Followers(events.read)
+    followers = Followers(events.read, Turns())
     async with (
-        aclosing(followers.follow("job_1", "evt_248", has_ended=False)) as slow,
-        aclosing(followers.follow("job_1", "evt_248", has_ended=False)) as fast,
+        aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as slow,
+        aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as fast,
     ):
         assert await take(slow, 1) == await take(fast, 1) == ["249"]
         events.add(1)
@@ -103,13 +104,13 @@ async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, m
 
 
 async def test_of_a_job_that_has_ended_the_events_are_told_and_no_more(events: Events) -> None:
-    stream = Followers(events.read).follow("job_1", "evt_200", has_ended=True)
+    stream = Followers(events.read, Turns()).follow("job_1", "a", "evt_200", has_ended=True)
     assert [event.message async for event in stream] == [str(number) for number in range(201, 250)]
 
 
 async def test_every_follower_is_told_that_the_database_is_away(events: Events) -> None:
-    followers = Followers(events.read)
-    streams = [followers.follow("job_1", "evt_248", has_ended=False) for _ in range(3)]
+    followers = Followers(events.read, Turns())
+    streams = [followers.follow("job_1", "a", "evt_248", has_ended=False) for _ in range(3)]
     for stream in streams:
         assert await take(stream, 1) == ["249"]
     waiting = [asyncio.create_task(take(stream, 1)) for stream in streams]
@@ -120,7 +121,7 @@ async def test_every_follower_is_told_that_the_database_is_away(events: Events) 
             await task
     events.error = None
     events.add(1)
-    async with aclosing(followers.follow("job_1", "evt_249", has_ended=False)) as stream:
+    async with aclosing(followers.follow("job_1", "a", "evt_249", has_ended=False)) as stream:
         assert await take(stream, 1) == ["250"]
 
 

@@ -18,8 +18,10 @@ streams for what is new: what may wait for others keeps none of the other kinds 
 _AT_ONCE: Mapping[Kind, int] = {"reading": 1, "changing": 1, "submitting": 1, "fetching": 4, "following": 1}
 SPARED_S = 0.001
 """Seconds of a turn that is followed by no rest."""
+RESTS = 2.0
+"""Seconds of rest for each second of the turn before it: two thirds of the time are others'."""
 MOST_REST_S = 0.1
-"""Most seconds between two turns of a tenant, which are as many as the first one took: half of the time is others'."""
+"""Most seconds between two turns of a tenant."""
 MOST_WAITING = 128
 """Requests of a tenant that wait for a turn of one kind."""
 _RETRY_AFTER_S = 2.0
@@ -58,6 +60,6 @@ class Turns:
                 yield
             finally:
                 now = time.monotonic()
-                self._rested[place] = now + min(max(now - began - SPARED_S, 0.0), MOST_REST_S)
+                self._rested[place] = now + min(max(now - began - SPARED_S, 0.0) * RESTS, MOST_REST_S)
         finally:
             turns.release()

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import threading
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -86,6 +89,29 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
     assert not followers._tails, "nobody follows any more"
+
+
+async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
+    reading, most, lock = Counter[str](), Counter[str](), threading.Lock()
+
+    def read(job_id: str, page: Page) -> Slice[Event]:
+        tenant = job_id[0]
+        with lock:
+            reading[tenant] += 1
+            most[tenant] = max(most[tenant], reading[tenant])
+            most["all"] = max(most["all"], reading.total())
+        time.sleep(0.002)
+        with lock:
+            reading[tenant] -= 1
+        return Slice([Event(new_id("evt"), job_id, 0, "message", job_id)], has_more=False)
+
+    followers = Followers(read, Turns())
+    streams = [followers.follow(f"{tenant}{n}", tenant, None, has_ended=False) for tenant in "ab" for n in range(8)]
+    heard = await asyncio.gather(*(take(stream, 3) for stream in streams))
+    assert heard == [[f"{tenant}{n}"] * 3 for tenant in "ab" for n in range(8)]
+    assert most == {"a": 1, "b": 1, "all": 2}
+    for stream in streams:
+        await stream.aclose()
 
 
 async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,21 @@ def test_every_route_with_a_key_takes_turns_or_is_bounded_otherwise(tmp_path: Pa
     assert without == set(BOUNDED_OTHERWISE)
 
 
+def test_a_stream_is_held_before_a_turn_is_taken(tmp_path: Path) -> None:
+    """One too many is refused at once, and its job is not read."""
+    streamed = []
+    for route in iter_route_contexts(create_app(Settings(home=tmp_path, _env_file=None)).routes):
+        if (dependant := getattr(route, "dependant", None)) is not None:
+            calls = [{getattr(one.call, "__name__", "") for one in _inside(each)} for each in dependant.dependencies]
+            held, taken = (
+                [at for at, names in enumerate(calls) if name in names] for name in ("hold_stream", "in_turn")
+            )
+            if held and taken:
+                streamed.append(route.path)
+                assert held[0] < taken[0], route.path
+    assert {"/jobs/{job_id}/events", "/jobs/{job_id}/logs", "/v1/files/{file_id}/content"} <= set(streamed)
+
+
 def _inside(dependant: Dependant) -> list[Dependant]:
     return [dependant, *(one for each in dependant.dependencies for one in _inside(each))]
 

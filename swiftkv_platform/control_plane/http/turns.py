@@ -11,11 +11,19 @@ from typing import Literal
 
 from swiftkv_platform.errors import OverloadedError
 
-Kind = Literal["reading", "changing", "submitting", "fetching", "following"]
-"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster, and looks of
-streams for what is new: what may wait for others keeps none of the other kinds waiting."""
+Kind = Literal["reading", "changing", "submitting", "fetching", "following", "asking"]
+"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster; looks of
+streams for what is new, and for the deployment that is asked. What may wait for others keeps none of the other kinds
+waiting."""
 
-_AT_ONCE: Mapping[Kind, int] = {"reading": 1, "changing": 1, "submitting": 1, "fetching": 4, "following": 1}
+_AT_ONCE: Mapping[Kind, int] = {
+    "reading": 1,
+    "changing": 1,
+    "submitting": 1,
+    "fetching": 4,
+    "following": 1,
+    "asking": 1,
+}
 SPARED_S = 0.001
 """Seconds of a turn that is followed by no rest."""
 RESTS = 2.0

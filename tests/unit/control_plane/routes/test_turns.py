@@ -52,6 +52,7 @@ async def test_a_tenants_requests_of_a_kind_take_turns_and_keep_no_others_waitin
         return SimpleNamespace(tenant=request.headers["tenant"])
 
     monkeypatch.setattr(callers, "get_caller", called)
+    monkeypatch.setattr(turns, "RESTS", 0.0)
     app, running, most = FastAPI(), Counter[str](), Counter[str]()
     app.state.turns = taken = Turns()
 

@@ -16,6 +16,7 @@ from swiftkv_platform.layer_lists import format_layers
 from swiftkv_platform.local.terminal import count, duration, flops, plural, size
 from swiftkv_platform.planning.gates import MOST_PASSES_WORSE, WORSE, passes_worse
 from swiftkv_platform.planning.machines import DEVICE_MEMORY
+from swiftkv_platform.sources import OPEN
 from swiftkv_platform.specs import JobSpec
 
 _SMALLER = "does not fit; use fewer workers or a smaller training.micro_batch_size"
@@ -146,8 +147,9 @@ Phase = Mapping[str, Any]
 
 def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Estimate:
     """Return the estimate of a spec as this process makes it, without network; `config` is the teacher's `config.json`
-    or its directory, `num_tokens` the tokens of an epoch. Raises as `validate`.
+    or its directory, `num_tokens` the tokens of an epoch. Raises as `Access.check` and `validate`.
     """
+    OPEN.check(spec)
     found = validate(spec, read_stored, config=config, machines=machines(settings()), num_tokens=num_tokens)
     return Estimate.model_validate({"object": "distillation.estimate", **found.model_dump()})
 

@@ -8,15 +8,13 @@ from swiftkv_platform.control_plane.app import create_app
 from swiftkv_platform.control_plane.http.server import server_options
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.web.promptness import answer_promptly
+from swiftkv_platform.web.promptness import answering_promptly
 
 
 def main() -> None:
     configure_logging()
     settings = Settings()
-    app = create_app(settings)
-    answer_promptly()
-    uvicorn.run(app, **server_options(settings))
+    uvicorn.run(answering_promptly(create_app(settings)), **server_options(settings))
 
 
 if __name__ == "__main__":

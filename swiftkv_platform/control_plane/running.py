@@ -128,13 +128,13 @@ def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, pa
     app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
     app.state.audit = SqlAudit(parts.database)
     app.state.floods = Floods(parts.clock)
-    app.state.watches = Watches(parts.jobs, parts.clock)
-    app.state.followers = Followers(app.state.watches.events)
     app.state.turns = Turns()
+    app.state.watches = Watches(parts.jobs, parts.clock)
+    app.state.followers = Followers(app.state.watches.events, app.state.turns)
     app.state.streams = Places(
         "streams", Share(settings.max_streams_of_key, settings.max_streams_of_tenant, settings.max_streams)
     )
-    app.state.log_followers = LogFollowers(parts, _followed_logs(settings))
+    app.state.log_followers = LogFollowers(parts, _followed_logs(settings), app.state.turns)
     app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
     app.state.upload_places = upload_places()
 

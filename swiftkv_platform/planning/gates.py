@@ -10,7 +10,8 @@ from statistics import NormalDist
 from typing import Any
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
+from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec
+from swiftkv_platform.specs.evaluation import name_and_data
 
 DISCORDANT = 0.08
 """Share of the samples that one of two equally good models gets right and the other does not, as it is assumed."""
@@ -29,6 +30,7 @@ NEEDLE_DROPS = 5.0, 20.0
 NEEDLE_LENGTHS = (1024, 4096)
 """Lengths of needle prompts that instruction-tuned models have by default, where the context holds them."""
 
+_PAPER = tuple(task.name for task in PAPER_TASKS)
 _NEEDLE_GATES = 16
 _Z = NormalDist().inv_cdf(0.975)
 _NUM_SAMPLES = {
@@ -142,27 +144,27 @@ def samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
 
 def num_task_gates(spec: EvaluationSpec) -> int:
     """Gates on tasks that a spec asks for, counted alike before a job and in its report; needles are not."""
-    return max(len(_tasks(spec)), 1)
+    return max(len(_names(spec)), 1)
 
 
 def forecast(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
     """Forecasts for the gates on tasks of a spec; of needles where the spec names their lengths, since only the
     tokenizer tells whether a model has them by default."""
-    tasks = _tasks(spec)
-    num_gates = max(len(tasks), 1)
-    found = [] if spec.max_drop is None else [_of_task(task, spec, num_gates) for task in tasks]
+    names = _names(spec)
+    num_gates = max(len(names), 1)
+    found = [] if spec.max_drop is None else [_of_task(name, spec, num_gates) for name in names]
     lengths = spec.needle_lengths or ()
     if spec.max_needle_drop is not None:
         found += [_of_needles(length, spec) for length in lengths]
     return tuple(found)
 
 
-def _of_task(task: TaskSpec, spec: EvaluationSpec, num_gates: int) -> TaskForecast:
+def _of_task(name: str, spec: EvaluationSpec, num_gates: int) -> TaskForecast:
     limit = spec.max_drop if isinstance(spec.max_drop, float) else None
-    samples = _num_samples(task.name, spec.task_limit)
+    samples = _num_samples(name, spec.task_limit)
     if limit is None and samples is not None:
         limit = default_limit(samples, num_gates=num_gates)
-    return _forecast(task.name, "max_drop", samples, limit, num_gates)
+    return _forecast(name, "max_drop", samples, limit, num_gates)
 
 
 def _of_needles(length: int, spec: EvaluationSpec) -> TaskForecast:
@@ -191,10 +193,10 @@ def _forecast(name: str, field: str, samples: int | None, limit: float | None, n
     )
 
 
-def _tasks(spec: EvaluationSpec) -> list[TaskSpec]:
-    """The tasks of a spec, `paper` spelt out."""
-    named = (TaskSpec(name=task) if isinstance(task, str) else task for task in spec.tasks)
-    return [one for task in named for one in (PAPER_TASKS if task.name == "paper" else (task,))]
+def _names(spec: EvaluationSpec) -> list[str]:
+    """Names of the tasks of a spec, `paper` spelt out."""
+    named = (name_and_data(task)[0] for task in spec.tasks)
+    return [one for name in named for one in (_PAPER if name == "paper" else (name,))]
 
 
 def _num_samples(name: str, limit: int | None) -> int | None:

@@ -9,7 +9,7 @@ the attempt, whose readers check every file that a name leads to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.contract.attempts import StoredFile, is_file_id
@@ -28,12 +28,12 @@ from swiftkv_platform.sources.names import (
     parse_source,
 )
 from swiftkv_platform.specs import JobSpec, TaskSpec
+from swiftkv_platform.specs.evaluation import name_and_data, names_task_file
 
 _S3 = "s3://"
 _TENANT = "{tenant}"
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.()+-]*", re.ASCII)
 """Every name in the harness's index has this form, and no path with a directory in it."""
-_TASK_FILES = (".yaml", ".yml")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
 _LONGEST_REVISION = 255
 
@@ -94,22 +94,23 @@ class Access:
             _check_revision(spec.model.revision)
         for index, source in enumerate(spec.data.sources):
             self.data(source.name_or_path, f"data.sources[{index}].name_or_path")
-        for field, task in _tasks(spec):
-            self.check_task(task, field)
+        for index, task in enumerate(spec.evaluation.tasks):
+            self.check_task(task, f"evaluation.tasks[{index}]")
 
-    def check_task(self, task: TaskSpec, field: str) -> None:
+    def check_task(self, task: str | TaskSpec, field: str) -> None:
         """Raises `InvalidInputError` for a task whose name or data is closed."""
-        check_name(task.name, field)
-        names_file = task.name.endswith(_TASK_FILES) or _TASK.fullmatch(task.name) is None
-        if self.is_restricted and names_file and not task.name.startswith("builtin:"):
+        name, data_dir = name_and_data(task)
+        check_name(name, field)
+        names_file = names_task_file(name) or _TASK.fullmatch(name) is None
+        if self.is_restricted and names_file and not name.startswith("builtin:"):
             raise InvalidInputError(
-                f"{field} is {task.name!r}; a task's file may name functions to run, so where sources have rules only "
+                f"{field} is {name!r}; a task's file may name functions to run, so where sources have rules only "
                 "the name of a task that the harness knows, or of a `builtin:` one, is accepted",
                 field=field,
-                value=task.name,
+                value=name,
             )
-        if task.data_dir is not None:
-            self.location(task.data_dir, f"{field}.data_dir")
+        if data_dir is not None:
+            self.location(data_dir, f"{field}.data_dir")
 
     def _check(self, source: Source, field: str) -> None:
         """Raises `InvalidInputError` if `source` is closed."""
@@ -171,11 +172,6 @@ class SourceRules:
 
 NO_RULES = SourceRules()
 """Rules of a server that only its own machine's user reaches."""
-
-
-def _tasks(spec: JobSpec) -> Iterator[tuple[str, TaskSpec]]:
-    for index, task in enumerate(spec.evaluation.tasks):
-        yield f"evaluation.tasks[{index}]", TaskSpec(name=task) if isinstance(task, str) else task
 
 
 def file_ids(spec: JobSpec) -> list[str]:

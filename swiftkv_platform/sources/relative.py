@@ -18,6 +18,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.layout import ENDINGS
 from swiftkv_platform.sources.names import PathSource, parse_location, parse_source
 from swiftkv_platform.specs import JobSpec, TaskSpec
+from swiftkv_platform.specs.evaluation import name_and_data, names_task_file
 
 Section = TypeVar("Section", bound=BaseModel)
 Kind = Literal["model", "data", "location"]
@@ -94,8 +95,8 @@ def _mapped(spec: JobSpec, change: Change) -> JobSpec:
 
 
 def _task(task: str | TaskSpec, field: str, change: Change) -> str | TaskSpec:
-    name, data_dir = (task, None) if isinstance(task, str) else (task.name, task.data_dir)
-    if TaskSpec(name=name).names_file:
+    name, data_dir = name_and_data(task)
+    if names_task_file(name):
         name = change(name, "location", field)
     if isinstance(task, str):
         return name

@@ -44,7 +44,17 @@ class TaskSpec(Spec):
 
     @property
     def names_file(self) -> bool:
-        return self.name.endswith((".yaml", ".yml"))
+        return names_task_file(self.name)
+
+
+def names_task_file(name: str) -> bool:
+    """Whether a task's name is that of a file."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def name_and_data(task: str | TaskSpec) -> tuple[str, str | None]:
+    """Name and `data_dir` of an entry of `EvaluationSpec.tasks`, without a `TaskSpec` for each of a thousand names."""
+    return (task, None) if isinstance(task, str) else (task.name, task.data_dir)
 
 
 PAPER_TASKS = (

@@ -20,6 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from swiftkv_platform.web.hostile_json import exceeds, load_json
+from swiftkv_platform.web.middleware import LARGE_BODY_BYTES
 from swiftkv_platform.web.places import Place, Places, Share
 
 MAX_VALUES = 1 << 14
@@ -27,8 +28,6 @@ MAX_VALUES = 1 << 14
 few enough to be complained of one by one."""
 MAX_STRINGS = 1 << 14
 """Strings of such a body, keys included."""
-LARGE_BODY_BYTES = 1 << 16
-"""A larger body is not parsed on the event loop, but in the thread for all of them."""
 _LONGEST_READ_S = 60.0
 """Seconds in which a body has to come."""
 
@@ -97,7 +96,7 @@ class Bodies:
 
     async def parse(self, body: bytes) -> Any:
         """The value of a body. Raises as `load_json`, and `HTTPException` for too many values."""
-        if len(body) <= LARGE_BODY_BYTES:
+        if len(body) <= LARGE_BODY_BYTES:  # a larger one is parsed in the thread for all of them
             return self._parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, body)
 

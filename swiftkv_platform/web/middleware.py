@@ -86,11 +86,14 @@ class RequestTimes(Middleware):
 
 REFUSAL_WAIT_S = 0.1
 MOST_REFUSAL_WAIT_S = 2.0
+LARGE_BODY_BYTES = 1 << 16
+"""Bytes of a body whose parsing is felt."""
 
 
 class PatientRefusals(Middleware):
-    """Lets callers whose requests are refused, with one of `statuses`, wait for the answer, `REFUSAL_WAIT_S` for each
-    of theirs that waits: who asks again at once, over many connections, would have others wait."""
+    """Lets callers whose requests are refused, with one of `statuses`, or 422 for a large body, wait for the answer,
+    `REFUSAL_WAIT_S` for each of theirs that waits: who asks again at once, over many connections, would have others
+    wait."""
 
     def __init__(self, app: ASGIApp, *, statuses: Collection[int]) -> None:
         super().__init__(app)
@@ -99,7 +102,9 @@ class PatientRefusals(Middleware):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_late(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] in self._statuses:
+            if message["type"] == "http.response.start" and (
+                message["status"] in self._statuses or (message["status"] == 422 and _is_large(scope))
+            ):
                 await self._wait(scope)
             await send(message)
 
@@ -115,6 +120,13 @@ class PatientRefusals(Middleware):
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller]
+
+
+def _is_large(scope: Scope) -> bool:
+    """Whether a body is large, or does not say."""
+    headers = Headers(scope=scope)
+    announced = headers.get("content-length", "")
+    return "transfer-encoding" in headers or _exceeds(announced, LARGE_BODY_BYTES)
 
 
 class BodyLimit(Middleware):

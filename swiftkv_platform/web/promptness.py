@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
 
 SWITCH_INTERVAL_S = 0.0002
 """Most that a thread waits for Python's lock while another computes. An answer takes it some ten times, and a step of
@@ -17,3 +23,20 @@ def answer_promptly() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+
+
+def answering_promptly(app: FastAPI) -> FastAPI:
+    """Return `app`, which does so once it has started. FastAPI builds its routes in the first request: they are built
+    before, and belong to what collections leave alone."""
+    start = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def started(app: FastAPI) -> AsyncIterator[Any]:
+        async with start(app) as state:
+            for _ in iter_route_contexts(app.routes):
+                pass
+            answer_promptly()
+            yield state
+
+    app.router.lifespan_context = started
+    return app

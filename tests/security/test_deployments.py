@@ -1,5 +1,6 @@
 """Routes of deployments: no tenant takes, shadows or learns of another's, and a proxied prompt never ends in a 5xx."""
 
+import ssl
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -124,6 +125,22 @@ def test_a_proxied_prompt_that_no_replica_could_read_is_refused(tmp_path: Path, 
             if field is not None:
                 assert [error["field"] for error in answer.json()["errors"]] == [field]
                 assert script.requests == [], "nothing reaches a replica"
+
+
+def test_certificates_are_read_once_for_all_answers(
+    tmp_path: Path, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take a tenth of a second of the event loop."""
+    read: list[object] = []
+    original = ssl.SSLContext.load_verify_locations
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *asked: (read.append(1), original(*asked)))
+    script = Script()
+    script.on("POST", "/t/acme/generate", json_answer({}), json_answer({}), json_answer({}))
+    with serve(script) as serve_url, deployment_plane(tmp_path, sqlite_database, serve_url=serve_url) as plane:
+        path, began = f"/deployments/{plane.deployed('acme')['id']}/generate", len(read)
+        for _ in range(3):
+            assert plane.ask("acme", "POST", path, {"prompt": "x"}).status_code == 200
+    assert len(read) - began <= 1
 
 
 def test_metrics_of_replicas_are_read_with_the_callers_key(tmp_path: Path, sqlite_database: Database) -> None:

@@ -16,7 +16,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.worker.setup import access_of
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
-from tests.unit.control_plane.routes.conftest import Server, Start, refusal
+from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, refusal
 
 IMPOSSIBLE = [
     "~nosuchuser/rows",
@@ -143,6 +143,16 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
     )
     with pytest.raises(InvalidInputError, match="may not read"):
         read_source(DataSourceSpec(name_or_path="secret/rows"), path="d", remote=None, access=access_of(request))
+
+
+def test_a_spec_that_is_too_long_to_be_listed_with_others_is_refused(server: Server) -> None:
+    """Every number in it is within bounds, and so is the body."""
+    fits, long = ({"tasks": [f"{at}_" + length * "x" for at in range(1000)]} for length in (200, 300))
+    for path in ("/jobs/validate", "/jobs"):
+        asked = [server.client.post(path, json={**SPEC, "evaluation": tasks}) for tasks in (fits, long)]
+        assert asked[0].is_success, asked[0].text
+        assert refusal(asked[1])["field"] == "evaluation"
+    assert len(server.client.get("/jobs").json()["data"]) == 1
 
 
 LIMITS = JobLimits(max_workers=8, max_batch_size=64, max_runtime_s=3600)

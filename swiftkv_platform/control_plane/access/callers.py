@@ -82,12 +82,18 @@ def get_caller(
     return caller
 
 
-async def hold_stream(request: Request) -> AsyncIterator[None]:
-    """Hold one of the caller's streams until the answer is sent. Raises `OverloadedError`.
+async def hold_stream(
+    request: Request,
+    scopes: SecurityScopes,
+    header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+) -> AsyncIterator[None]:
+    """Hold one of the caller's streams until the answer is sent. Raises as `get_caller`, and `OverloadedError`.
 
-    A route's caller comes before it in the parameters. Routes that answer with a stream of events where one is wanted
-    hold none for a page of them.
+    It comes before a route's caller in the parameters: one too many waits for no turn. Routes that answer with a stream
+    of events where one is wanted hold none for a page of them.
     """
+    if not hasattr(request.state, "caller"):
+        await run_in_threadpool(get_caller, request, scopes, header)
     caller: Caller = request.state.caller
     streams: Places = request.app.state.streams
     if request.scope["route"].path.endswith("/events") and not wants_events(request):

@@ -214,7 +214,7 @@ def get_file(file_id: str, parts: Parts, caller: Reader) -> FileAnswer:
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
-def get_file_content(file_id: str, service: Service, caller: Fetcher, _stream: Streamed) -> StreamingResponse:
+def get_file_content(file_id: str, service: Service, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
     """The rows, as they were uploaded."""
     file, content = service.content(file_id, caller)
     return StreamingResponse(

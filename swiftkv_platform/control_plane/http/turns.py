@@ -11,15 +11,25 @@ from typing import Literal
 
 from swiftkv_platform.errors import OverloadedError
 
-Kind = Literal["reading", "changing", "submitting", "fetching"]
-"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster: what may wait
-for others keeps none of the other kinds waiting."""
+Kind = Literal["reading", "changing", "submitting", "fetching", "following", "asking"]
+"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster; looks of
+streams for what is new, and for the deployment that is asked. What may wait for others keeps none of the other kinds
+waiting."""
 
-_AT_ONCE: Mapping[Kind, int] = {"reading": 1, "changing": 1, "submitting": 1, "fetching": 4}
+_AT_ONCE: Mapping[Kind, int] = {
+    "reading": 1,
+    "changing": 1,
+    "submitting": 1,
+    "fetching": 4,
+    "following": 1,
+    "asking": 1,
+}
 SPARED_S = 0.001
 """Seconds of a turn that is followed by no rest."""
+RESTS = 2.0
+"""Seconds of rest for each second of the turn before it: two thirds of the time are others'."""
 MOST_REST_S = 0.1
-"""Most seconds between two turns of a tenant, which are as many as the first one took: half of the time is others'."""
+"""Most seconds between two turns of a tenant."""
 MOST_WAITING = 128
 """Requests of a tenant that wait for a turn of one kind."""
 _RETRY_AFTER_S = 2.0
@@ -38,7 +48,7 @@ class Turns:
     async def turn(self, tenant: str, kind: Kind) -> AsyncIterator[None]:
         """Wait for a turn and hold it. Raises `OverloadedError` where too many wait."""
         place = tenant, kind
-        if self._waiting[place] >= MOST_WAITING:
+        if self._waiting[place] >= MOST_WAITING and kind != "following":  # of streams there are places
             raise OverloadedError(
                 f"tenant {tenant!r} has {MOST_WAITING} requests that wait for others of its own, which is the most; "
                 "send fewer at a time",
@@ -58,6 +68,6 @@ class Turns:
                 yield
             finally:
                 now = time.monotonic()
-                self._rested[place] = now + min(max(now - began - SPARED_S, 0.0), MOST_REST_S)
+                self._rested[place] = now + min(max(now - began - SPARED_S, 0.0) * RESTS, MOST_REST_S)
         finally:
             turns.release()

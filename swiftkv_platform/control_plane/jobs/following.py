@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.control_plane.base import Clock, Page, Slice
+from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import DatabaseUnavailableError
@@ -16,6 +18,7 @@ from swiftkv_platform.logs import get_logger
 
 ReadEvents = Callable[[str, Page], Slice[Event]]
 """(job id, page) -> its events."""
+Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 _POLL_S = 0.5
 _EVENTS_PER_READ = 100
@@ -24,11 +27,12 @@ _KEPT = 1000
 
 
 class EventTail:
-    """The newest events of one job, for as long as it has followers. `after`: id of the event before the first one that
-    it reads."""
+    """The newest events of one job, for as long as it has followers. `turn`: a turn of its tenant, in which it reads.
+    `after`: id of the event before the first one that it reads."""
 
-    def __init__(self, read: ReadEvents, job_id: str, after: str | None) -> None:
+    def __init__(self, read: ReadEvents, turn: Turn, job_id: str, after: str | None) -> None:
         self._read = read
+        self._turn = turn
         self._job_id = job_id
         self._newest = after
         self._next: dict[str | None, Event] = {}
@@ -62,7 +66,8 @@ class EventTail:
             await asyncio.sleep(_POLL_S)
             page = Page(self._newest, _EVENTS_PER_READ, order="asc")
             try:
-                found = await run_in_threadpool(self._read, self._job_id, page)
+                async with self._turn():
+                    found = await run_in_threadpool(self._read, self._job_id, page)
             except Exception as error:
                 self._error = error
             else:
@@ -81,15 +86,20 @@ class EventTail:
 class Followers:
     """Followers of jobs through this process. Belongs to one event loop."""
 
-    def __init__(self, read: ReadEvents) -> None:
+    def __init__(self, read: ReadEvents, turns: Turns) -> None:
         self._read = read
+        self._turns = turns
         self._tails: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
 
-    async def follow(self, job_id: str, after: str | None, *, has_ended: bool) -> AsyncGenerator[Event, None]:
-        """Events after the event `after`, until the one that ends the job is out. Raises as the reading does.
-        `has_ended`: whether the job has ended already, and its last event is there."""
+    async def follow(
+        self, job_id: str, tenant: str, after: str | None, *, has_ended: bool
+    ) -> AsyncGenerator[Event, None]:
+        """Events of a tenant's job after the event `after`, until the one that ends the job is out. Raises as the
+        reading does. `has_ended`: whether the job has ended already, and its last event is there."""
+        turn = partial(self._turns.turn, tenant, "following")
         while True:
-            found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
+            async with turn():
+                found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
             for event in found.items:
                 yield event
                 after, has_ended = event.id, has_ended or _ends(event)
@@ -97,17 +107,17 @@ class Followers:
                 continue
             if has_ended:
                 return
-            with self._tail(job_id, after) as tail:
+            with self._tail(job_id, turn, after) as tail:
                 while not has_ended and (events := await tail.after(after)) is not None:
                     for event in events:
                         yield event
                         after, has_ended = event.id, has_ended or _ends(event)
 
     @contextmanager
-    def _tail(self, job_id: str, after: str | None) -> Iterator[EventTail]:
+    def _tail(self, job_id: str, turn: Turn, after: str | None) -> Iterator[EventTail]:
         """The job's tail, which begins with its first follower and ends with its last."""
         if job_id not in self._tails:
-            tail = EventTail(self._read, job_id, after)
+            tail = EventTail(self._read, turn, job_id, after)
             self._tails[job_id] = tail, asyncio.create_task(tail.run())
         tail, task = self._tails[job_id]
         tail.followers += 1

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from itertools import chain
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.types import Receive, Scope, Send
 
 from swiftkv_platform.control_plane.access.callers import Fetcher, Reader, Streamed, wants_events
 from swiftkv_platform.control_plane.base import Caller, Page
@@ -35,10 +34,10 @@ def list_events(
     request: Request,
     job_id: str,
     parts: Parts,
+    _stream: Streamed,
     caller: Reader,
     watches: TheWatches,
     page: OldestFirst,
-    _stream: Streamed,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> ListAnswer[EventAnswer] | Response:
     """A job's events. With `Accept: text/event-stream` they are followed live, from after `Last-Event-ID` on."""
@@ -59,7 +58,7 @@ async def _follow_events(
     try:
         # The job is read before its events: when it has ended, its last event is there.
         job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
-        following = followers.follow(job_id, after, has_ended=job.status.is_terminal)
+        following = followers.follow(job_id, caller.tenant, after, has_ended=job.status.is_terminal)
         async with aclosing(following) as events:
             async for event in events:
                 yield {"id": event.id, "event": event.type, "data": EventAnswer.model_validate(event).model_dump_json()}
@@ -77,14 +76,26 @@ def list_metrics(
     return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
 
 
+async def _hold_follower(
+    request: Request,
+    _stream: Streamed,
+    follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
+) -> AsyncIterator[bool]:
+    """Whether the logs are followed; then the caller holds a place of a follower until the answer is sent. Raises
+    `OverloadedError` where it gets none."""
+    followers: LogFollowers = request.app.state.log_followers
+    caller: Caller = request.state.caller
+    with followers.places.place(caller.tenant, caller.name) if follow else nullcontext():
+        yield follow
+
+
 @router.get("/logs", response_class=PlainTextResponse)
 async def get_logs(
     request: Request,
     job_id: str,
     parts: Parts,
+    follow: Annotated[bool, Depends(_hold_follower)],
     caller: Fetcher,
-    _stream: Streamed,
-    follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
     tail_lines: Annotated[
         int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
     ] = None,
@@ -101,7 +112,7 @@ async def get_logs(
         raise InvalidInputError("limit does not go with follow", field="limit", value=limit)
     if follow:
         followers: LogFollowers = request.app.state.log_followers
-        return _FollowedLogs(followers, job_id, caller, offset)
+        return StreamingResponse(followers.follow(job_id, caller.tenant, offset=offset), media_type=_TEXT)
     if tail_lines is not None:
         read = read_tail(parts, job, tail_lines)
     else:
@@ -109,16 +120,3 @@ async def get_logs(
     # What cannot be read at all is told with a status of its own, so the first piece is read before there is one.
     first = await run_in_threadpool(next, read, b"")
     return StreamingResponse(chain([first], read), media_type=_TEXT)
-
-
-class _FollowedLogs(StreamingResponse):
-    """Logs as they are written; the follower has a place for as long as the answer is sent, and 429 without one."""
-
-    def __init__(self, followers: LogFollowers, job_id: str, caller: Caller, offset: int) -> None:
-        super().__init__(followers.follow(job_id, caller.tenant, offset=offset), media_type=_TEXT)
-        self._places = followers.places
-        self._caller = caller
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._places.place(self._caller.tenant, self._caller.name):
-            await super().__call__(scope, receive, send)

@@ -9,10 +9,12 @@ from contextlib import aclosing
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs.job import Job
 from swiftkv_platform.control_plane.parts import Components
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.storage.logs import SavedLog
 from swiftkv_platform.web.places import Places, Share
 
 _POLL_S = 0.5
@@ -61,8 +63,9 @@ def _live(parts: Components, job: Job, number: int, *, tail_lines: int | None = 
 class LogFollowers:
     """The followers of logs through this process. Belongs to one event loop."""
 
-    def __init__(self, parts: Components, share: Share) -> None:
+    def __init__(self, parts: Components, share: Share, turns: Turns) -> None:
         self._parts = parts
+        self._turns = turns
         self.places = Places("followed logs", share)
         """Places of followers; each holds a connection to Ray."""
 
@@ -77,10 +80,9 @@ class LogFollowers:
     async def _pieces(self, job_id: str, tenant: str) -> AsyncGenerator[bytes, None]:
         number, sent, is_out = 1, 0, False
         while True:
-            # The job is read first: when an attempt is over, its log is complete.
-            job = await run_in_threadpool(self._parts.jobs.get, job_id, tenant=tenant)
+            async with self._turns.turn(tenant, "following"):
+                job, saved = await run_in_threadpool(self._look, job_id, tenant, number)
             try:
-                saved = await run_in_threadpool(self._parts.attempts.saved_logs, AttemptId(job.id, number))
                 pieces = None if is_out else _followed(self._parts, job, number, sent)
                 if saved is not None:
                     pieces = _aiter(saved.rest(sent))
@@ -99,6 +101,11 @@ class LogFollowers:
                 return
             else:
                 await asyncio.sleep(_POLL_S)
+
+    def _look(self, job_id: str, tenant: str, number: int) -> tuple[Job, SavedLog | None]:
+        # The job is read first: when an attempt is over, its log is complete.
+        job = self._parts.jobs.get(job_id, tenant=tenant)
+        return job, self._parts.attempts.saved_logs(AttemptId(job.id, number))
 
 
 async def _aiter(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:

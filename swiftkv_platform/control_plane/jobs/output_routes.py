@@ -55,7 +55,7 @@ def list_artifacts(
 
 
 @router.get("/artifacts/{path:path}", response_class=StreamingResponse)
-def download_artifact(job_id: str, path: str, parts: Parts, caller: Fetcher, _stream: Streamed) -> StreamingResponse:
+def download_artifact(job_id: str, path: str, parts: Parts, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
     """One file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _files(parts, job).get(path)
@@ -88,7 +88,7 @@ def list_tracking_files(
 
 @router.get("/tracking/{tracking_path:path}", response_class=StreamingResponse)
 def download_tracking_file(
-    job_id: str, tracking_path: str, parts: Parts, caller: Fetcher, _stream: Streamed
+    job_id: str, tracking_path: str, parts: Parts, _stream: Streamed, caller: Fetcher
 ) -> StreamingResponse:
     """One file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)

@@ -21,7 +21,7 @@ from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
 from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
 from swiftkv_platform.specs import JobSpec, TaskSpec
-from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, name_and_data, names_task_file
 from swiftkv_platform.specs.limits import MAX_LAYERS
 
 __all__ = ["ReadObject", "validate"]
@@ -48,7 +48,8 @@ def validate(
         ModelError: the teacher's configuration cannot be read, is of another family or quantisation, or has a value
             that no model can have.
         DataError: a source is missing, empty or without the columns of a known format, or a task's data is missing.
-        InvalidInputError: the transformation does not fit the teacher, or a task is not there.
+        InvalidInputError: the transformation does not fit the teacher, or a task is not there. Names are checked before
+            (`Access.check`).
         StorageError: an `s3://` address does not answer.
     """
     name = spec.model.name_or_path if config is None else str(config)
@@ -107,34 +108,33 @@ def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
 
 def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = OPEN) -> None:
     """Refuse the first task that cannot be run, naming its field. Raises `InvalidInputError`: an unknown built-in task,
-    one without `data_dir`, a task's file that is not there, or what is closed; `DataError`: `data_dir` is not there,
+    one without `data_dir`, or a task's file that is not there; `DataError`: `data_dir` is not there,
     lacks the files of a built-in task, or leads to what may not be read."""
     for index, task in enumerate(tasks):
-        _check_task(TaskSpec(name=task) if isinstance(task, str) else task, f"evaluation.tasks[{index}]", access)
+        _check_task(*name_and_data(task), f"evaluation.tasks[{index}]", access)
 
 
-def _check_task(task: TaskSpec, field: str, access: Access) -> None:
-    access.check_task(task, field)
-    name, is_builtin = task.name, task.name.startswith("builtin:")
+def _check_task(name: str, data_dir: str | None, field: str, access: Access) -> None:
+    is_builtin, names_file = name.startswith("builtin:"), names_task_file(name)
     if is_builtin and name not in BUILTIN_TASKS:
         known = " and ".join(BUILTIN_TASKS)
         raise InvalidInputError(f"{field} is {name!r}; the built-in tasks are {known}", field=field, value=name)
-    if is_builtin and BUILTIN_TASKS[name] and task.data_dir is None:
+    if is_builtin and BUILTIN_TASKS[name] and data_dir is None:
         wanted = " and ".join(BUILTIN_TASKS[name])
         raise InvalidInputError(
             f"{field} is {name!r} without data_dir; use a directory that holds {wanted}",
             field=f"{field}.data_dir",
             value=None,
         )
-    file = parse_location(name, field=field) if task.names_file else None
+    file = parse_location(name, field=field) if names_file else None
     if isinstance(file, PathSource) and not os.path.isfile(file.path):  # noqa: PTH113 (which raises for some)
         raise InvalidInputError(
             f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows",
             field=field,
             value=name,
         )
-    if (is_builtin or task.names_file) and task.data_dir is not None:
-        _check_data(task.data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
+    if (is_builtin or names_file) and data_dir is not None:
+        _check_data(data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir", access)
 
 
 def _check_data(data_dir: str, patterns: Sequence[str], field: str, access: Access) -> None:

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import threading
+import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -12,6 +15,7 @@ import pytest
 
 from swiftkv_platform.control_plane.base import Page, Slice, new_id
 from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs import following
 from swiftkv_platform.control_plane.jobs.following import Followers, Watches
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus, start, transition
@@ -68,8 +72,8 @@ async def take(stream: AsyncIterator[Event], count: int) -> list[str]:
 
 
 async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
-    followers = Followers(events.read)
-    streams = [followers.follow("job_1", None, has_ended=False) for _ in range(FOLLOWERS)]
+    followers = Followers(events.read, Turns())
+    streams = [followers.follow("job_1", "a", None, has_ended=False) for _ in range(FOLLOWERS)]
     for stream in streams:
         assert await take(stream, 250) == [str(number) for number in range(250)]
     caught_up = events.reads
@@ -87,12 +91,34 @@ async def test_many_followers_cost_the_reads_of_one(events: Events) -> None:
     assert not followers._tails, "nobody follows any more"
 
 
+async def test_of_a_tenants_followed_jobs_one_is_read_at_a_time() -> None:
+    reading, most, lock = Counter[str](), Counter[str](), threading.Lock()
+
+    def read(job_id: str, page: Page) -> Slice[Event]:
+        tenant = job_id[0]
+        with lock:
+            reading[tenant] += 1
+            most[tenant] = max(most[tenant], reading[tenant])
+        time.sleep(0.002)
+        with lock:
+            reading[tenant] -= 1
+        return Slice([Event(new_id("evt"), job_id, 0, "message", job_id)], has_more=False)
+
+    followers = Followers(read, Turns())
+    streams = [followers.follow(f"{tenant}{n}", tenant, None, has_ended=False) for tenant in "ab" for n in range(8)]
+    heard = await asyncio.gather(*(take(stream, 3) for stream in streams))
+    assert heard == [[f"{tenant}{n}"] * 3 for tenant in "ab" for n in range(8)]
+    assert most == {"a": 1, "b": 1}
+    for stream in streams:
+        await stream.aclose()
+
+
 async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "_KEPT", 10)
-    followers = Followers(events.read)
+    followers = Followers(events.read, Turns())
     async with (
-        aclosing(followers.follow("job_1", "evt_248", has_ended=False)) as slow,
-        aclosing(followers.follow("job_1", "evt_248", has_ended=False)) as fast,
+        aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as slow,
+        aclosing(followers.follow("job_1", "a", "evt_248", has_ended=False)) as fast,
     ):
         assert await take(slow, 1) == await take(fast, 1) == ["249"]
         events.add(1)
@@ -103,13 +129,13 @@ async def test_a_follower_too_slow_for_the_tail_misses_nothing(events: Events, m
 
 
 async def test_of_a_job_that_has_ended_the_events_are_told_and_no_more(events: Events) -> None:
-    stream = Followers(events.read).follow("job_1", "evt_200", has_ended=True)
+    stream = Followers(events.read, Turns()).follow("job_1", "a", "evt_200", has_ended=True)
     assert [event.message async for event in stream] == [str(number) for number in range(201, 250)]
 
 
 async def test_every_follower_is_told_that_the_database_is_away(events: Events) -> None:
-    followers = Followers(events.read)
-    streams = [followers.follow("job_1", "evt_248", has_ended=False) for _ in range(3)]
+    followers = Followers(events.read, Turns())
+    streams = [followers.follow("job_1", "a", "evt_248", has_ended=False) for _ in range(3)]
     for stream in streams:
         assert await take(stream, 1) == ["249"]
     waiting = [asyncio.create_task(take(stream, 1)) for stream in streams]
@@ -120,7 +146,7 @@ async def test_every_follower_is_told_that_the_database_is_away(events: Events) 
             await task
     events.error = None
     events.add(1)
-    async with aclosing(followers.follow("job_1", "evt_249", has_ended=False)) as stream:
+    async with aclosing(followers.follow("job_1", "a", "evt_249", has_ended=False)) as stream:
         assert await take(stream, 1) == ["250"]
 
 

@@ -115,7 +115,7 @@ def no_json(complaint: Mapping[str, Any]) -> FieldProblem:
 
 
 def sentence_of(errors: Iterable[FieldProblem]) -> str:
-    """What is wrong with each of several fields."""
+    """One sentence on several fields."""
     return "; ".join(f"{each.field}: {each.message}" if each.field else each.message for each in errors)
 
 

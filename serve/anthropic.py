@@ -183,6 +183,8 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
+    output_format: JSONFormat | None = None
+    """The format of `output_config`, where a client puts it by its older name."""
     chat_template_kwargs: dict[str, Any] = {}
 
     def chat(self) -> ChatRequest:
@@ -193,7 +195,7 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
         choice = self.tool_choice
         if choice and choice.type == "any" and not self.tools:
             raise InvalidInputError.of("tool_choice.type", "any", ", and tools has none; leave tool_choice out")
-        output = self.output_config.format if self.output_config else None
+        output = (self.output_config.format if self.output_config else None) or self.output_format
         schema = output and {"type": "json_schema", "json_schema": {"name": "answer", "schema": output.schema_}}
         return FORM.chat(
             self,

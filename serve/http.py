@@ -37,6 +37,7 @@ from swiftkv_platform.serve.anthropic import anthropic_router
 from swiftkv_platform.serve.chat import about_messages, chat_prompt
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
+from swiftkv_platform.serve.openai.fields import ROUTES
 from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
 from swiftkv_platform.serve.schemas import (
     GenerateRequest,
@@ -105,7 +106,7 @@ def create_http_app(
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
     app.add_middleware(PatientRefusals, statuses=(413,))  # routers go elsewhere by 429, and at once
-    add_problem_handlers(app)
+    add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
     app.include_router(openai_router(current))
     app.include_router(anthropic_router(current))
 

@@ -3,6 +3,7 @@ not causes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -17,8 +18,10 @@ from swiftkv_platform.web.problems import (
     FieldProblem,
     error_response,
     make_problem,
+    no_json,
     problem_headers,
     problem_of,
+    sentence_of,
     short_value,
 )
 
@@ -30,8 +33,8 @@ MAX_KIND_LENGTH = 100
 _CLIENT_CLOSED_REQUEST = 499
 
 
-def add_problem_handlers(app: FastAPI) -> None:
-    """Make every error of `app` a document."""
+def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
+    """Make every error of `app` a document. `routes`: below `/v1`, which other paths are answered with."""
 
     @app.exception_handler(SwiftKVError)
     async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
@@ -46,7 +49,7 @@ def add_problem_handlers(app: FastAPI) -> None:
             return error_response(make_problem(request.url.path, 415, "unsupported_media_type", detail, named))
         found = error.errors()
         errors = [_field_problem(detail) for detail in found[:MAX_ERRORS]]
-        detail = "; ".join(f"{entry.field}: {entry.message}" for entry in errors)
+        detail = sentence_of(errors)
         detail += f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
         return error_response(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
 
@@ -60,8 +63,18 @@ def add_problem_handlers(app: FastAPI) -> None:
         # FastAPI's own answer to a body that is no text names nothing.
         errors = [FieldProblem(field="body", message=str(error.detail))]
         named = errors if status is HTTPStatus.BAD_REQUEST else []
-        document = make_problem(request.url.path, status, status.name.lower(), str(error.detail), named)
+        said = _no_route(request, routes) if status is HTTPStatus.NOT_FOUND else str(error.detail)
+        document = make_problem(request.url.path, status, status.name.lower(), said, named)
         return error_response(document, error.headers)
+
+
+def _no_route(request: Request, routes: Sequence[str]) -> str:
+    """The answer to a path that no route has."""
+    path = short_value(request.url.path) or "of this name"
+    return (
+        f"there is no route {path}; below /v1 are {', '.join(routes)}: embeddings, images, sounds, files and stored "
+        "responses are not served"
+    )
 
 
 def _is_json(content_type: str) -> bool:
@@ -82,6 +95,8 @@ def too_large(path: str, detail: str) -> JSONResponse:
 
 def _field_problem(detail: Any) -> FieldProblem:
     """One of pydantic's errors; the path starts behind `body`."""
+    if detail["type"] == "json_invalid":
+        return no_json(detail)
     path = ".".join(str(part) for part in detail["loc"][1:])
     message = detail["msg"].removeprefix("Value error, ")
     return FieldProblem(field=path or "body", value=short_value(detail.get("input")), message=message)

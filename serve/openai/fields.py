@@ -28,6 +28,8 @@ OPENAI = COMPLETIONS + CHAT + RESPONSES
 TURNS = CHAT + RESPONSES + MESSAGES
 """Routes that take a conversation."""
 ALL = OPENAI + MESSAGES
+ROUTES = (*ALL, "messages/count_tokens", "models")
+"""All routes below `/v1`."""
 
 ANY = "*"
 """Name by which an operator sets all unknown fields to be ignored."""
@@ -147,6 +149,7 @@ FIELDS: tuple[RequestField, ...] = (
     _served("response_format", routes=COMPLETIONS + CHAT),
     _served("text", "`format`; `verbosity` has no effect", routes=RESPONSES),
     _served("output_config", "`format`; `effort` has no effect", routes=MESSAGES, origin="Anthropic"),
+    _served("output_format", "the older name of `output_config.format`", routes=MESSAGES, origin="Anthropic"),
     _served("tools", routes=CHAT),
     _served("tools", "of type `function`", routes=RESPONSES),
     _served(

@@ -37,7 +37,7 @@ def openai_router(current: Current) -> APIRouter:
         model = _model(current.version)
         return {"object": "list", "data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
 
-    @router.get("/models/{model}", dependencies=[HAS_API_KEY])
+    @router.get("/models/{model:path}", dependencies=[HAS_API_KEY])
     async def get_model(model: str, _caller: TheCaller) -> dict[str, Any]:
         """The served model."""
         check_model(model, current.version)

@@ -76,7 +76,9 @@ class AllowedToolChoice(Nested):
 
 def choice_kind(value: Any) -> Any:
     """The kind of a choice by its type, so that errors name the fields of that one alone."""
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
+    if isinstance(value, str):
+        return "word" if value in ("none", "auto", "required") else None
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 CHOICE_KINDS = Discriminator(

@@ -55,6 +55,10 @@ class SwiftKVConfigMixin:
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]  # the other base is a transformers configuration
         self.swiftkv = True
+        if self.family.windows is None:  # transformers' layers of such a family read neither, so no mask may
+            for name in ("sliding_window", "layer_types"):
+                if getattr(self, name, None) is not None:
+                    setattr(self, name, None)
         if self.num_key_value_layers is None:
             self.num_key_value_layers = self.num_hidden_layers  # type: ignore[attr-defined]
         self.layer_map  # noqa: B018  # out-of-range values are refused here, before any weight is read

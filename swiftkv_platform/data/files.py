@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -250,10 +251,10 @@ def _text_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterat
         yield number, {"text": "".join(pieces)}
 
 
-def _csv_rows(delimiter: str, file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+def _csv_rows(delimiters: str, file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
     """Rows under the names of the first, every cell a text, with the line on which each ends."""
     with opened(file, field) as stream:
-        records = _csv_records(stream, file, delimiter, field)
+        records = _csv_records(stream, file, delimiters, field)
         _, header = next(records, (0, []))
         if len(set(header)) < len(header):
             raise DataError(
@@ -269,7 +270,8 @@ def _csv_rows(delimiter: str, file: Path, columns: Sequence[str] | None, field: 
             yield line, {name: cells[place] for place, name in wanted}
 
 
-def _csv_records(stream: BinaryIO, file: Path, delimiter: str, field: str) -> Iterator[tuple[int, list[str]]]:
+def _csv_records(stream: BinaryIO, file: Path, delimiters: str, field: str) -> Iterator[tuple[int, list[str]]]:
+    """Records with the lines on which they end. The first of `delimiters` that stands in the first line divides."""
     csv.field_size_limit(_LONGEST_ELEMENT)  # of the process; its default is too short for a text
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
 
@@ -279,8 +281,11 @@ def _csv_records(stream: BinaryIO, file: Path, delimiter: str, field: str) -> It
                 raise csv.Error(f"it is longer than {_LONGEST_LINE} characters")
             yield line
 
-    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    reader = csv.reader(())
     try:
+        first = next(found := lines(), "")
+        delimiter = next((each for each in delimiters if each in first), delimiters[0])
+        reader = csv.reader(chain([first], found), delimiter=delimiter, strict=True)
         for cells in reader:
             if cells:
                 yield reader.line_num, cells
@@ -291,9 +296,9 @@ def _csv_records(stream: BinaryIO, file: Path, delimiter: str, field: str) -> It
         raise _bad_csv(file, reader.line_num, str(error), field) from error
 
 
-def _csv_columns(delimiter: str, file: Path, field: str) -> tuple[str, ...] | None:
+def _csv_columns(delimiters: str, file: Path, field: str) -> tuple[str, ...] | None:
     with opened(file, field) as stream:
-        _, header = next(_csv_records(stream, file, delimiter, field), (0, None))
+        _, header = next(_csv_records(stream, file, delimiters, field), (0, None))
     return None if header is None else tuple(header)
 
 
@@ -306,9 +311,9 @@ def _bad_csv(file: Path, line: int, why: str, field: str) -> DataError:
     )
 
 
-def _csv(delimiter: str) -> FileReader:
-    rows = partial(_csv_rows, delimiter)
-    return FileReader("line", rows, _count_rows(rows), partial(_csv_columns, delimiter))
+def _csv(delimiters: str) -> FileReader:
+    rows = partial(_csv_rows, delimiters)
+    return FileReader("line", rows, _count_rows(rows), partial(_csv_columns, delimiters))
 
 
 def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
@@ -380,7 +385,7 @@ READERS = {
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
     ".json": _JSON_LINES,
-    ".csv": _csv(","),
+    ".csv": _csv(",;\t|"),
     ".tsv": _csv("\t"),
     ".parquet": _PARQUET,
     ".txt": _TEXT,

@@ -230,7 +230,7 @@ def _history(row: Row) -> list[Message]:
 
 
 def _instruction(instruction: str, row: Row) -> str:
-    context = _text(row.get("input"), "input")
+    context = _text(row.get("input") or row.get("context"), "input")
     return f"{instruction}\n\n{context}" if context else instruction
 
 
@@ -251,10 +251,12 @@ def _prompt_of_alpaca(values: list[Any], row: Row) -> Content:
 
 _BESIDE = ("system", "tools", "functions")
 """Columns beside those of any conversation."""
+_SHAREGPT = (("conversations",), ("conversation",))
+_OF_ALPACA = ("input", "context", "history", *_BESIDE)
 
 FORMATS = (
     RowFormat("messages", (("messages",),), _chats("messages"), optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _chats("conversations"), optional=_BESIDE),
+    RowFormat("sharegpt", _SHAREGPT, _chats("conversations"), optional=_BESIDE),
     RowFormat(
         "prompt_completion",
         (
@@ -263,20 +265,23 @@ FORMATS = (
             ("question", "answer"),
             ("question", "answer_with_tags"),
             ("problem", "solution"),
+            ("query", "response"),
         ),
         _parse_prompt_completion,
         optional=_BESIDE,
     ),
-    RowFormat("alpaca", (("instruction", "output"),), _parse_alpaca, optional=("input", "history", *_BESIDE)),
+    RowFormat("alpaca", (("instruction", "output"), ("instruction", "response")), _parse_alpaca, optional=_OF_ALPACA),
     RowFormat("text", (("text",),), _parse_text),
 )
 """Row formats in the order `auto` tries them: what says most about a sample first."""
 
 PROMPT_FORMATS = (
     RowFormat("messages", (("messages",),), _unanswered_chats("messages"), optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _unanswered_chats("conversations"), optional=_BESIDE),
-    RowFormat("prompt_completion", (("prompt",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE),
-    RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=("input", "history", *_BESIDE)),
+    RowFormat("sharegpt", _SHAREGPT, _unanswered_chats("conversations"), optional=_BESIDE),
+    RowFormat(
+        "prompt_completion", (("prompt",), ("query",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE
+    ),
+    RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=_OF_ALPACA),
     RowFormat("text", (("text",),), _parse_text),
 )
 """The same for rows of which only the prompt is read, because the teacher answers it."""

@@ -65,7 +65,9 @@ def read_config(
     except ModelError as error:
         raise ModelError.of(field, str(source), f": its {error.message}") from error
     with refusing(source, "its config.json is refused", field):
-        return config_class.from_pretrained(source, trust_remote_code=False, **hub)
+        config = config_class.from_pretrained(source, trust_remote_code=False, **hub)
+    config._attn_implementation = None  # loading chooses one that this machine has
+    return config
 
 
 def check_whole(config: Any, source: str | Path) -> None:

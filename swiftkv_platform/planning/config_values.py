@@ -7,11 +7,11 @@ later. Keys that are not listed are left to transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FLAGS
+from swiftkv_platform.families import FLAGS, STUDENT_SUFFIX
 from swiftkv_platform.planning.config import FIELD
 
 MAX_LAYERS = 1024
@@ -32,9 +32,20 @@ _OPTIONAL_COUNTS = (
 _FRACTIONS = ("initializer_range", "attention_dropout")
 _FLAGS = ("tie_word_embeddings", *sorted(FLAGS), "use_cache", "use_sliding_window")
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_OF_STUDENTS = ("num_key_value_layers", "key_value_group_size", "num_key_value_heads_swiftkv")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_COUNTS = ("original_max_position_embeddings",)
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
+"""Keys that a kind of RoPE must have, which transformers puts no defaults for."""
 _PROBABILITIES = ("top_p", "min_p", "typical_p")
 _POSITIVE = ("temperature", "repetition_penalty")
 
@@ -42,7 +53,7 @@ _POSITIVE = ("temperature", "repetition_penalty")
 def has_quantized_weights(config: Mapping[str, Any]) -> bool:
     """Whether a configuration announces quantised weights. Raises `ModelError`: a quantisation that is not read."""
     fields = config.get("quantization_config")
-    if fields is None or fields == {}:
+    if fields is None:
         return False
     if not isinstance(fields, Mapping):
         raise _refused("config.json", "quantization_config", fields, "an object or null is accepted")
@@ -93,14 +104,16 @@ def check_values(config: Mapping[str, Any]) -> None:
     values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
     values.check(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
     _check_token_ids(values)
+    _check_kind(config)
     _check_padding(config)
     _check_heads(config)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), Mapping):
-            _check_rope(_Values("config.json", rope, f"{key}."))
+            old = {"su": _ROPE_NEEDS["longrope"]} if config.get("model_type") == "phi3" else {}  # its name before
+            _check_rope(_Values("config.json", rope, f"{key}."), {**_ROPE_NEEDS, **old})
             for kind, of_type in rope.items():  # of layers, where these have their own
                 if isinstance(of_type, Mapping):
-                    _check_rope(_Values("config.json", of_type, f"{key}.{kind}."))
+                    _check_rope(_Values("config.json", of_type, f"{key}.{kind}."), _ROPE_NEEDS)
 
 
 def check_generation_values(config: Mapping[str, Any]) -> None:
@@ -126,6 +139,14 @@ class _Values:
             if key in self._config and not accepts(self._config[key]):
                 raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
 
+    def check_needs(self, keys: Iterable[str], needs: Mapping[str, Sequence[str]]) -> None:
+        """Check that there is what the value of the first of `keys` that is there needs."""
+        for key in [key for key in keys if key in self._config][:1]:
+            for needed in needs[self._config[key]]:
+                if self._config.get(needed) is None:
+                    accepted = f"with it {self._prefix}{needed} is needed"
+                    raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
+
 
 def _check_token_ids(values: _Values) -> None:
     values.check(
@@ -133,6 +154,15 @@ def _check_token_ids(values: _Values) -> None:
         lambda value: _or_null(_is_integer)(value) or (isinstance(value, list) and all(map(_is_integer, value))),
         "a token id, a list of them or null is accepted",
     )
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """A teacher has no keys of a student's, by which some ways of loading would take it for one."""
+    kind = str(config.get("model_type"))
+    found = next((key for key in _OF_STUDENTS if config.get(key) is not None), None)
+    if found is not None and not kind.endswith(STUDENT_SUFFIX):
+        accepted = f"of model_type {kind!r} it is not; that of a student is {kind + STUDENT_SUFFIX!r}"
+        raise _refused("config.json", found, config[found], accepted)
 
 
 def _check_padding(config: Mapping[str, Any]) -> None:
@@ -149,11 +179,12 @@ def _check_heads(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_rope(values: _Values) -> None:
+def _check_rope(values: _Values, needs: Mapping[str, Sequence[str]]) -> None:
     values.check(_ROPE_NUMBERS, _or_null(_is_number(0, math.inf, above=True)), "a positive number is accepted")
     values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
     values.check(_ROPE_COUNTS, _or_null(_is_count()), "a positive integer is accepted")
-    values.check(("rope_type", "type"), lambda value: isinstance(value, str), "a name is accepted")
+    values.check(("rope_type", "type"), _is_one_of(needs), f"one of {', '.join(needs)} is accepted")
+    values.check_needs(("rope_type", "type"), needs)
 
 
 def _is_integer(value: Any) -> bool:

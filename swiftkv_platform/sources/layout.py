@@ -35,12 +35,16 @@ _CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation", "held_out", "heldout"),
+    "test": (
+        *("test", "testing", "eval", "evaluation"),
+        *("held_out", "held-out", "heldout", "hold_out", "hold-out", "holdout"),
+    ),
 }
 """Words of a file's or a directory's name that tell its split."""
 _WORDS = {word: split for split, words in SPLITS.items() for word in words}
 _SPLIT = re.compile(
-    rf"(?:^|(?<=[-._ \d]))({'|'.join(sorted(map(re.escape, _WORDS), key=len, reverse=True))})(?=[-._ \d]|$)"
+    rf"(?:^|(?<=[-._ \d]))({'|'.join(sorted(map(re.escape, _WORDS), key=len, reverse=True))})"
+    r"(?:set|data)?(?=[-._ \d]|$)"
 )
 _SHOWN = 3
 """Names in a message."""

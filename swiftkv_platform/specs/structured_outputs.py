@@ -118,7 +118,7 @@ class StructuredOutputs:
             why = _EXCERPT.split(why.replace(at[0], ""))[0]
         place = place_of(schema, why)
         where = f"{name}.{place}" if place else name
-        return InvalidInputError(f"{where} {why}", field=name, value=self.text)
+        return InvalidInputError(f"{where} {' '.join(why.split())}", field=name, value=self.text)
 
     def _check_flags(self) -> None:
         for name in ("json_object", "disable_any_whitespace"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +18,7 @@ from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
     ConflictError,
+    ContextLengthError,
     DatabaseUnavailableError,
     DeadlineExceededError,
     EngineDeadError,
@@ -105,6 +106,17 @@ def make_problem(path: str, status: int, code: str, detail: str, errors: Sequenc
         code=code,
         errors=list(errors),
     )
+
+
+def no_json(complaint: Mapping[str, Any]) -> FieldProblem:
+    """The problem with a body that cannot be parsed. `complaint`: FastAPI's, whose place is a character."""
+    where = f" (character {complaint['loc'][-1]})" if len(complaint["loc"]) > 1 else ""
+    return FieldProblem(field=None, message=f"the body is no JSON: {complaint['ctx']['error']}{where}")
+
+
+def sentence_of(errors: Iterable[FieldProblem]) -> str:
+    """One sentence on several fields."""
+    return "; ".join(f"{each.field}: {each.message}" if each.field else each.message for each in errors)
 
 
 def problem_of(error: SwiftKVError, path: str) -> Problem:
@@ -220,6 +232,8 @@ def openai_error(problem: Problem) -> dict[str, Any]:
 def anthropic_error(problem: Problem) -> dict[str, Any]:
     """A problem in Anthropic's shape, with OpenAI's `param` and `code` beside its own."""
     error = openai_error(problem)["error"]
+    if problem.code == ContextLengthError.code:  # as programs that speak to Anthropic know it
+        error["message"] = f"prompt is too long: {problem.detail}"
     other = "api_error" if error["type"] == "server_error" else error["type"]
     return {"type": "error", "error": error | {"type": _ANTHROPIC_TYPES.get(problem.status, other)}}
 

@@ -120,6 +120,10 @@ GOOD: dict[str, Write] = {
         config={"temperature": 0.7, "do_sample": True}, files=lambda path: (path / "generation_config.json").unlink()
     ),
     "a padding id counted from the end": brought(config={"pad_token_id": -1}),
+    "a window that its family does not read": brought(config={"sliding_window": 8}),
+    "layers of types that its family does not read": brought(
+        config={"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    ),
 }
 BAD: dict[str, tuple[Write, str]] = {
     "untied, no head": (brought(drop(HEAD)), r"lacks 1 tensor .*lm_head\.weight"),
@@ -129,6 +133,19 @@ BAD: dict[str, tuple[Write, str]] = {
     "a file of the index is missing": (brought(files=torn_index), "its index names part-0.safetensors, which is not"),
     "dtype with its module": (brought(config={"dtype": "torch.float32"}), "config.json has dtype 'torch.float32'; one"),
     "no such activation": (brought(config={"hidden_act": "sulu"}), "config.json has hidden_act 'sulu'; one of"),
+    "no such kind of RoPE": (
+        brought(config={"rope_parameters": ..., "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}),
+        "config.json has rope_scaling.type 'mrope'; one of default, linear",
+    ),
+    "RoPE that lacks a factor": (
+        brought(config={"rope_parameters": ..., "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        "config.json has rope_scaling.rope_type 'llama3'; with it rope_scaling.low_freq_factor is needed",
+    ),
+    "a student's key": (
+        brought(config={"num_key_value_layers": 2}),
+        "config.json has num_key_value_layers 2; of model_type 'llama' it is not",
+    ),
+    "a quantisation without a method": (brought(config={"quantization_config": {}}), "quant_method None, which is not"),
     "a family that is not read": (brought(config={"model_type": "gpt2"}), "model_type 'gpt2', and no SwiftKV family"),
     "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', and no SwiftKV fam"),
     "weights that are no numbers": (

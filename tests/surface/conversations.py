@@ -204,9 +204,10 @@ async def test_the_stop_sequence_that_ended_a_message_is_named(http: httpx.Async
     assert "".join(part["text"] for part in ended["content"]) == block["text"][: block["text"].index(stop)]
     schema = {"type": "object", "properties": {"warm": {"enum": [True]}}, "required": ["warm"]}
     form = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
-    closed = await message(http, output_config=form, stream=stream)
-    assert json.loads(closed["content"][0]["text"]) == {"warm": True}
-    assert (closed["stop_reason"], closed["stop_sequence"]) == ("end_turn", None)
+    for named in ({"output_config": form}, {"output_format": form["format"]}):
+        closed = await message(http, **named, stream=stream)
+        assert json.loads(closed["content"][0]["text"]) == {"warm": True}
+        assert (closed["stop_reason"], closed["stop_sequence"]) == ("end_turn", None)
 
 
 async def test_the_input_of_a_call_that_is_cut_off_goes_as_far_as_it_was_written(http: httpx.AsyncClient) -> None:
@@ -304,6 +305,7 @@ async def test_what_a_message_cannot_be_is_named(
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     assert (error["param"], reason in error["message"]) == (param, True), error
     assert (error["code"] == "context_length_exceeded") == (param == "messages")
+    assert error["message"].startswith("prompt is too long: ") == (param == "messages")
 
 
 @pytest.mark.parametrize("route", ["responses", "messages"])

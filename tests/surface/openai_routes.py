@@ -330,6 +330,31 @@ async def test_keys_open_the_door_and_keep_tenants_apart(version: Version, tmp_p
         await complete(openai_client(own, keys["adm"]))
 
 
+@pytest.mark.parametrize("path", ["embeddings", "images/generations", "responses/resp_1", "messages/batches", "files"])
+async def test_what_is_not_served_is_refused_in_a_sentence(http: httpx.AsyncClient, path: str) -> None:
+    answer = await http.post(f"/v1/{path}", json={"model": "tiny", "input": "a"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "not_found")
+    begins = f"there is no route /v1/{path}; below /v1 are /v1/completions, /v1/chat/completions, "
+    assert error["message"].startswith(begins)
+    assert "embeddings, images, sounds, files and stored responses are not served" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/generate"])
+async def test_a_body_that_is_no_json_is_called_so(http: httpx.AsyncClient, path: str) -> None:
+    answer = await http.post(path, content='{"model": tiny}', headers={"content-type": "application/json"})
+    told = answer.json()
+    sentence = told["error"]["message"] if "error" in told else told["detail"]
+    assert sentence == "the body is no JSON: Expecting value (character 10)"
+    assert "error" not in told or told["error"]["param"] is None
+
+
+async def test_a_model_of_an_organisation_is_not_found_by_its_name(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="model is 'org/other'; 'tiny' is served here") as caught:
+        await client.models.retrieve("org/other")
+    assert caught.value.code == "model_not_found"
+
+
 async def test_tokens_there_and_back(http: httpx.AsyncClient) -> None:
     tokens = (await http.post("/tokenize", json={"prompt": "héllo"})).json()["tokens"]
     assert (await http.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "héllo"}

@@ -274,7 +274,11 @@ def message(**fields: Any) -> dict[str, Any]:
     [
         ({"tools": openai.NOT_GIVEN, "tool_choice": "required"}, "tool_choice", "tools has none"),
         ({"tool_choice": named("fly")}, "tool_choice", "'fly', and tools has get_weather, move, ping"),
-        ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
+        (
+            {"tool_choice": "any"},
+            "tool_choice",
+            "tool_choice: must be 'none', 'auto', 'required'",
+        ),
         ({"tool_choice": {"type": "auto"}}, "tool_choice", "an object of type 'function' or"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),

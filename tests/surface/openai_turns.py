@@ -34,7 +34,7 @@ async def test_what_the_clients_helpers_returned_goes_back_over_several_turns(cl
     told, tools = [*MESSAGES], [openai.pydantic_function_tool(Weather)]
     fields = {"tools": tools, "response_format": Weather, "tool_choice": "required", "parallel_tool_calls": False}
     against = {**SPACES, str(ALPHABET.index("<")): -100}  # as a call would begin
-    for turn in ({}, {}, {"tool_choice": "auto", "logit_bias": against}, {}):
+    for turn in ({}, {}, {"tool_choice": "auto", "logit_bias": against}, {}, {}):
         body = asked(messages=told, **fields | turn)
         if streams:
             async with client.chat.completions.stream(**body) as stream:

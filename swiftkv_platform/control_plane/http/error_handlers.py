@@ -20,8 +20,10 @@ from swiftkv_platform.web.problems import (
     FieldProblem,
     error_response,
     make_problem,
+    no_json,
     problem_headers,
     problem_of,
+    sentence_of,
     short_value,
 )
 
@@ -57,8 +59,7 @@ def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     complaints = error.errors()[:_MOST_COMPLAINTS]
     found = most_telling([(place_of(item, body), item) for item in complaints])
     errors = [_field_problem(place, item, body) for place, item in found[:_MOST_FIELDS]]
-    detail = "; ".join(f"{item.field}: {item.message}" if item.field else item.message for item in errors)
-    return error_response(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
+    return error_response(make_problem(request.url.path, 422, InvalidInputError.code, sentence_of(errors), errors))
 
 
 def _on_http_error(request: Request, error: Exception) -> JSONResponse:
@@ -83,7 +84,7 @@ def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldPro
     field, message = dotted(place), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "json_invalid":
-            return FieldProblem(field=None, message=f"the body is no JSON: {item['ctx']['error']}")
+            return no_json(item)
         case "extra_forbidden":
             message = unknown_key(item, body)
         case "missing":

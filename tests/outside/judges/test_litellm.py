@@ -1,4 +1,4 @@
-"""litellm: text and chats, whole and streamed, structured answers and tools."""
+"""litellm: text and chats, whole and streamed, structured answers and tools, another model for long prompts."""
 
 from __future__ import annotations
 
@@ -52,3 +52,22 @@ def test_a_tool_is_called_whole_and_streamed(chat: dict[str, Any]) -> None:
         [call] = answer.choices[0].message.tool_calls
         assert call.function.name == "get_weather"
         Weather.model_validate_json(call.function.arguments)
+
+
+@pytest.mark.parametrize("speaks", ["openai", "anthropic"])
+def test_a_prompt_that_is_too_long_goes_to_the_model_for_such(chat: dict[str, Any], speaks: str) -> None:
+    """The other model answers with words of its own, so that they tell who was asked."""
+    server = {name: chat[name] for name in ("api_base", "api_key")}
+    if speaks == "anthropic":
+        server["api_base"] = server["api_base"].removesuffix("/v1")
+    router = litellm.Router(
+        model_list=[
+            {"model_name": "short", "litellm_params": {"model": f"{speaks}/{MODEL}", **server}},
+            {"model_name": "long", "litellm_params": {"model": "openai/none", "mock_response": "by the other"}},
+        ],
+        context_window_fallbacks=[{"short": ["long"]}],
+        num_retries=0,
+    )
+    for words, other in (("hi", False), ("x " * 200_000, True)):
+        answer = router.completion(model="short", messages=[{"role": "user", "content": words}], max_tokens=4)
+        assert (answer.choices[0].message.content == "by the other") == other

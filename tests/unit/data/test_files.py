@@ -125,6 +125,13 @@ def test_damage_in_a_table_of_text_is_named(tmp_path: Path, content: bytes, mess
         read(path)
 
 
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_what_divides_the_first_line_divides_all(tmp_path: Path, delimiter: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"\ufeffprompt{delimiter}completion\r\na, b{delimiter}c, d\r\n")
+    assert read(path) == [(2, {"prompt": "a, b", "completion": "c, d"})]
+
+
 def test_cells_are_texts_as_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(f"text,n\nNA,007\n{'x' * 200_000},\n")

@@ -105,6 +105,12 @@ def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
             ("alpaca", said(QUESTION, ANSWER, QUESTION, ANSWER)),
         ),
         ({"conversations": [{**QUESTION, "from": None}, ANSWER]}, ("sharegpt", said(QUESTION, ANSWER))),
+        ({"conversation": [QUESTION, ANSWER]}, ("sharegpt", said(QUESTION, ANSWER))),
+        ({"query": "2 + 2?", "response": "4"}, ("prompt_completion", said(QUESTION, ANSWER))),
+        (
+            {"instruction": "Add.", "context": "2, 2", "response": "4", "category": "sums"},
+            ("alpaca", said({"role": "user", "content": "Add.\n\n2, 2"}, ANSWER)),
+        ),
     ],
 )
 def test_rows_are_read(row: dict[str, Any], expected: tuple[str, Content]) -> None:
@@ -171,7 +177,7 @@ def test_values_of_another_type_are_refused(row: dict[str, Any], message: str) -
 
 
 def test_unknown_columns_are_named_beside_those_that_are_known() -> None:
-    columns = r"rows.jsonl has the columns body, title.*alpaca: instruction \+ output; text: text"
+    columns = r"rows.jsonl has the columns body, title.*alpaca: instruction \+ output or instruction \+ response; text"
     with pytest.raises(DataError, match=columns) as caught:
         read({"body": "?", "title": "?"})
     assert (caught.value.field, caught.value.value) == ("data.sources[0].format", ["body", "title"])

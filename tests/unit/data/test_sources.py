@@ -85,6 +85,7 @@ SPLIT = ("train.jsonl", "test.jsonl", "dev-00001.jsonl.gz")
         (SPLIT, "held-out", ["test.jsonl"]),
         (("TRAIN.JSONL", "Eval_1.jsonl"), "test", ["Eval_1.jsonl"]),
         (("my_training.jsonl", "held_out.jsonl"), "train", ["my_training.jsonl"]),
+        (("trainset.jsonl", "testdata.jsonl", "x_hold-out.jsonl"), "train", ["trainset.jsonl"]),
         (("train/a.jsonl", "train/deep/b.jsonl", "valid/a.jsonl"), "train", ["train/a.jsonl", "train/deep/b.jsonl"]),
         (("contest.jsonl", "latest.jsonl"), "train", ["contest.jsonl", "latest.jsonl"]),
         (("a.py", "tests/test_a.py"), "train", ["a.py", "tests/test_a.py"]),

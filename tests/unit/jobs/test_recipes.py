@@ -123,7 +123,7 @@ def test_too_few_workers_are_refused_with_the_number_that_would_do() -> None:
 def test_a_recipe_for_one_gpu_fits_it_as_planned_and_as_run_dry(path: Path) -> None:
     spec, room = load_spec(path), 1e9 * ON_ONE_GPU[path] - CONTEXT
     assert (spec.resources.num_workers, spec.resources.gpus_per_worker) == (1, 1)
-    found = json.loads(Path("benchmarks/dry_runs.json").read_text())[path.stem]
+    found = json.loads(Path("benchmarks/dry_runs.json").read_text()).get(path.stem, {})
     for phase in estimate(spec, teacher_config(spec), ()).phases:
         assert (phase.device_bytes or 0) < room, phase.phase
         offloads = spec.sharding.cpu_offload and phase.phase == "train"  # a dry run's tensors are all in one place

@@ -27,6 +27,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 BEGIN, END = "<!-- tables: python -m benchmarks.recipes --write -->", "<!-- end of tables -->"
 NUM_TOKENS = 160_000_000
 """Tokens of an epoch of the published models' recipes (paper, appendix B.1); one has 10% more (appendix D)."""
+KINDS = {"24gb": "L4", "80gb": "H100"}
+"""GPU whose speed and memory the plan of a recipe for one GPU takes."""
 
 Found = dict[str, dict[str, Any]]
 
@@ -76,16 +78,20 @@ def run_dry(names: Sequence[str] | None, path: Path) -> None:
 
 def planned(name: str, spec: JobSpec) -> JobEstimate:
     """The plan of a recipe with the data of the paper, where it has them."""
-    num_tokens = None if name.startswith("builtin-") else NUM_TOKENS
+    num_tokens = NUM_TOKENS if spec.training.max_steps is None else None
+    if name.endswith(tuple(KINDS)):
+        kind = KINDS[name.rpartition("-")[2]]
+        spec = spec.model_copy(update={"resources": spec.resources.model_copy(update={"accelerator_type": kind})})
     return estimate(spec, teacher_config(spec), (), num_tokens=num_tokens)
 
 
 def tables(found: Found) -> str:
     """Memory, disk and time as planned, and memory as found."""
-    plans = {name: planned(name, spec) for name, spec in recipes().items()}
+    specs = recipes()
+    plans = {name: planned(name, spec) for name, spec in specs.items()}
     published = {name: plan for name, plan in plans.items() if not name.startswith("builtin-")}
     shown = {name: plan for name, plan in plans.items() if name in published or name in found}
-    memory = [memory_row(name, plan, found.get(name)) for name, plan in shown.items()]
+    memory = [memory_row(name, specs[name], plan, found.get(name)) for name, plan in shown.items()]
     needs = [needs_row(name, plan) for name, plan in published.items()]
     parts = [
         "GB of a worker, planned / found by a dry run:",
@@ -108,9 +114,11 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([head, "|---" * len(columns) + "|", *body])
 
 
-def memory_row(name: str, plan: JobEstimate, run: dict[str, Any] | None) -> tuple[str, ...]:
+def memory_row(name: str, spec: JobSpec, plan: JobEstimate, run: dict[str, Any] | None) -> tuple[str, ...]:
     by_name = {phase.phase: phase for phase in plan.phases}
     cells = [_beside(by_name.get(phase), (run or {}).get(phase)) for phase in ("train", "calibrate", "evaluate")]
+    if spec.sharding.cpu_offload:  # a dry run's tensors are all in one place
+        cells[0] += " with the host's"
     on_gpus = plan.phases[0].device_bytes is not None
     host = _gb(max(phase.host_bytes for phase in plan.phases)) if on_gpus else ""
     return f"`{name}`", f"{by_name['train'].num_workers}", *cells, host

@@ -27,6 +27,11 @@ TEACHERS = {
         "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
         "quantization_config": {"quant_method": "fbgemm_fp8"},
     },
+    "meta-llama/Llama-3.2-1B-Instruct": {
+        "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
     "meta-llama/Llama-3.2-3B-Instruct": {
         "model_type": "llama", "num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 8192,
         "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,

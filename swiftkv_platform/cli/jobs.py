@@ -263,7 +263,7 @@ def spec_change(text: str) -> tuple[str, Any]:
 
 
 def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0]
+    return re.split(r"[.:](?: |$)", text, maxsplit=1)[0]
 
 
 def tell_submitted(job: Job, *, json: bool) -> None:

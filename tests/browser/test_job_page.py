@@ -74,7 +74,7 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
     expect(checkpoints.get_by_role("row")).to_have_count(3)
     expect(checkpoints.get_by_role("row").filter(has_text="ckpt_00000030")).to_contain_text("lowest")
     expect(
-        page.get_by_role("img", name="Held-out KL by step; last: held_out_kl 0.2, the model at step 30")
+        page.get_by_role("img", name="Held-out KL by step; last: held-out KL 0.2, the model at step 30")
     ).to_be_visible()
 
 

@@ -12,7 +12,7 @@ from tests.unit.control_plane.routes.conftest import Server
 def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page) -> None:
     deployment = deploy(server, route_prefix="/chat")
     page.goto(f"{address(server)}/#/deployments")
-    page.get_by_role("link", name=deployment).click()
+    page.get_by_role("link", name="/chat", exact=True).click()
     page.get_by_role("heading", name="Now").wait_for()
     tile = page.locator(".tile")
     expect(tile.filter(has_text="time to first token")).to_contain_text("200")

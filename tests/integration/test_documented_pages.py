@@ -1,4 +1,4 @@
-"""A reader who types what docs/quickstart.md and docs/serving.md show, from top to bottom, with ids of their own."""
+"""A reader who types what README and pages of docs/ show, from top to bottom, with ids of their own."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from swiftkv_platform.local.state import RunDirectory, StackState
 from tests.documented import Block, blocks
 from tests.surface.replicas import save_chat_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.soak("types whole pages, minutes"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.soak("types whole pages, minutes"), pytest.mark.timeout(3600)]
 
 SMALL: dict[str, Any] = {
     "data": {"max_length": 128, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 40}]},
@@ -32,6 +33,8 @@ SMALL: dict[str, Any] = {
 }
 """Sections of documented jobs that are made small; all else is typed as it is shown."""
 NAME = '"my-first-student"'
+RECIPE = "--recipe builtin-python-5m"
+ACTIVATE = "source .venv/bin/activate"
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Reader:
     """A directory and a home; commands are typed into one, and the platform lives in the other."""
 
     directory: Path
+    fresh: bool = False
+    """Each command is typed into a new shell, which finds the platform by what README says alone."""
 
     @property
     def home(self) -> Path:
@@ -47,7 +52,7 @@ class Reader:
     @property
     def environment(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SWIFTKV_"))}
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        path = "/usr/bin:/bin" if self.fresh else f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return {**inherited, "PATH": path, "SWIFTKV_HOME": str(self.home), "HOME": str(self.directory)}
 
     def platform(self) -> StackState:
@@ -62,25 +67,30 @@ class Reader:
                 (self.directory / "spec.yaml").write_text(yaml.safe_dump(yaml.safe_load(block.text) | SMALL))
             case "python":
                 return [self.printed([sys.executable, "-c", self.own(block.text)], block.place)]
-            case "console":
+            case "console" | "bash":
                 return [self.type(command, block.place) for command in block.commands()]
         return []
 
     def type(self, command: str, place: str) -> str:
         if command.startswith("curl"):
             command = command.replace("curl", "curl --fail-with-body", 1)
-        return self.printed(["bash", "-c", self.own(command)], place)
+        begin = f"{ACTIVATE} && " if self.fresh else ""
+        return self.printed(["bash", "-c", begin + self.own(command)], place)
 
     def printed(self, command: list[str], place: str) -> str:
-        done = subprocess.run(
-            command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=600
-        )
+        done = subprocess.run(command, cwd=self.directory, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{place}: {command[-1]}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def own(self, text: str) -> str:
         """The text with this platform's addresses and newest ids, and with small jobs."""
         text = text.replace(NAME, f"{NAME}, {json.dumps(SMALL)[1:-1]}")
+        options = [
+            f"--set {section}.{field}='{json.dumps(value)}'"
+            for section, fields in SMALL.items()
+            for field, value in fields.items()
+        ]
+        text = text.replace(RECIPE, " ".join([RECIPE, *options]))
         if not re.search(r"localhost|127\.0\.0\.1|_\.\.\.|mdl_other", text):
             return text
         state = self.platform()
@@ -99,9 +109,17 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    reader = Reader(tmp_path_factory.mktemp("reader"))
-    yield reader
-    subprocess.run([Path(sys.executable).parent / "swiftkv", "down"], env=reader.environment, check=True)
+    with running(Reader(tmp_path_factory.mktemp("reader"))) as reader:
+        yield reader
+
+
+@contextmanager
+def running(reader: Reader) -> Iterator[Reader]:
+    """A reader, whose platform is stopped at the end."""
+    try:
+        yield reader
+    finally:
+        subprocess.run([Path(sys.executable).parent / "swiftkv", "down"], env=reader.environment, check=True)
     assert marked(str(reader.home)) == []
 
 
@@ -134,26 +152,57 @@ def test_the_serving_page_from_top_to_bottom(reader: Reader) -> None:
 def test_a_model_of_ones_own_from_top_to_bottom(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     save_llama(tmp_path / "my-llama")
+    save_chats(tmp_path / "chats.jsonl")
+    *shown, ask = [block for block in blocks(Path("docs/your-model.md")) if not block.not_run]
+    for block in shown:
+        reader.follow(block)
+    assert json.loads((tmp_path / "student" / "evaluation.json").read_text())["distilled"]["kl"] < 1
+    with serving(reader) as url:
+        assert ask.language == "python"
+        reader.printed([sys.executable, "-c", ask.text.replace("http://127.0.0.1:8080", url)], ask.place)
+
+
+def test_readme_in_fresh_shells(tmp_path: Path) -> None:
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    save_llama(tmp_path / "DIR")
+    save_chats(tmp_path / "chats.jsonl")
+    alone, *others = [block for block in blocks(Path("README.md")) if not block.not_run]
+    activate, distill, serve = [command.partition("#")[0].strip() for command in alone.commands()]
+    assert (activate, serve) == (ACTIVATE, "swiftkv serve student")
+    with running(Reader(tmp_path, fresh=True)) as reader:
+        reader.type(distill, alone.place)
+        with serving(reader):
+            pass
+        for block in others:
+            reader.follow(block)
+        with Client(reader.platform().url) as client:
+            assert sorted(each.spec.route_prefix for each in client.deployments.list()) == ["/", "/second"]
+
+
+@contextmanager
+def serving(reader: Reader) -> Iterator[str]:
+    """`swiftkv serve student` on a free port; its address."""
+    command = [Path(sys.executable).parent / "swiftkv", "serve", "student", "--port", "0", "--json"]
+    with subprocess.Popen(
+        command, cwd=reader.directory, env=reader.environment, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            yield json.loads(server.stdout.readline())["url"]
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+
+
+def save_chats(file: Path) -> None:
     words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
     chats = [[words[i % 9 :], words[: i % 7 + 2]] for i in range(200)]
-    (tmp_path / "chats.jsonl").write_text(
+    file.write_text(
         "".join(
             json.dumps({"messages": [{"role": role, "content": f"{' '.join(part)} {i}"} for role, part in turn]}) + "\n"
             for i, turn in enumerate([("user", asked), ("assistant", said)] for asked, said in chats)
         )
     )
-    *shown, ask = [block for block in blocks(Path("docs/your-model.md")) if not block.not_run]
-    for block in shown:
-        reader.follow(block)
-    assert json.loads((tmp_path / "student" / "evaluation.json").read_text())["distilled"]["kl"] < 1
-    command = [Path(sys.executable).parent / "swiftkv", "serve", "student", "--port", "0", "--json"]
-    with subprocess.Popen(command, cwd=tmp_path, env=reader.environment, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"]
-        assert ask.language == "python"
-        reader.printed([sys.executable, "-c", ask.text.replace("http://127.0.0.1:8080", url)], ask.place)
-        server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 0
 
 
 def save_llama(directory: Path) -> None:
@@ -175,8 +224,8 @@ def save_llama(directory: Path) -> None:
 
 
 def test_only_what_installs_or_needs_a_control_plane_is_marked_as_not_run() -> None:
-    pages = (Path("docs/quickstart.md"), Path("docs/serving.md"), Path("docs/your-model.md"))
+    pages = [Path(name) for name in ("README.md", "docs/quickstart.md", "docs/serving.md", "docs/your-model.md")]
     commands = [command for page in pages for block in blocks(page) if block.not_run for command in block.commands()]
     install = "make install && source .venv/bin/activate"
     brought_in = ["swiftkv models import student", "swiftkv deploy mdl_..."]
-    assert commands == ["make demo", install, install, "swiftkv serve student", *brought_in]
+    assert commands == ["make demo", "make demo", install, install, "swiftkv serve student", *brought_in]

@@ -165,6 +165,14 @@ STATEMENTS = {
         r"our engine is [\d.]+ to ([\d.]+) times as fast as vLLM",
         r"\| 8000 \|(?=(?:[^|]*\|){3} (\d+) ms) (\d+) ms",
     ),
+    "an 8B shape on a GPU, least": (r"an 8B shape ([\d.]+) to", r"\| 2000 \(32 requests\) \| \d+ \| \d+ \(([\d.]+)x\)"),
+    "an 8B shape on a GPU, most": (r"an 8B shape [\d.]+ to ([\d.]+)", r"\| 32000 \(2\) \| \d+ \| \d+ \(([\d.]+)x\)"),
+    "numbers found in 512 tokens": (r"a student finds ([\d.]+), [\d.]+ and", r"of 512 tokens \| ([\d.]+); [\d.]+% \|"),
+    "numbers found in 1,024 tokens": (r"a student finds [\d.]+, ([\d.]+) and", r"\| 1024 \| ([\d.]+); [\d.]+% \|"),
+    "numbers found in 2,048 tokens": (
+        r"finds [\d.]+, [\d.]+ and ([\d.]+)%",
+        r"\| 2048 \| ([\d.]+); [\d.]+% \|",
+    ),
     "time of SmolLM2 at l = 22": (r"27% skipped, distilled \|(?:[^|]*\|){5} ([\d.]+)", r"at l = 22 takes ([\d.]+) of"),
     "time of the demo": (r"0\.4 M counted tokens \|(?:[^|]*\|){5} ([\d.]+)", r"the demo's student took ([\d.]+)"),
 }

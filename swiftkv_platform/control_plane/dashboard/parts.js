@@ -4,6 +4,7 @@ import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-pre
 import { onThemeChange } from "./theme.js";
 
 const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
+const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3, roundingPriority: "morePrecision", maximumFractionDigits: 0 });
 
 export const count = (value) => (value == null ? "" : new Intl.NumberFormat("en").format(value));
 export const figure = (value) => (value == null ? "" : number.format(value));
@@ -18,13 +19,16 @@ export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 /** Whether a deployment takes requests, be it with the model before. */
 export const answering = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
 
-/** Which model a deployment serves, in words. */
-export const served = ({ model, engine }) => (engine.swiftkv === false ? `the teacher of ${model}` : model);
+/** Which model a deployment serves, in words, by its name if it is among `models`. */
+export function served({ model, engine }, models) {
+  const name = models?.find(({ id }) => id === model)?.name ?? model;
+  return engine.swiftkv === false ? `the teacher of ${name}` : name;
+}
 
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = value > 0 ? Math.min(Math.floor(Math.log2(value) / 10), units.length - 1) : 0;
-  return `${figure(value / 1024 ** power)} ${units[power]}`;
+  return `${short.format(value / 1024 ** power)} ${units[power]}`;
 }
 
 const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
@@ -97,7 +101,7 @@ export const Loading = ({ what }) => html`<div class="skeleton"><span class="sr"
 
 /** A figure that may not be known, with the reason in place of a number. */
 export const Known = ({ value, unit, why }) =>
-  value == null ? html`<span class="unknown" title=${why}>unknown<span class="sr">: ${why}</span></span>` : html`<b>${figure(value)}</b>${unit && ` ${unit}`}`;
+  value == null ? html`<span class="unknown" title=${why}>unknown<span class="sr">: ${why}</span></span>` : html`<b>${short.format(value)}</b>${unit && ` ${unit}`}`;
 
 /** A share of a whole as a bar; without a limit the number stands alone. */
 export function Meter({ name, value, most, shown = figure, words }) {

@@ -37,12 +37,24 @@ LAYERS = {
     "llama-3.1-8b-math-code": (16, 32),
     "llama-3.1-70b": (40, 50),
     "llama-3.1-405b-fp8": (63, 126),
+    "llama-3.1-8b-24gb": (16, 32),
+    "llama-3.1-8b-80gb": (16, 32),
+    "llama-3.2-1b-24gb": (10, 16),
+    "llama-3.2-1b-80gb": (10, 16),
     "llama-3.2-3b": (17, 28),
+    "llama-3.2-3b-24gb": (17, 28),
+    "llama-3.2-3b-80gb": (17, 28),
     "mistral-small": (28, 42),
     "qwen2.5-7b": (21, 28),
     "deepseek-v2-lite": (15, 21),
 }
 """l, and the layers of the KV cache: l + ceil((L - l) / g)."""
+ON_ONE_GPU = {
+    path: float(path.stem.rpartition("-")[2].removesuffix("gb")) for path in RECIPES if path.stem.endswith("gb")
+}
+"""Recipes for one GPU of any kind, with its GB."""
+CONTEXT = 1e9
+"""Bytes of a GPU that CUDA's context takes."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +98,7 @@ def test_a_recipe_fits_its_teacher(path: Path, client: TestClient, tmp_path: Pat
 
 
 def test_recipes_of_published_models_have_the_papers_hyperparameters() -> None:
-    for path in (path for path in RECIPES if not path.stem.startswith("builtin-")):
+    for path in (path for path in RECIPES if not path.stem.startswith("builtin-") and path not in ON_ONE_GPU):
         spec = load_spec(path)
         optimizer, training, data = spec.optimizer, spec.training, spec.data
         assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup_ratio) == (3e-4, 0.05, 0.05)
@@ -107,8 +119,20 @@ def test_too_few_workers_are_refused_with_the_number_that_would_do() -> None:
     assert (refused.value.field, refused.value.value) == ("resources.num_workers", 32)
 
 
+@pytest.mark.parametrize("path", ON_ONE_GPU, ids=lambda path: path.stem)
+def test_a_recipe_for_one_gpu_fits_it_as_planned_and_as_run_dry(path: Path) -> None:
+    spec, room = load_spec(path), 1e9 * ON_ONE_GPU[path] - CONTEXT
+    assert (spec.resources.num_workers, spec.resources.gpus_per_worker) == (1, 1)
+    found = json.loads(Path("benchmarks/dry_runs.json").read_text()).get(path.stem, {})
+    for phase in estimate(spec, teacher_config(spec), ()).phases:
+        assert (phase.device_bytes or 0) < room, phase.phase
+        offloads = spec.sharding.cpu_offload and phase.phase == "train"  # a dry run's tensors are all in one place
+        most = room + phase.host_bytes if offloads else room
+        assert phase.phase not in found or found[phase.phase]["peak"] < most, phase.phase
+
+
 @pytest.mark.parametrize(
-    "path", [path for path in RECIPES if load_spec(path).resources.gpus_per_worker], ids=lambda p: p.stem
+    "path", [path for path in RECIPES if load_spec(path).resources.accelerator_type], ids=lambda path: path.stem
 )
 def test_a_recipe_fits_its_gpus_and_on_fewer_workers_fits_or_is_refused(path: Path) -> None:
     spec = load_spec(path)

@@ -107,7 +107,7 @@ function Uses({ job, item, evaluation, onChange }) {
     <div class="row">
       ${!model && !live && html`<button class="plain small" disabled=${busy} aria-label="Evaluate ${item.id}" onClick=${() => act(evaluate)}>Evaluate</button>`}
       ${toggle("deploy", "Deploy")}
-      <a class="button plain small" aria-label="Continue from here, ${item.id}" href="#/submit?job=${job.id}&from=${name}">Continue from here</a>
+      <a class="button plain small" aria-label="Continue from here, ${item.id}" href="#/submit?job=${job.id}&from=${name}">Continue</a>
       ${toggle("publish", "Publish")}
     </div>
     <div class="small" role="status">

@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, get, patch } from "../api.js";
-import { Chart, Facts, Loading, Problem, Status, Table, answering, figure, percent, served, useFresh, when } from "../parts.js";
+import { Chart, Empty, Facts, Loading, Problem, Status, Table, answering, figure, percent, served, useFresh, when } from "../parts.js";
 import { EVERY_MS, WINDOW_S, figures, useSamples } from "../rates.js";
 
 const CHARTS = [
@@ -79,10 +79,9 @@ function Replicas({ deployment, apply, busy }) {
     </form></section>`;
 }
 
-function Controls({ deployment, onDone }) {
-  const [models] = useFresh(() => all("/models"), [], 10000);
+function Controls({ deployment, models, onDone }) {
   const [apply, busy, problem] = useChange(deployment, onDone);
-  const shared = { deployment, models: models ?? [], apply, busy };
+  const shared = { deployment, models, apply, busy };
   return html`<h2>Change</h2><${Problem} problem=${problem} />
     <div class="grid"><${Swap} ...${shared} /><${Candidate} ...${shared} /><${Replicas} ...${shared} /></div>`;
 }
@@ -132,6 +131,7 @@ function History({ deployment: { id, version } }) {
 
 export function Deployment({ id }) {
   const [deployment, problem, reload] = useFresh(() => get(`/deployments/${id}`), [id], EVERY_MS);
+  const [models] = useFresh(() => all("/models"), [], 10000);
   const [samples, silence] = useSamples(id);
   if (!deployment) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the deployment" />`}`;
   const points = samples.map((_, i) => figures(samples.slice(0, i + 1)));
@@ -143,7 +143,7 @@ export function Deployment({ id }) {
     <${Problem} problem=${problem ?? (answering(deployment) ? silence : null)} />
     <section class="panel"><${Facts} of=${{
       deployment: html`<code>${deployment.id}</code>`,
-      model: html`<a href="#/models?model=${deployment.model}">${served(deployment)}</a>`,
+      model: html`<a href="#/models?model=${deployment.model}">${served(deployment, models)}</a> <code class="quiet">${deployment.model}</code>`,
       alias: deployment.alias,
       address: html`<code>${deployment.url}</code>`,
       replicas: `${deployment.replicas} of ${deployment.min_replicas} to ${deployment.max_replicas}`,
@@ -159,12 +159,15 @@ export function Deployment({ id }) {
           <div class="grid">
             ${CHARTS.map(([title, names]) => {
               const series = Object.fromEntries(names.map((name) => [name, points.map((point) => point[name])]));
-              return html`<${Chart} key=${title} title=${title} unit="second" x=${x} series=${series} />`;
+              const measured = x.length > 1 && Object.values(series).flat().some((value) => value != null);
+              return measured
+                ? html`<${Chart} key=${title} title=${title} unit="second" x=${x} series=${series} />`
+                : html`<section class="panel"><h3>${title}</h3><${Empty} title="Nothing measured yet">${x.length > 1 ? "It appears with the next answers." : "A curve needs two measurements."}<//></section>`;
             })}
           </div>`
       : answering(deployment) && !silence
         ? html`<${Loading} what="what its replicas measure" />`
         : html`<p class="quiet">No replica has answered yet.</p>`}
-    ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} onDone=${reload} />`}
+    ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} models=${models ?? []} onDone=${reload} />`}
     <${History} deployment=${deployment} />`;
 }

@@ -15,12 +15,13 @@ function Rates({ deployment }) {
   return html`<span><${Known} value=${now["generated tokens/s"]} unit="tokens/s" why=${why} /><br /><span class="quiet small">TTFT <${Known} value=${now["time to first token, ms"]} unit="ms" why=${why} /></span></span>`;
 }
 
-const text = (item) => [item.id, item.status, item.model, item.alias, item.route_prefix].join(" ");
+const text = (models) => (item) => [served(item, models), item.id, item.status, item.model, item.alias, item.route_prefix].join(" ");
 
 export function Deployments() {
   const [refusal, setRefusal] = useState(null);
   const [search, setSearch] = useState("");
   const [deployments, problem, reload] = useFresh(() => all("/deployments"), [], 2000);
+  const [models] = useFresh(() => all("/models"), [deployments?.map(({ model }) => model).join()], null);
   const end = (deployment) => async () => {
     if (!confirm(`Stop serving ${deployment.model} at ${deployment.route_prefix}?`)) return;
     try {
@@ -32,12 +33,12 @@ export function Deployments() {
     reload();
   };
   const columns = [
-    { name: "Deployment", sort: (item) => item.route_prefix, cell: (item) => html`<span><code>${item.route_prefix}</code><br /><a href="#/deployments/${item.id}">${item.id}</a></span>` },
+    { name: "Deployment", sort: (item) => item.route_prefix, cell: (item) => html`<span><a href="#/deployments/${item.id}">${item.route_prefix}</a><br /><code class="quiet">${item.id}</code></span>` },
     { name: "Status", sort: (item) => item.status, cell: (item) => html`<span><${Status} status=${item.status} />${item.message && html`<br /><span class="quiet small">${item.message}</span>`}</span>` },
-    { name: "Model", sort: (item) => item.model, cell: (item) => html`<span><a href="#/models?model=${item.model}">${served(item)}</a>${item.candidate && html`<br /><span class="quiet small">candidate ${item.candidate.model}</span>`}</span>` },
+    { name: "Model", sort: (item) => served(item, models), cell: (item) => html`<span><a href="#/models?model=${item.model}">${served(item, models)}</a><br /><code class="quiet">${item.model}</code>${item.candidate && html`<br /><span class="quiet small">candidate ${item.candidate.model}</span>`}</span>` },
     { name: "Now", cell: (item) => html`<${Rates} key=${item.id} deployment=${item} />` },
     { name: "Replicas", sort: (item) => item.replicas, cell: (item) => `${item.replicas} of ${item.min_replicas} to ${item.max_replicas}` },
-    { name: "Created", sort: (item) => item.created_at, cell: (item) => when(item.created_at) },
+    { name: "Created", whole: true, sort: (item) => item.created_at, cell: (item) => when(item.created_at) },
     {
       name: "",
       cell: (item) => html`<span class="row">
@@ -50,5 +51,5 @@ export function Deployments() {
   return html`<div class="head"><h1>Deployments</h1></div>
     <${Problem} problem=${problem ?? refusal} />
     <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search deployments" /></div>
-    ${deployments ? html`<${Table} caption="Deployments" columns=${columns} rows=${deployments} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="deployments" />`}`;
+    ${deployments ? html`<${Table} caption="Deployments" columns=${columns} rows=${deployments} empty=${empty} search=${search} find=${text(models)} />` : !problem && html`<${Loading} what="deployments" />`}`;
 }

@@ -9,6 +9,7 @@ import { Timeline } from "../job/timeline.js";
 import { Chart, Empty, Facts, Loading, Problem, Search, Status, Table, bytes, figure, useFresh, when } from "../parts.js";
 import { Progress } from "./jobs.js";
 import { eta } from "./overview.js";
+import { MEASURES } from "./runs.js";
 import { Sweep } from "./sweep.js";
 
 const LIVE = new Set(["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling"]);
@@ -20,6 +21,9 @@ const CHARTS = [
   { title: "Gradient norm", fits: (name) => name === "grad_norm" },
   { title: "Tokens per second", fits: (name) => name === "tokens_per_second" },
 ];
+
+/** A measure's name in a legend. */
+const label = (name) => (MEASURES[name] ? MEASURES[name][0].toLowerCase() + MEASURES[name].slice(1) : name);
 
 /** Events so far, and whatever `onEvent` makes of each. */
 function useEvents(jobId, onEvent) {
@@ -67,9 +71,9 @@ function Curves({ points, id, live, chosen }) {
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];
   const x = points.map((point) => point.step);
   const charts = CHARTS.map(({ title, fits }) => ({ title, shown: names.filter(fits) })).filter(({ shown }) => shown.length);
-  return html`<div class="grid">
+  return html`<div class="halves">
     ${charts.map(({ title, shown }) => {
-      const series = Object.fromEntries(shown.map((name) => [name, points.map((point) => point[name] ?? null)]));
+      const series = Object.fromEntries(shown.map((name) => [label(name), points.map((point) => point[name] ?? null)]));
       return html`<${Chart} key=${title} title=${title} x=${x} series=${series} marks=${title === KL && chosen ? [{ x: chosen.step, label: "the model" }] : []} />`;
     })}
   </div>
@@ -105,7 +109,7 @@ export function Job({ id }) {
   const live = LIVE.has(job.status);
   const turns = events.filter((event) => event.data.action && event.data.code);
   return html`<div class="head"><h1>${job.name}</h1><${Status} status=${job.status} /><${Actions} job=${job} onDone=${reload} /></div>
-    <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}>${reason.code}: ${reason.message}${job.error && html`<br /><strong>To change:</strong> ${job.error.cure}`}</p>`}</div>
+    <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}><strong>${reason.code}</strong>: ${reason.message}${job.error && html`<span class="cure"><strong>To change:</strong> ${job.error.cure}</span>`}</p>`}</div>
     <${Problem} problem=${problem} />
     ${live && html`<p><${Progress} job=${job} /> <span class="quiet">${eta(job)}</span></p>`}
     <section class="panel"><h2>Phases</h2><${Timeline} events=${events} ended=${job.finished_at} /></section>

@@ -75,13 +75,13 @@ function Cluster({ quota }) {
   </section>`;
 }
 
-function Served({ deployment }) {
+function Served({ deployment, models }) {
   const [samples, problem] = useSamples(deployment.id, EVERY_MS);
   const now = samples.length > 1 ? figures(samples) : {};
   const why = silence(deployment, samples, problem);
   return html`<li>
     <a href="#/deployments/${deployment.id}">${deployment.route_prefix}</a><${Status} status=${deployment.status} />
-    <span class="sub">${served(deployment)} · ${deployment.replicas} of ${deployment.max_replicas} replicas</span>
+    <span class="sub">${served(deployment, models)} · ${deployment.replicas} of ${deployment.max_replicas} replicas</span>
     <span class="sub figures">
       <span><${Known} value=${now["generated tokens/s"]} why=${why} /> tokens/s</span>
       <span>TTFT <${Known} value=${now["time to first token, ms"]} unit="ms" why=${why} /></span>
@@ -105,6 +105,7 @@ export function Overview() {
   const [jobs, problem] = useFresh(async () => ({ busy: await ofStatuses(BUSY), waiting: await ofStatuses(WAITING) }), [], EVERY_MS);
   const [failed] = useFresh(() => get(`/jobs?status=failed&limit=${MOST_FAILED}`), [], EVERY_MS);
   const [deployments] = useFresh(() => all("/deployments"), [], EVERY_MS);
+  const [models] = useFresh(() => all("/models"), [deployments?.map(({ model }) => model).join()], null);
   const [quota] = useFresh(() => get("/quota"), [], EVERY_MS);
   const work = jobs && [...jobs.busy, ...jobs.waiting];
   return html`<div class="head"><h1>Overview</h1><span class="end"><a class="button" href="#/submit">New job</a></span></div>
@@ -126,7 +127,7 @@ export function Overview() {
       </div>
       <div class="stack">
         <${Panel} title="Deployments" link="All deployments" to="#/deployments">
-          ${!deployments ? html`<${Loading} what="deployments" />` : deployments.length ? html`<ul class="items">${deployments.map((item) => html`<${Served} key=${item.id} deployment=${item} />`)}</ul>` : html`<${Empty} title="Nothing is served"><a href="#/models">Deploy a model</a><//>`}
+          ${!deployments ? html`<${Loading} what="deployments" />` : deployments.length ? html`<ul class="items">${deployments.map((item) => html`<${Served} key=${item.id} deployment=${item} models=${models} />`)}</ul>` : html`<${Empty} title="Nothing is served"><a href="#/models">Deploy a model</a><//>`}
         <//>
         ${quota ? html`<${Cluster} quota=${quota} />` : html`<${Loading} what="the cluster's use" />`}
       </div>

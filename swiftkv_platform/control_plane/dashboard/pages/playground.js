@@ -222,17 +222,18 @@ export function Playground({ query }) {
   }
   const answered = (id) => (results) => begin(fieldsOf(form.current, kind, tools), [id], () => [...talks[id].turns, ...results]);
   const keys = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && submit(event);
-  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${item.route_prefix} (${served(item)})</option>`;
+  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${item.route_prefix} (${served(item, known)})</option>`;
   const name = (id) => {
     const asked = ready.find((item) => item.id === id);
     return asked ? `${asked.route_prefix} (${asked.engine.swiftkv === false ? "teacher" : "student"})` : id;
   };
   if (!deployments) return html`<div class="head"><h1>Playground</h1></div><${Problem} problem=${problem} />${!problem && html`<${Loading} what="deployments" />`}`;
+  const idle = !ready.length && !Object.keys(talks).length;
   return html`<div class="head"><h1>Playground</h1>
       <span class="end legend"><span><span class="exited">exited</span> early</span><span><span class="drafted">drafted</span> and verified</span></span></div>
     <${Problem} problem=${problem ?? refusal} />
     ${!ready.length && html`<div class="panel"><${Empty} title="Nothing is served that could answer">Deploy a model first: <a href="#/models">choose a model</a>.<//></div><br />`}
-    <form class="panel asked" ref=${form} onSubmit=${submit}>
+    <form class="panel asked" ref=${form} hidden=${idle} onSubmit=${submit}>
       <${Fields} offersExit=${ready.some((item) => hasExit(known, item))} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
         options=${ready.map((item) => option(item, item.id === query.get("a")))} both=${ready.map((item) => option(item, item.id === query.get("b")))} />
       <label class="wide">Prompt <textarea name="prompt" rows=${kind === "chat" ? 3 : 6} required onKeyDown=${keys} placeholder="Ctrl Enter sends"></textarea></label>

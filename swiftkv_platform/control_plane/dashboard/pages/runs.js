@@ -2,10 +2,10 @@
 
 import { html } from "../vendor/htm-preact.js";
 import { all, get } from "../api.js";
-import { Chart, Loading, Problem, Status, Table, figure, percent, useFresh } from "../parts.js";
+import { Chart, Empty, Loading, Problem, Status, Table, figure, percent, useFresh } from "../parts.js";
 
 const KL = "held_out_kl";
-const MEASURES = { loss: "Loss", [KL]: "Held-out KL", logits_loss: "Logits loss", hidden_loss: "Hidden loss", exit_loss: "Exit loss", lr: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second" };
+export const MEASURES = { loss: "Loss", [KL]: "Held-out KL", logits_loss: "Logits loss", hidden_loss: "Hidden loss", exit_loss: "Exit loss", lr: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second" };
 
 /** `points` of each run on one axis of steps: {x, series}. */
 export function overlaid(runs, measure) {
@@ -41,9 +41,9 @@ export function Runs({ query }) {
   const named = runs?.map((run, i) => ({ ...run, id: run.job.id, name: names.indexOf(names[i]) === names.lastIndexOf(names[i]) ? names[i] : `${names[i]} …${run.job.id.slice(-4)}` }));
   return html`<div class="head"><h1>Runs side by side</h1><span class="end"><a class="button plain" href="#/jobs">Choose others</a></span></div>
     <${Problem} problem=${problem} />
-    ${named ? html`<${Table} caption="Runs" columns=${COLUMNS} rows=${named} empty="No job was chosen: the list of jobs has a box beside each." />
-        <h2>Curves</h2>
-        <div class="grid">${Object.entries(MEASURES).map(([measure, title]) => {
+    ${named ? html`<${Table} caption="Runs" columns=${COLUMNS} rows=${named} empty=${html`<div class="panel"><${Empty} title="No run was chosen"><a href="#/jobs">The list of jobs</a> has a box beside each.<//></div>`} />
+        ${named.length > 0 && html`<h2>Curves</h2>`}
+        <div class="halves">${Object.entries(MEASURES).map(([measure, title]) => {
           const { x, series } = overlaid(named, measure);
           const marks = measure === KL ? named.filter(({ chosen }) => chosen).map(({ name, chosen }) => ({ x: chosen.step, label: `model of ${name}` })) : [];
           return x.length > 0 && html`<${Chart} key=${title} title=${title} x=${x} series=${series} marks=${marks} />`;

@@ -14,8 +14,8 @@ function Phases({ phases }) {
     <span class="sub">${[
       device == null ? "host memory" : `of a GPU, ${bytes(host)} of the host`,
       `${bytes(disk.total)} of a node's disk`,
-      seconds == null ? "time unknown" : duration(seconds),
-    ].join(" · ")}</span>
+      seconds != null && duration(seconds),
+    ].filter(Boolean).join(" · ")}</span>
   </li>`)}</ul>`;
 }
 
@@ -52,10 +52,10 @@ export function PlanPanel({ state, spec, faults, onShow, children }) {
   const name = { refused: "does not fit", passed: "accepted", checking: "checking…" }[verdict];
   return html`<section class="panel plan" aria-label="Plan">
     <header><h2>Plan</h2><span class="end status ${verdict}" role="status">${busy && verdict === "passed" ? "checking…" : name}</span></header>
+    ${children}
     ${faults.map(({ field, message }) => html`<div class="problem small">
       ${field ? html`<button type="button" class="link" onClick=${() => onShow(field)}><code>${field}</code></button>: ` : ""}${message}
     </div>`)}
     ${plan ? html`<div aria-busy=${busy}>${faults.length > 0 && html`<p class="quiet small">The last plan that was accepted:</p>`}<${Plan} plan=${plan} spec=${spec} /></div>` : !faults.length && html`<${Loading} what="the plan" />`}
-    ${children}
   </section>`;
 }

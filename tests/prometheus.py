@@ -44,11 +44,21 @@ class Prometheus:
 
 @contextmanager
 def prometheus(
-    directory: Path, scrape_configs: list[dict[str, Any]], *, groups: Sequence[Mapping[str, Any]] = ()
+    directory: Path,
+    scrape_configs: list[dict[str, Any]],
+    *,
+    groups: Sequence[Mapping[str, Any]] = (),
+    interval_s: int = 1,
 ) -> Iterator[Prometheus]:
-    """A server that answers, with its data in `directory`. `groups`: rules, whose alerts fire at once."""
+    """A server that answers, with its data in `directory`.
+
+    Args:
+        groups: rules, whose alerts fire at once.
+        interval_s: time between two scrapes, and for the answer to one.
+    """
+    interval = f"{interval_s}s"
     config = {
-        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": "1s"},
         "scrape_configs": scrape_configs,
         "rule_files": [str(directory / "rules.yaml")],
     }

@@ -161,7 +161,8 @@ def installation(tmp_path: Path) -> Iterator[Installation]:
         stop = stack.enter_context(ExitStack())
         url = stop.enter_context(serving(app))
         jobs = [{"job_name": "control-plane", "static_configs": [{"targets": [urlsplit(url).netloc]}]}]
-        server = stack.enter_context(prometheus(tmp_path, jobs, groups=groups()))
+        # A scrape waits seconds for a dependency that is silent.
+        server = stack.enter_context(prometheus(tmp_path, jobs, groups=groups(), interval_s=5))
         yield Installation(url, ray, postgres, front, clock, tmp_path / "tenants.yaml", nobody, server, stop)
 
 
@@ -172,7 +173,8 @@ def test_each_fault_fires_its_alert(installation: Installation) -> None:
     wait_for(lambda: here.server.query('swiftkv_jobs{status="failed"}'))
     assert here.firing() == set()
 
-    failing = {"fault_tolerance": {"max_retries": 0}, "webhook": {"url": f"{here.webhook}/told", "secret_ref": "signing"}}
+    webhook = {"url": f"{here.webhook}/told", "secret_ref": "signing"}
+    failing = {"fault_tolerance": {"max_retries": 0}, "webhook": webhook}
     ids = [here.submit(metadata={"tracked": "yes"} if number == 0 else {}, **failing) for number in range(3)]
     wait_for(lambda: {here.status(job_id) for job_id in ids} == {"failed"})
     here.fires("SwiftKVJobsFail")

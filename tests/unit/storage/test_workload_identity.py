@@ -16,7 +16,7 @@ TOKEN = {"access_token": "of-this-pod", "expires_in": 3600, "token_type": "Beare
 OBJECT = Answer(200, b"data", {"ETag": '"1"', "Last-Modified": "Fri, 27 Nov 2026 01:00:00 GMT"})
 
 GOOGLES = "/computeMetadata/v1/instance/service-accounts/default/token"
-"""Of the metadata server of a GKE node."""
+"""Path at the metadata server of a GKE node."""
 
 MICROSOFTS = "/tenant/oauth2/v2.0/token"
 """Exchanges the token of a pod's service account that AKS writes to a file."""

@@ -31,6 +31,11 @@ class NodeGroup(FrozenModel):
     resources: dict[ResourceName, Annotated[float, Field(ge=0.0)]]
     """Resources of a node by Ray's names: `CPU`, `GPU`, `memory` (bytes), `accelerator_type:H100`."""
 
+    def described(self) -> str:
+        """Return the group in words: `2 nodes with 8 CPU, 1 GPU`."""
+        each = ", ".join(f"{amount:g} {name}" for name, amount in self.resources.items() if name != "memory")
+        return f"{self.max_nodes} {'node' if self.max_nodes == 1 else 'nodes'} with {each}"
+
 
 class Settings(BaseSettings):
     """Settings of the control plane and of the command line."""
@@ -65,8 +70,8 @@ class Settings(BaseSettings):
     node_groups: dict[str, NodeGroup] = {}
     """Groups of nodes that Ray's autoscaler v2 adds, by name, as JSON:
     `{"gpu": {"max_nodes": 8, "resources": {"CPU": 8, "GPU": 1}}}`. Jobs then wait in the queue for what these groups
-    and the nodes there are cannot hold. Ray does not tell them: without this setting a job of a cluster that grows
-    starts at once and waits in its attempt."""
+    and the nodes there are cannot hold now, and are refused if those never could. Ray does not tell them: without this
+    setting a job of a cluster that grows starts at once and waits in its attempt."""
     serve_url: str = "http://127.0.0.1:8001"
     """Address of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None

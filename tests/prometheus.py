@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,35 @@ class Prometheus:
         result: list[dict[str, Any]] = answer.json()["data"]["result"]
         return [(series["metric"], float(series["value"][1])) for series in result]
 
+    def names(self) -> set[str]:
+        """Names of all metrics that it has scraped."""
+        answer = httpx.get(f"{self.url}/api/v1/label/__name__/values", timeout=30.0, trust_env=False)
+        answer.raise_for_status()
+        return {*answer.json()["data"]}
+
 
 @contextmanager
-def prometheus(directory: Path, scrape_configs: list[dict[str, Any]]) -> Iterator[Prometheus]:
-    """A server that answers, with its data in `directory`."""
-    config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": scrape_configs}
+def prometheus(
+    directory: Path,
+    scrape_configs: list[dict[str, Any]],
+    *,
+    groups: Sequence[Mapping[str, Any]] = (),
+    interval_s: int = 1,
+) -> Iterator[Prometheus]:
+    """A server that answers, with its data in `directory`.
+
+    Args:
+        groups: rules, whose alerts fire at once.
+        interval_s: time between two scrapes, and for the answer to one.
+    """
+    interval = f"{interval_s}s"
+    config = {
+        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": "1s"},
+        "scrape_configs": scrape_configs,
+        "rule_files": [str(directory / "rules.yaml")],
+    }
+    at_once = [{**group, "rules": [{**rule, "for": "0s"} for rule in group["rules"]]} for group in groups]
+    (directory / "rules.yaml").write_text(yaml.safe_dump({"groups": at_once}))
     (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
     url = f"127.0.0.1:{free_port()}"
     options = {

@@ -57,6 +57,7 @@ PROGRESS_INTERVAL_S = 30.0
 """Seconds between events of one part's progress."""
 LOOK_INTERVAL_S = 1.0
 """Seconds between looks for control objects."""
+_LONGEST_FAULT = 500
 _told_to_leave = threading.Event()
 """SIGTERM flag of this process, a worker."""
 
@@ -95,7 +96,10 @@ class Reporter:
     def tracking(self, info: TrackingInfo) -> None:
         data: TrackingData = {"provider": info.provider, "run_id": info.run_id, "mode": info.mode, "url": info.url}
         message = f"tracked by {info.provider}, {info.mode}"
-        self._write(lambda time: TrackingEvent(time=time, message=message, data=data))
+        if info.fault is not None:
+            message = f"{message}, to be uploaded later: {info.fault[:_LONGEST_FAULT]}"
+        level: Level = "info" if info.fault is None else "warn"
+        self._write(lambda time: TrackingEvent(time=time, level=level, message=message, data=data))
 
     def placement(self, data: PlacementData) -> None:
         """Tell of a place that is waited for, or found; see `swiftkv_platform.jobs.attempt.events`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class TrackedRun:
     """Tracked run of an attempt, begun or continued. Its errors do not fail the job, and only `save` and `close` wait.
 
     Args:
-        on_info: told, on another thread, where the run is; again some seconds later after a `StorageError`.
+        on_info: told, on another thread, where the run is, again some seconds later after a `StorageError`; and at the
+            end, if W&B has not taken all of it.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class TrackedRun:
         spec, self._store, self._request = request.spec, store, request
         directory = Settings().home / "tracking" / request.job_id
         tracker = create_tracker(spec.tracking, directory, name=spec.name)
-        self._tracker = BackgroundTracker(tracker, on_info=partial(_told, on_info or _ignore))
+        self._tell = partial(_told, on_info or _ignore)
+        self._tracker = BackgroundTracker(tracker, on_info=self._tell)
         self._tracker.start(request.run_id, spec.model_dump(mode="json"))
 
     @property
@@ -76,7 +79,9 @@ class TrackedRun:
     def close(self) -> None:
         """End the run in this process, and save its files unless W&B has everything."""
         self._tracker.finish()
-        files = self._tracker.files
+        files, info = self._tracker.files, self._tracker.info
+        if info is not None and info.mode == "online" and not self._tracker.uploaded:
+            self._tell(replace(info, fault="W&B has not taken its end"))
         if files is None or not self._tracker.uploaded:
             self.save()
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from swiftkv_platform.control_plane.deployments.service import DeploymentReconciler
@@ -40,13 +40,17 @@ class ControlPlaneHistograms:
         self._ticks = _histogram("swiftkv_loop_tick_duration_seconds", text, _TICKS_S, ("loop",))
         self._waits = _histogram("swiftkv_job_queue_wait_seconds", "In the queue, by attempt that left it.", _WAITS_S)
         self._lags = _histogram("swiftkv_event_lag_seconds", "From an event's time until it was read.", _LAGS_S)
-        self.reconciler = Instruments(queue_wait=self._waits.observe, event_lag=self._lags.observe)
+        text = "Runs that a tracker such as W&B did not take, or not all of it, when it was to."
+        self._untracked = Counter("swiftkv_untracked_runs", text, registry=None)
+        self.reconciler = Instruments(
+            queue_wait=self._waits.observe, event_lag=self._lags.observe, untracked=self._untracked.inc
+        )
         """Listeners for the reconciler."""
 
     def register(self, registry: CollectorRegistry) -> None:
         """Have them on the page of a registry."""
-        for histogram in (self._requests, self._ticks, self._waits, self._lags):
-            registry.register(histogram)
+        for each in (self._requests, self._ticks, self._waits, self._lags, self._untracked):
+            registry.register(each)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request; `route` is a template, as `/jobs/{job_id}`, of which there are few."""

@@ -17,6 +17,8 @@ class TrackingInfo:
     mode: Literal["online", "offline"]
     url: str | None
     """Page of the run; None offline."""
+    fault: str | None = None
+    """Reason that the tracker lacks what it was to be given."""
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,20 @@ class WandbTracker:
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         with self._guarded("start"):
             _keep_files_below(self._directory)
+            fault: str | None = None
             if _mode(self._spec) == "online":
                 try:
                     self._begin("online", run_id, config)
                 except Exception as error:  # W&B raises its own, those of sockets, of protobuf
-                    get_logger().warning("tracking_offline", error=_described(error))
+                    fault = _described(error)
+                    get_logger().warning("tracking_offline", error=fault)
                     _end_service()
             if self._run is None:
-                self._begin("offline", run_id, config)
+                self._begin("offline", run_id, config, fault)
 
-    def _begin(self, mode: Literal["online", "offline"], run_id: str, config: Mapping[str, Any]) -> None:
+    def _begin(
+        self, mode: Literal["online", "offline"], run_id: str, config: Mapping[str, Any], fault: str | None = None
+    ) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -74,7 +78,7 @@ class WandbTracker:
         )
         self.files = Path(self._run.settings.sync_dir)
         url = self._run.url if mode == "online" else None
-        self.info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url)
+        self.info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url, fault=fault)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._run is not None:

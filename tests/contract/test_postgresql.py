@@ -14,7 +14,7 @@ from sqlalchemy import Connection, event, make_url, text
 
 from swiftkv_platform.control_plane.database import postgresql
 from swiftkv_platform.control_plane.database.postgresql import Timeouts, engine_options
-from swiftkv_platform.control_plane.database.session import Database
+from swiftkv_platform.control_plane.database.session import Database, current_revision
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore
@@ -149,6 +149,33 @@ def test_a_read_only_primary_is_unavailable_and_not_ready(postgres_url: str, tmp
                 answer = client.get(path)
                 assert (answer.status_code, "read-only" in answer.text) == (503, True)
             assert client.get("/healthz").status_code == 200, "a restart does not help"
+
+
+@pytest.mark.parametrize("number", [1, 3, 8, 13])
+def test_a_migration_that_meets_a_read_only_server_changes_nothing_and_can_be_repeated(
+    postgres_url: str, number: int
+) -> None:
+    """From its first, third, ... new table, index or column on, writes are refused."""
+    with closing(Database(emptied(postgres_url))) as database:
+        database.downgrade("0005")
+        statements = 0
+
+        def demote(connection: Connection, cursor: object, statement: str, *_: object) -> None:
+            nonlocal statements
+            if statement.lstrip().startswith(("CREATE", "ALTER")):
+                statements += 1
+                if statements == number:
+                    connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+
+        event.listen(database._engine, "before_cursor_execute", demote)
+        with pytest.raises(DatabaseUnavailableError, match="read-only"):
+            database.upgrade()
+        event.remove(database._engine, "before_cursor_execute", demote)
+        assert statements == number, "nothing was asked after that"
+        with database.reading() as session:
+            assert current_revision(session.connection()) == "0005"
+        database.upgrade()
+        database.check_schema()
 
 
 def test_a_file_that_cannot_be_written_is_not_ready(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.infra_files import INFRA, KUBERNETES, ROOT, containers, documents, parsed, templates_of
+from tests.infra_files import INFRA, KUBERNETES, containers, documents, parsed, templates_of
 from tests.requirements import missing
 
 VALUES = {
@@ -27,12 +29,16 @@ VALUES = {
     "GPU_SERVING_IMAGE": "registry.example.com/swiftkv-cluster-vllm:0.1.0",
 }
 
-CRDS = Path(os.environ.get("SWIFTKV_CRDS", ROOT.parent / "shared" / "data"))
-"""Directory of definitions that are no part of this repository: `kuberay-crds` with KubeRay's own
-(`ray-operator/config/crd/bases` there), `kueue-crds` with Kueue's (`config/components/crd/bases`)."""
+SCHEMAS = Path(__file__).parents[1] / "fixtures" / "crds.tar.xz"
+"""Schemas of the oldest versions that infra/README.md and docs/operations.md ask for, whose names its directories have:
+what is below `openAPIV3Schema` of the definitions in `ray-operator/config/crd/bases` of KubeRay and
+`config/components/crd/bases` of Kueue (Apache License 2.0), by version of the API, without descriptions."""
 
-CUSTOM = {"ray.io": "kuberay-crds", "kueue.x-k8s.io": "kueue-crds"}
-"""Directories by group."""
+CRDS = os.environ.get("SWIFTKV_CRDS")
+"""Directory with the definitions of other versions, as their repositories have them, to be used instead."""
+
+CUSTOM = ("ray.io", "kueue.x-k8s.io")
+"""Groups whose schemas are there."""
 
 ADDING = ("../../monitoring", "../pinned-model", "../ingress", "../kueue")
 """Components that add objects."""
@@ -91,11 +97,14 @@ def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[
 def custom_schema(api_version: str, kind: str) -> dict[str, Any]:
     """The schema of a custom kind, which also refuses fields that the API server would drop without a word."""
     group, version = api_version.split("/")
-    path = CRDS / CUSTOM[group] / f"{group}_{kind.lower()}s.yaml"
-    if not path.exists():  # no program that could be installed, so not even SWIFTKV_REQUIRE_ALL asks for them
-        pytest.skip(f"there is no {path}; SWIFTKV_CRDS names another directory")
-    versions = documents(path)[0]["spec"]["versions"]
-    [schema] = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == version]
+    name = f"{group}_{kind.lower()}s"
+    if CRDS is None:
+        with tarfile.open(SCHEMAS) as archive:
+            [member] = [each for each in archive.getmembers() if each.name.endswith(f"/{name}.json")]
+            schema = json.load(archive.extractfile(member))[version]  # type: ignore[arg-type]
+    else:
+        versions = documents(Path(CRDS) / f"{name}.yaml")[0]["spec"]["versions"]
+        [schema] = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == version]
     strict: dict[str, Any] = copy.deepcopy(schema)
     for part in strict["properties"].values():
         _close(part)
@@ -196,6 +205,16 @@ def test_kueue_admits_all_that_the_control_plane_lets_start(renderings: dict[str
             amount, unit = re.fullmatch(r"(\d+)(\w*)", requests[quota["name"]]).groups()  # type: ignore[union-attr]
             assert str(quota["nominalQuota"]) == f"{int(amount) * group['maxReplicas']}{unit}"
         assert flavors[flavor["name"]].get("nodeLabels", {}) == pod.get("nodeSelector", {})
+
+
+def test_schemas_are_of_the_versions_that_are_asked_for() -> None:
+    with tarfile.open(SCHEMAS) as archive:
+        versions = {member.name.partition("/")[0] for member in archive.getmembers()}
+    readme = (INFRA / "README.md").read_text()
+    operations = (INFRA.parent / "docs" / "operations.md").read_text()
+    [kuberay] = re.findall(r"\[KubeRay\]\S* (\S+) or newer", readme)
+    [kueue] = re.findall(r"\[Kueue\]\S* (\S+) or newer", operations)
+    assert versions == {f"kuberay-{kuberay}", f"kueue-{kueue}"}
 
 
 def test_production_has_the_values_that_were_given(renderings: dict[str, list[dict[str, Any]]]) -> None:

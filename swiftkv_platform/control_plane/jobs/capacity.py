@@ -6,7 +6,7 @@ taken yet is kept for it, so that none starts beside it for which it would have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.contract.events import ReasonCode, phase_of
@@ -14,8 +14,8 @@ from swiftkv_platform.control_plane.jobs.job import Event, Job, JobStatus, Reaso
 from swiftkv_platform.control_plane.jobs.ports import JobCluster
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit, plain, resource, take
-from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
+from swiftkv_platform.settings import NodeGroup, Settings
 from swiftkv_platform.specs import JobSpec
 
 GIB = 1 << 30
@@ -132,6 +132,36 @@ class ClusterPlaces:
         needs = self._admission.needs(job_id)
         if needs is not None:
             take(self._free, needs.bundles)
+
+
+@dataclass(frozen=True)
+class GroupLimits:
+    """Bounds of a cluster that an autoscaler enlarges. One whose groups are not named has none: nodes come and go."""
+
+    groups: Mapping[str, NodeGroup]
+    driver: Bundle
+    told: Callable[[], Sequence[Node] | None]
+    """Nodes that Ray tells of, of which some may be of no group; asked for what the groups do not hold."""
+
+    def check(self, spec: JobSpec) -> None:
+        """Raises `InvalidInputError` for a job that neither the groups nor the nodes there can ever hold."""
+        needs = Needs.of(spec, self.driver)
+        most = len(needs.bundles)
+        full = [group.resources for group in self.groups.values() for _ in range(min(group.max_nodes, most))]
+        if not self.groups or fit(full, needs.bundles):
+            return
+        nodes = self.told()
+        if nodes is not None and not fit([node.total for node in nodes], needs.bundles):
+            there = "; ".join(f"{name}: {group.described()}" for name, group in self.groups.items())
+            raise InvalidInputError(
+                f"the job needs {needs.words}, and all nodes that the cluster may have would not hold them ({there}); "
+                "use fewer or smaller resources.num_workers, or another accelerator_type",
+                field="resources",
+                value=spec.resources.num_workers,
+            )
+
+
+NO_GROUPS = GroupLimits({}, {}, lambda: None)
 
 
 def nodes_of(cluster: JobCluster) -> Sequence[Node] | None:

@@ -220,7 +220,7 @@ Observe = Callable[[float], None]
 """Takes seconds."""
 
 
-def _ignore(_seconds: float) -> None:
+def _ignore(*_seconds: float) -> None:
     pass
 
 
@@ -232,6 +232,8 @@ class Instruments:
     """Seconds that an attempt was in the queue."""
     event_lag: Observe = _ignore
     """Seconds from an event's time, by its writer's clock, until it is read."""
+    untracked: Callable[[], object] = _ignore
+    """Called for each run that its tracker did not take, or not all of it, when it was to."""
 
     spans: Spans = NO_SPANS
 
@@ -246,6 +248,8 @@ class Instruments:
         """Tell of events that were read."""
         for item in events:
             self.event_lag(max(0.0, now - item.event.time))
+            if isinstance(item.event, TrackingEvent) and item.event.level == "warn":
+                self.untracked()
 
 
 NO_INSTRUMENTS = Instruments()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
@@ -17,7 +17,7 @@ from swiftkv_platform.control_plane.hooks.webhooks import webhook_rules
 from swiftkv_platform.control_plane.http.answers import ListAnswer, list_answer
 from swiftkv_platform.control_plane.http.lists import NewestFirst
 from swiftkv_platform.control_plane.jobs.answers import EstimateAnswer, JobAnswer, ResumeRequest
-from swiftkv_platform.control_plane.jobs.capacity import Needs, driver_needs
+from swiftkv_platform.control_plane.jobs.capacity import GroupLimits, Needs, driver_needs
 from swiftkv_platform.control_plane.jobs.costs import prices
 from swiftkv_platform.control_plane.jobs.estimates import machines
 from swiftkv_platform.control_plane.jobs.job import Job, JobStatus, Reason
@@ -93,7 +93,8 @@ def _present(
 Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
-def _service(parts: Parts, settings: TheSettings, parents: TheParents) -> JobService:
+def _service(parts: Parts, settings: TheSettings, parents: TheParents, nodes: TheNodes) -> JobService:
+    told = partial(nodes.within, RAY_ANSWERS_WITHIN_S, None)
     return JobService(
         parts.jobs,
         clock=parts.clock,
@@ -107,6 +108,7 @@ def _service(parts: Parts, settings: TheSettings, parents: TheParents) -> JobSer
         files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
         parents=parents,
         publishing=PublishRules(settings.publish_targets),
+        groups=GroupLimits(settings.node_groups, driver_needs(settings), told),
         rehearse=lambda job: JobAnswer.of(job, prices(settings), parts.clock()).model_dump_json(),
     )
 

@@ -13,6 +13,7 @@ from swiftkv_platform.control_plane.access.tenants import NO_LIMITS, Tenants
 from swiftkv_platform.control_plane.base import Caller, Clock, Page, new_id
 from swiftkv_platform.control_plane.files.file import FilesOf, no_files
 from swiftkv_platform.control_plane.hooks.webhooks import WebhookRules
+from swiftkv_platform.control_plane.jobs.capacity import NO_GROUPS, GroupLimits
 from swiftkv_platform.control_plane.jobs.costs import FREE, Prices, speed_for
 from swiftkv_platform.control_plane.jobs.costs import cost_cap as lowest_cost_cap
 from swiftkv_platform.control_plane.jobs.estimates import DEFAULT_MACHINES, JobEstimate
@@ -72,6 +73,7 @@ class JobService:
     """Model or checkpoint that a spec continues from."""
     publishing: PublishRules = NOWHERE
     """Places where models may be published."""
+    groups: GroupLimits = NO_GROUPS
     rehearse: Callable[[Job], object] = _nothing
     """Called with every job before it is stored; what it raises keeps the job from being stored. A caller that answers
     with the job writes the answer here, so that nothing is stored that could not be answered."""
@@ -180,6 +182,7 @@ class JobService:
         return self.jobs.create(job, status_event(job, now=now), idempotency=idempotency, limits=limits)
 
     def _check_demand(self, spec: JobSpec, tenant: str) -> None:
+        self.groups.check(spec)
         exceeded = Demand.of(spec).exceeded_limit(self.policies.policy(tenant))
         if exceeded is not None:
             name, asked, most = exceeded

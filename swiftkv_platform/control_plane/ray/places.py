@@ -63,8 +63,25 @@ def plain(resources: Bundle) -> dict[str, float]:
 
 
 def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
-    """Take places for all bundles, each from the node with the fewest GPUs, then CPUs, that holds it. False where one
-    finds none; what was taken before stays taken."""
+    """Take places for all bundles, of which the first may differ and the others are alike. False, and nothing taken,
+    where they do not find them at once."""
+    if _take_in_turn(nodes, bundles):
+        return True
+    first, others = bundles[:1], bundles[1:]
+    if not others or first[0] == others[0] or not _take_in_turn([dict(node) for node in nodes], others):
+        return False
+    for node in nodes:  # others find places where the first one does not take what they need
+        if _take_in_turn([node], first):
+            if _take_in_turn(nodes, others):
+                return True
+            _give(node, first[0])
+    return False
+
+
+def _take_in_turn(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
+    """Take each from the node with the fewest GPUs, then CPUs, that holds it. False, and nothing taken, where one finds
+    none."""
+    taken: list[tuple[dict[str, float], Bundle]] = []
     for _, alike in groupby(bundles, key=id):
         first, *others = alike
         asked = {name: amount for name, amount in first.items() if amount}
@@ -76,10 +93,17 @@ def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
             while node is not None and not _holds(node, asked):
                 node = next(fewest_first, None)
             if node is None:
+                for where, what in taken:
+                    _give(where, what)
                 return False
-            for name, amount in asked.items():
-                node[name] = node.get(name, 0.0) - amount
+            _give(node, asked, sign=-1)
+            taken.append((node, asked))
     return True
+
+
+def _give(node: dict[str, float], bundle: Bundle, sign: int = 1) -> None:
+    for name, amount in bundle.items():
+        node[name] = node.get(name, 0.0) + sign * amount
 
 
 def _holds(node: Bundle, asked: Bundle) -> bool:

@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,9 @@ def test_auto_is_online_where_a_key_is_set_and_a_dead_server_makes_it_offline(
         tracker.finish()
     assert [(line["event"], line["log_level"]) for line in logs] == [("tracking_offline", "warning")]
     assert key not in str(logs)
-    assert tracker.info == TrackingInfo(provider="wandb", run_id="job-1", mode="offline", url=None)
+    assert tracker.info is not None
+    assert tracker.info.fault == logs[0]["error"], "its job says so"
+    assert replace(tracker.info, fault=None) == TrackingInfo("wandb", run_id="job-1", mode="offline", url=None)
     assert not tracker.uploaded
     assert list(tmp_path.glob("wandb/offline-run-*")) == [tracker.files]
 

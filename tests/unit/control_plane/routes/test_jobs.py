@@ -280,6 +280,21 @@ def test_a_job_that_waits_for_the_cluster_says_for_what_since_when_and_its_place
     assert server.get(f"/jobs/{second['id']}")["queue_place"] == 1
 
 
+def test_a_job_that_no_group_of_nodes_can_ever_hold_is_refused(start: Start) -> None:
+    groups = {"a100": {"max_nodes": 2, "resources": {"CPU": 16, "GPU": 8, "accelerator_type:A100": 1}}}
+    server = start(node_groups=groups)
+    server.cluster.nodes = [Node({"CPU": 2}, {"CPU": 2})]
+    asked = {"num_workers": 16, "gpus_per_worker": 1}
+    server.submit(resources=asked)
+    for change in ({"num_workers": 17}, {"accelerator_type": "H100"}, {"gpus_per_worker": 9}, {"cpus_per_worker": 3}):
+        spec = {**SPEC, "resources": asked | change}
+        for path, body in (("/jobs", spec), ("/jobs/validate", spec)):
+            refused = server.client.post(path, json=body)
+            assert refusal(refused)["field"] == "resources", change
+            assert "(a100: 2 nodes with 16 CPU, 8 GPU" in refused.json()["detail"]
+    assert len(server.get("/jobs")["data"]) == 1
+
+
 def waits(server: Server, job: Any) -> str:
     reason = server.get(f"/jobs/{job['id']}")["status_reason"]
     assert reason["code"] == "waiting_for_turn"

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.pace import Pace
-from swiftkv_platform.control_plane.jobs.capacity import GIB, outstanding
+from swiftkv_platform.control_plane.jobs.capacity import GIB, GroupLimits, outstanding
 from swiftkv_platform.control_plane.jobs.job import Attempt, Job, JobStatus, start, transition
 from swiftkv_platform.control_plane.jobs.polling import PollSchedule
 from swiftkv_platform.control_plane.jobs.ray_jobs import RayJobs
 from swiftkv_platform.control_plane.jobs.reconciler import Reconciler
 from swiftkv_platform.control_plane.ray.places import Bundle, EmptyNodes, Node, fit
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import NodeGroup
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.records import make_job
@@ -108,6 +109,29 @@ def test_a_driver_that_reserves_has_its_place_too(plane: Plane) -> None:
     job = plane.submit(resources=workers(2))
     plane.reconciler(driver={"CPU": 0.5}).tick()
     assert plane.get(job).status is JobStatus.QUEUED
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes", "refused"),
+    [
+        ({"gpu": NodeGroup(max_nodes=2, resources={"CPU": 8, "GPU": 8})}, [], False),  # scaled to zero
+        ({"gpu": NodeGroup(max_nodes=1, resources={"CPU": 8, "GPU": 8})}, [], True),
+        ({"gpu": NodeGroup(max_nodes=1, resources={"CPU": 8, "GPU": 8})}, [node(8, 8)] * 2, False),  # of no group
+        ({"gpu": NodeGroup(max_nodes=1, resources={"CPU": 8, "GPU": 8})}, None, False),  # Ray is away
+        ({"gpu": NodeGroup(max_nodes=9, resources={"CPU": 8, "GPU": 4})}, [], True),
+        ({"cpu": NodeGroup(max_nodes=9, resources={"CPU": 64})}, [node(8, 8)], True),
+        ({}, [], False),  # nodes come and go
+    ],
+)
+def test_what_no_group_can_ever_hold_is_known(groups: Any, nodes: Any, refused: bool) -> None:
+    spec = make_job(resources=workers(2, gpus_per_worker=8)).spec
+    limits = GroupLimits(groups, {"CPU": 0.0}, lambda: nodes)
+    if not refused:
+        limits.check(spec)
+        return
+    with pytest.raises(InvalidInputError, match="2 workers with 1 CPU and 8 GPU each") as caught:
+        limits.check(spec)
+    assert caught.value.field == "resources"
 
 
 def test_another_control_plane_knows_what_runs(plane: Plane, reconciler: Reconciler) -> None:
@@ -228,17 +252,14 @@ def test_where_ray_does_not_tell_nothing_is_known(name: str) -> None:
     assert answered(answers[name]) is None
 
 
-def greedily(nodes: list[Bundle], bundles: list[Bundle]) -> bool:
-    """The definition: each bundle on the node with the fewest GPUs, then CPUs, that holds it."""
-    left = [dict(node) for node in nodes]
-    for bundle in bundles:
-        holding = [node for node in left if all(node.get(name, 0.0) >= amount for name, amount in bundle.items())]
-        if not holding:
-            return False
-        chosen = min(holding, key=lambda node: (node["GPU"], node["CPU"]))
-        for name, amount in bundle.items():
-            chosen[name] -= amount
-    return True
+def possible(nodes: list[Bundle], driver: Bundle, worker: Bundle, number: int) -> bool:
+    """The definition: on some node the driver leaves as many places as there are workers."""
+    for at, node in enumerate(nodes):
+        left = [*nodes[:at], {name: amount - driver.get(name, 0) for name, amount in node.items()}, *nodes[at + 1 :]]
+        slots = [min(int(each.get(name, 0) // amount) for name, amount in worker.items() if amount) for each in left]
+        if all(node.get(name, 0) >= amount for name, amount in driver.items()) and sum(slots) >= number:
+            return True
+    return False
 
 
 def test_nodes_that_are_looked_at_once_for_many_jobs_hold_what_each_would_find() -> None:
@@ -252,7 +273,8 @@ def test_nodes_that_are_looked_at_once_for_many_jobs_hold_what_each_would_find()
         empty = EmptyNodes(nodes)
         for _ in range(5):
             worker = {"CPU": random.randint(0, 4), "GPU": random.randint(0, 2), random.choice(("memory", "a100")): 1}
-            bundles = [{"CPU": 1}, *[worker] * random.randint(1, 8)]
+            driver, number = {"CPU": random.randint(1, 3)}, random.randint(1, 8)
+            bundles = [driver, *[worker] * number]
             found.append(empty.hold(bundles))
-            assert found[-1] == fit(nodes, bundles) == greedily(nodes, bundles), (nodes, bundles)
+            assert found[-1] == fit(nodes, bundles) == possible(nodes, driver, worker, number), (nodes, bundles)
     assert 0.2 < sum(found) / len(found) < 0.8

@@ -18,12 +18,12 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from swiftkv_platform.vllm.checks import _keep_graphs_piecewise
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
-"""Tokens of the graphs."""
+"""Numbers of tokens that graphs are captured for."""
 MAX_NUM_SEQS = 16
 
 
 def configured(num_drafts: int, mode: str | None) -> Any:
-    """What the plugin and vLLM's dispatcher read of a configuration on a GPU."""
+    """A configuration on a GPU, as far as the plugin and vLLM's dispatcher read it."""
     compilation = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,
         cudagraph_mode=mode,

@@ -29,13 +29,13 @@ required_module("nixl", otherwise="; `make vllm-env` has it")
 pytestmark = pytest.mark.integration
 
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8}
-"""Of a model whose upper layers, 200 MB, are seen in a process's memory."""
+"""A shape whose upper layers, 200 MB, are seen in a process's memory."""
 LAYERS = {"num_key_value_layers": 4}
 TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 FILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-"""What vLLM's proxies send to a prefill server."""
+"""Fields that vLLM's proxies send to a prefill server."""
 
 
 class Server:

@@ -103,7 +103,7 @@ def test_every_recipe_gets_its_nodes_and_reserves_its_memory(schedule: Schedule,
     # Data is written and calibration collected by as many tasks as training has workers; one prepares and evaluates.
     assert infeasible(schedule([], [driver()] + [task] * spec.resources.max_workers)) == []
     assert infeasible(schedule(workers(spec), [driver()])) == []
-    if not recipe.stem.startswith("builtin-"):
+    if not recipe.stem.startswith("builtin-") and spec.resources.num_workers > 1:  # one GPU's has its machine alone
         assert task["memory"] == workers(spec)[0]["memory"] == spec.resources.memory_per_worker
 
 

@@ -29,7 +29,11 @@ def test_a_stored_dry_run_is_near_its_plan(name: str) -> None:
     found, spec = DryRun.model_validate(read_found(FOUND)[name]), recipes()[name]
     planned = estimate(spec, teacher_config(spec), ())
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
-    assert planned.memory_per_worker == pytest.approx(found.train.peak, rel=0.1)
+    if spec.sharding.cpu_offload:  # a dry run's tensors are all in one place
+        host = next(each.host_bytes for each in planned.phases if each.phase == "train")
+        assert planned.memory_per_worker < found.train.peak < planned.memory_per_worker + host
+    else:
+        assert planned.memory_per_worker == pytest.approx(found.train.peak, rel=0.1)
     on_gpus = {each.phase: each.device_bytes for each in planned.phases if each.device_bytes is not None}
     if on_gpus:
         assert found.calibrate is not None

@@ -183,6 +183,7 @@ def test_a_directory_a_file_and_a_mapping_are_the_same(tmp_path: Path) -> None:
 
 
 LATENT = llama_config(32, model_type="deepseek_v2", first_k_dense_replace=32, q_lora_rank=None)
+STUDENT = {"model_type": "llama_swiftkv"}
 LISTS: list[tuple[Any, dict[str, Any], str]] = [
     ([], {}, r"is \[\]; an ascending list"),
     ([0, 2, 2], {}, "an ascending list"),
@@ -218,9 +219,10 @@ LISTS: list[tuple[Any, dict[str, Any], str]] = [
         ({"vocab_size": "many"}, "vocab_size", "'many'; a positive integer is accepted"),
         ({"num_key_value_heads": 7}, "num_key_value_heads", "7; a divisor of num_attention_heads 32 is accepted"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers", "1 no_rope_layers for 32 layers"),
-        ({"num_key_value_layers": 33}, "swiftkv.num_key_value_layers", r"1\.\.31 are accepted"),
+        ({"num_key_value_layers": 33}, "num_key_value_layers", "33; of model_type 'llama' it is not"),
+        (STUDENT | {"num_key_value_layers": 33}, "swiftkv.num_key_value_layers", r"1\.\.31 are accepted"),
         *(
-            ({"swiftkv_prefill_layers": layers, **others}, "swiftkv.prefill_layers", message)
+            (STUDENT | {"swiftkv_prefill_layers": layers, **others}, "swiftkv.prefill_layers", message)
             for layers, others, message in LISTS
         ),
     ],

@@ -39,7 +39,7 @@ def answers(error: SwiftKVError, path: str = "/failing") -> tuple[httpx.Response
 
     control_plane, replica = FastAPI(), FastAPI()
     error_handlers.install(control_plane)
-    add_problem_handlers(replica)
+    add_problem_handlers(replica, [])
     return ask(control_plane), ask(replica)
 
 

@@ -16,6 +16,7 @@ from swiftkv_platform.model.attention import HeadAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
+from swiftkv_platform.planning.config_values import check_kind
 
 _ATTENTION = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
 _TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
@@ -32,8 +33,11 @@ class StudentClasses:
     causal_lm: type[Any]
 
     def config_from(self, teacher: Any, **fields: Any) -> Any:
-        """The student's configuration: the teacher's with `fields` of `SwiftKVConfigMixin`; without l it is dense."""
-        values = {key: value for key, value in teacher.to_dict().items() if key not in _TEACHER_KEYS}
+        """The student's configuration: the teacher's with `fields` of `SwiftKVConfigMixin`; without l it is dense.
+        Raises `ModelError`: the teacher's has such fields."""
+        of_teacher = teacher.to_dict()
+        check_kind(of_teacher)
+        values = {key: value for key, value in of_teacher.items() if key not in _TEACHER_KEYS}
         config = self.config(**values, **fields)
         config.dtype = teacher.dtype
         return config

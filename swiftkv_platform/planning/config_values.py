@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.families import FLAGS, STUDENT_SUFFIX
+from swiftkv_platform.families import FLAGS, STUDENT_KEYS, STUDENT_SUFFIX
 from swiftkv_platform.planning.config import FIELD
 
 MAX_LAYERS = 1024
@@ -32,7 +32,6 @@ _OPTIONAL_COUNTS = (
 _FRACTIONS = ("initializer_range", "attention_dropout")
 _FLAGS = ("tie_word_embeddings", *sorted(FLAGS), "use_cache", "use_sliding_window")
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-_OF_STUDENTS = ("num_key_value_layers", "key_value_group_size", "num_key_value_heads_swiftkv")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_COUNTS = ("original_max_position_embeddings",)
 _ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
@@ -104,7 +103,7 @@ def check_values(config: Mapping[str, Any]) -> None:
     values.check(("partial_rotary_factor",), _is_share, "a number above 0 and up to 1 is accepted")
     values.check(("rope_parameters", "rope_scaling"), _or_null(_is_object), "an object or null is accepted")
     _check_token_ids(values)
-    _check_kind(config)
+    check_kind(config)
     _check_padding(config)
     _check_heads(config)
     for key in ("rope_parameters", "rope_scaling"):
@@ -156,10 +155,11 @@ def _check_token_ids(values: _Values) -> None:
     )
 
 
-def _check_kind(config: Mapping[str, Any]) -> None:
-    """A teacher has no keys of a student's, by which some ways of loading would take it for one."""
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Refuse a teacher's configuration that has a student's keys, which conversion would take over. Raises
+    `ModelError`."""
     kind = str(config.get("model_type"))
-    found = next((key for key in _OF_STUDENTS if config.get(key) is not None), None)
+    found = next((key for key in STUDENT_KEYS if key in config), None)
     if found is not None and not kind.endswith(STUDENT_SUFFIX):
         accepted = f"of model_type {kind!r} it is not; that of a student is {kind + STUDENT_SUFFIX!r}"
         raise _refused("config.json", found, config[found], accepted)

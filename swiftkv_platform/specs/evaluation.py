@@ -42,10 +42,6 @@ class TaskSpec(Spec):
     """Prompt through the tokenizer's chat template, examples as turns of their own. null: for `builtin:ifeval` and
     `builtin:tool-calls`, where the model is instruction-tuned; for no other task."""
 
-    @property
-    def names_file(self) -> bool:
-        return names_task_file(self.name)
-
 
 def names_task_file(name: str) -> bool:
     """Whether a task's name is that of a file."""

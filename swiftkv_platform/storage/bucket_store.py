@@ -190,14 +190,14 @@ class BucketStore:
 
     def presigned_url(self, key: str, expires_s: int) -> str | None:
         """None where the credentials may not sign: a pod's identity asks its cloud to, which takes a role of its own.
-        It is not asked again."""
+        Where it has said so, it is not asked again."""
         validate_key(key)
         if not self._may_sign:
             return None
         try:
             return obstore.sign(self._client, "GET", key, timedelta(seconds=expires_s))
         except BaseError as error:
-            self._may_sign = False
+            self._may_sign = not has_answer(error)
             get_logger().warning("objects pass through this process", reason=describe(error, *self._place[:2]))
             return None
 

@@ -191,7 +191,7 @@ def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
 
 def _keep_graphs_piecewise(vllm_config: VllmConfig) -> None:
     """Leave no full CUDA graphs beside drafts. Decode steps of 1 + k tokens are captured without the indices that fast
-    prefill builds its metadata from, and the engine would not start."""
+    prefill builds its metadata from: vLLM 0.29 would not start."""
     compilation = vllm_config.compilation_config
     if vllm_config.speculative_config is None:
         return

@@ -60,14 +60,13 @@ for _ in sys.stdin:
     print(child, flush=True)
 """
 
-ATTEMPT = """
+READ_REQUEST = """
 import argparse, os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.addresses import open_store
-from tests.fakes.attempt_store import FakeWorker
 arguments = argparse.ArgumentParser()
 for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str), ("--protocol", int)):
     arguments.add_argument(name, type=kind)
@@ -76,6 +75,13 @@ store = open_store(given.store)
 attempts = AttemptStore(store)
 attempt = AttemptId(given.job_id, given.attempt)
 request = attempts.read_request(attempt)
+"""
+"""Begin of a program in the place of an attempt's: what it is given, and its request."""
+
+ATTEMPT = (
+    READ_REQUEST
+    + """
+from tests.fakes.attempt_store import FakeWorker
 gates = Path({gates!r})
 with (gates / "ledger").open("a") as ledger:
     ledger.write(f"{{given.job_id}} {{given.attempt}} {{os.getpid()}} {{request.resume_from}}\\n")
@@ -97,6 +103,7 @@ worker.say("status", "evaluating", time=time.time(), status="evaluating")
 worker.artifact()
 print("done", flush=True)
 """
+)
 
 
 def eventually(condition: Callable[[], Any], what: str, *, seconds: float = 60.0) -> Any:

@@ -28,7 +28,7 @@ from swiftkv_platform.local.ray_head import auth_environment
 from swiftkv_platform.settings import Settings
 from tests.infra_files import INFRA, documents
 from tests.integration.conftest import environment, wait_for
-from tests.integration.planes import ROOT, RayCluster
+from tests.integration.planes import READ_REQUEST, ROOT, RayCluster
 from tests.prometheus import Prometheus, program, prometheus
 from tests.rays import HeadProcess, free_port
 from tests.requirements import required_module
@@ -44,20 +44,11 @@ pytestmark = [
 
 DAY_S = 24 * 3600.0
 
-ATTEMPT = """
-import argparse, sys, time
-sys.path.insert(0, {root!r})
-from swiftkv_platform.contract.attempt_id import AttemptId
+ATTEMPT = (
+    READ_REQUEST
+    + """
 from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.attempt_store import AttemptStore
-arguments = argparse.ArgumentParser()
-for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str), ("--protocol", int)):
-    arguments.add_argument(name, type=kind)
-given = arguments.parse_args()
-store = open_store(given.store)
-request = AttemptStore(store).read_request(AttemptId(given.job_id, given.attempt))
 reporter = Reporter(store, request.attempt_id, "rank0")
 if "tracked" in request.spec.metadata:
     run = TrackedRun(store, request, reporter.tracking)
@@ -67,6 +58,7 @@ if "tracked" in request.spec.metadata:
 reporter.error("no rows", code="data_error", field=None, value=None, retryable=False)
 sys.exit(1)
 """
+)
 """An attempt that fails; before that its run is tracked by W&B, whose server is not there."""
 
 

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.distillation.calibration_text import read_calibration_text
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.engine.loading import describe_model, load_model
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
+from swiftkv_platform.families import STUDENT_KEYS
 from swiftkv_platform.jobs.worker.prepare import prepare
 from swiftkv_platform.jobs.worker.setup import load_student, open_lazy
 from swiftkv_platform.model import convert, convert_checkpoint, load_dense
@@ -141,10 +143,17 @@ BAD: dict[str, tuple[Write, str]] = {
         brought(config={"rope_parameters": ..., "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
         "config.json has rope_scaling.rope_type 'llama3'; with it rope_scaling.low_freq_factor is needed",
     ),
-    "a student's key": (
-        brought(config={"num_key_value_layers": 2}),
-        "config.json has num_key_value_layers 2; of model_type 'llama' it is not",
-    ),
+    **{
+        f"a student's {key}": (
+            brought(config={key: value}),
+            f"config.json has {key} .*; of model_type 'llama' it is not",
+        )
+        for key, value in (
+            ("num_key_value_layers", 2),
+            ("swiftkv_prefill_only", True),
+            ("swiftkv_prefill_layers", None),
+        )
+    },
     "a quantisation without a method": (brought(config={"quantization_config": {}}), "quant_method None, which is not"),
     "a family that is not read": (brought(config={"model_type": "gpt2"}), "model_type 'gpt2', and no SwiftKV family"),
     "a family that is nobody's": (brought(config={"model_type": "gpt99"}), "model_type 'gpt99', and no SwiftKV fam"),
@@ -174,6 +183,10 @@ UNEMBEDDED: dict[str, Write] = {
 ODD: tuple[Any, ...] = (None, "x", -1, 0, [], 3, 1 << 40, ...)
 """Values for every field of a configuration; the last takes it out."""
 FUZZED = ("llama", "deepseek_v2-lora", "gemma3_text", "phi3-partial")
+
+
+def test_a_students_keys_are_those_that_its_configuration_adds() -> None:
+    assert set(STUDENT_KEYS) == set(SwiftKVConfigMixin.__annotations__)
 
 
 def spec_of(directory: Path) -> JobSpec:

@@ -26,7 +26,7 @@ from swiftkv_platform.evaluation.harness import ifeval, tool_calls
 from swiftkv_platform.evaluation.harness.trust import why_untrusted
 from swiftkv_platform.sources import OPEN, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
-from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, names_task_file
 
 FIELD = "evaluation.tasks"
 _BUILTIN = "builtin:"
@@ -119,7 +119,7 @@ def _is_marked(source: Mapping[str, Any]) -> bool:
 def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
     if spec.name.startswith(_BUILTIN):
         return Task(spec, _builtin(spec, fetch, access))
-    if not spec.names_file:
+    if not names_task_file(spec.name):
         return Task(spec, spec.name)
     parent, slash, name = spec.name.rpartition("/")
     path = _local(parent + slash, fetch, access) / name

@@ -182,7 +182,7 @@ def test_a_directory_a_file_and_a_mapping_are_the_same(tmp_path: Path) -> None:
             plan(tmp_path)
 
 
-LATENT = llama_config(32, model_type="deepseek_v2", first_k_dense_replace=32, q_lora_rank=None)
+LATENT = llama_config(32, model_type="deepseek_v2_swiftkv", first_k_dense_replace=32, q_lora_rank=None)
 STUDENT = {"model_type": "llama_swiftkv"}
 LISTS: list[tuple[Any, dict[str, Any], str]] = [
     ([], {}, r"is \[\]; an ascending list"),

@@ -1,0 +1,226 @@
+"""vLLM on a GPU, dense and SwiftKV, by the form of their weights: bfloat16, FP8 (`--quantization fp8`) and W8A8.
+
+    python -m benchmarks.gpu.weights --vllm-python PATH [--weights bfloat16 fp8 int8] [--rounds 3] [--output FILE]
+    python -m benchmarks.gpu.weights --vllm-python PATH --device cpu --tiny --weights bfloat16 int8
+
+A random model of Llama 3.1 8B's shape and its students (half of the layers, g = 1, both forms) are made once. An engine
+of vLLM with this project's plugin is started for each and for each form of weights, all at the same time, and all stay
+in memory, so that they take turns within a round; ratios are medians over rounds, with the least and the largest. The
+dense model is the student in teacher mode where weights are in int8, and vLLM's own class elsewhere.
+
+Prefill is prompts that arrive together and are answered by one token each; decode is the median time between tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import benchmark_parser, conditions, write_report
+from benchmarks.engine_worker import EngineWorker, engine_arguments
+from benchmarks.gpu.engines import Model, prepare, release_memory
+from benchmarks.serving.metrics import Figures, figures
+from benchmarks.serving.systems import random_prompts, vllm_system
+from benchmarks.serving.workloads import Request
+from swiftkv_platform.model import export
+
+WEIGHTS = ("bfloat16", "fp8", "int8")
+DENSE, OWN = "dense", "swiftkv_g1_own"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that arrive together."""
+
+    figure: str
+    """Figure that is compared: less is better."""
+    num_requests: int
+    num_input_tokens: int
+    num_output_tokens: int
+
+    @property
+    def requests(self) -> list[Request]:
+        return [Request(0.0, self.num_input_tokens, self.num_output_tokens)] * self.num_requests
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Loads of a run, and limits that hold the largest."""
+
+    shape: str
+    """Of `benchmarks.gpu.engines.SHAPES`."""
+    loads: Mapping[str, Load]
+    kv_cache_mib: int
+    max_num_batched_tokens: int
+
+    @property
+    def max_model_len(self) -> int:
+        return max(load.num_input_tokens + load.num_output_tokens for load in self.loads.values())
+
+    @property
+    def max_num_seqs(self) -> int:
+        return max(load.num_requests for load in self.loads.values())
+
+
+FULL = Sizes(
+    shape="8b",
+    loads={
+        "prefill, 2,000 tokens": Load("duration", 16, 2000, 1),
+        "prefill, 8,000 tokens": Load("duration", 4, 8000, 1),
+        "prefill, 32,000 tokens": Load("duration", 1, 32000, 1),
+        "decode, 1 of 2,000 tokens": Load("median_itl_ms", 1, 2000, 65),
+        "decode, 16 of 2,000 tokens": Load("median_itl_ms", 16, 2000, 65),
+    },
+    kv_cache_mib=4700,
+    max_num_batched_tokens=8192,
+)
+"""Takes some 125 GiB of memory with three forms of weights, 80 with the first two."""
+TINY = Sizes(
+    shape="tiny",
+    loads={
+        "prefill, 128 tokens": Load("duration", 2, 128, 1),
+        "decode, 2 of 32 tokens": Load("median_itl_ms", 2, 32, 5),
+    },
+    kv_cache_mib=16,
+    max_num_batched_tokens=128,
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that vLLM serves."""
+
+    model: str
+    weights: str
+    directory: Path
+    options: Mapping[str, Any]
+    """Of vLLM's engine."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    sizes = TINY if args.tiny else FULL
+    with ExitStack() as stack:
+        directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-")))
+        served = models(directory, sizes.shape, args)
+        with ThreadPoolExecutor(len(served)) as pool:
+            workers = list(pool.map(lambda one: start(one, sizes, args), served))
+        for worker in workers:
+            stack.enter_context(worker)
+        rows = {name: compare(load, served, workers, args) for name, load in sizes.loads.items()}
+        report = {**conditions(args), "vllm": workers[0].made, "rows": rows}
+        if args.device == "cuda":
+            report["gpu"] = torch.cuda.get_device_name()
+    write_report(report, args.output)
+    print(table(rows))
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--vllm-python", type=Path, metavar="PATH", required=True, help="has vLLM and the plugin")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny random model, for figures that are worth nothing")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", type=Path, help="an empty directory for models that are made, which stay there")
+    return parser.parse_args(argv)
+
+
+def models(directory: Path, shape: str, args: argparse.Namespace) -> list[Served]:
+    """The dense model and its students, in each form of weights."""
+    made = prepare(shape, directory, dtype=torch.bfloat16, device=args.device, group_sizes=[1])
+    release_memory()
+    served = []
+    for weights in args.weights:
+        served += _in_integers(directory, made) if weights == "int8" else _as_made(weights, made)
+    return served
+
+
+def _as_made(weights: str, made: Sequence[Model]) -> list[Served]:
+    options = {"quantization": "fp8"} if weights == "fp8" else {}
+    shown = made if weights == "bfloat16" else [one for one in made if one.name in (DENSE, OWN)]
+    return [Served(one.name, weights, one.directory, options) for one in shown]
+
+
+def _in_integers(directory: Path, made: Sequence[Model]) -> list[Served]:
+    (student,) = (one.directory for one in made if one.name == OWN)
+    integers = export(student, directory / "int8", teacher=True, quantize="int8")
+    return [
+        Served(DENSE, "int8", integers, {"hf_overrides": {"swiftkv": False}}),
+        Served(OWN, "int8", integers, {}),
+    ]
+
+
+def start(served: Served, sizes: Sizes, args: argparse.Namespace) -> EngineWorker:
+    """Start vLLM with a cache of a fixed size, so that engines beside it take none of its memory."""
+    arguments = engine_arguments(
+        served.directory,
+        kv_cache_bytes=sizes.kv_cache_mib << 20,
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+    )
+    arguments |= {"gpu_memory_utilization": 0.1, "enforce_eager": args.tiny} | served.options
+    return EngineWorker(args.vllm_python, arguments, num_threads=torch.get_num_threads())
+
+
+def compare(
+    load: Load, served: Sequence[Served], workers: Sequence[EngineWorker], args: argparse.Namespace
+) -> dict[str, dict[str, Figures]]:
+    """Each model's figure and its ratio to the dense model of the same weights, by weights and model.
+
+    Each round has prompts of its own, the same for all, and begins with another model; the first one warms up.
+    """
+    vocab_size = json.loads((served[0].directory / "config.json").read_text())["vocab_size"]
+    seen: list[list[float]] = [[] for _ in served]
+    for round_ in range(args.rounds + 1):
+        prompts = random_prompts(load.requests, vocab_size, seed=round_)
+        for i in range(len(served)):
+            at = (i + round_) % len(served)
+            found = figures(vllm_system(workers[at])(load.requests, prompts))
+            if round_:
+                seen[at].append(found[load.figure])
+    dense = {one.weights: values for one, values in zip(served, seen, strict=True) if one.model == DENSE}
+    found_by: dict[str, dict[str, Figures]] = {}
+    for one, values in zip(served, seen, strict=True):
+        ratios = [value / other for value, other in zip(values, dense[one.weights], strict=True)]
+        unit = 1.0 if load.figure.endswith("_ms") else 1e3
+        found_by.setdefault(one.weights, {})[one.model] = {
+            "ms": unit * statistics.median(values),
+            "against_dense": statistics.median(ratios),
+            "least": min(ratios),
+            "largest": max(ratios),
+        }
+    return found_by
+
+
+def table(rows: Mapping[str, Mapping[str, Mapping[str, Figures]]]) -> str:
+    """Milliseconds of each model, with its ratio to dense: below 1 is faster."""
+    columns = [(weights, model) for weights, found in next(iter(rows.values())).items() for model in found]
+    lines = ["| | " + " | ".join(f"{weights}: {model}" for weights, model in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for name, found in rows.items():
+        cells = [_cell(model, found[weights][model]) for weights, model in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(model: str, row: Figures) -> str:
+    plain = f"{row['ms']:.1f} ms"
+    if model == DENSE:
+        return plain
+    return f"{plain} ({row['against_dense']:.3f}x, {row['least']:.3f} to {row['largest']:.3f})"
+
+
+if __name__ == "__main__":
+    main()

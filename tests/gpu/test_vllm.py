@@ -27,8 +27,21 @@ from vllm import LLM, SamplingParams
 from benchmarks.gpu.agreement import Answer, judge
 from swiftkv_platform.families import is_served_by_vllm
 from tests.gpu.device import needs_gpu
-from tests.outside.vllm.engines import OWN, SHAPE, complete, expected, make_student, prompts, serving
-from tests.tiny_models import FAMILY_CONFIGS
+from tests.outside.vllm.engines import (
+    OWN,
+    SHAPE,
+    VOCAB,
+    complete,
+    expected,
+    make_student,
+    next_logprobs,
+    prompts,
+    recorded_sizes,
+    serving,
+)
+from tests.outside.vllm.quantize import quantize
+from tests.outside.vllm.test_quantized import BATCH, error
+from tests.tiny_models import FAMILY_CONFIGS, family_teacher
 
 pytestmark = needs_gpu
 HEAD_DIM = {"head_dim": 32}
@@ -132,6 +145,40 @@ def test_agreement_in_bfloat16(form: str, graphs: bool, tmp_path: Path) -> None:
         answers = answered(llm, batch)
     found = judge(tmp_path, answers, torch.bfloat16, "cuda")
     assert found["agrees"], found
+
+
+@pytest.fixture(params=["fp8", "int8"])
+def weights(request: pytest.FixtureRequest) -> str:
+    """FP8, which vLLM makes of any checkpoint when it loads, or W8A8 as compressed-tensors stores it."""
+    form: str = request.param
+    return form
+
+
+def quantized(directory: Path, weights: str) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint in these weights and the options that serve it, by vLLM's own kernels for GPUs."""
+    options = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "max_logprobs": VOCAB}
+    if weights == "fp8":
+        return directory, options | {"quantization": "fp8"}
+    return quantize(directory, directory.with_name(f"{directory.name}-{weights}"), weights)[0], options
+
+
+def test_quantised_logits_are_as_near_as_a_dense_models(weights: str, tmp_path: Path) -> None:
+    family_teacher("llama", head_dim=64).save_pretrained(tmp_path / "dense")
+    directory, options = quantized(tmp_path / "dense", weights)
+    with serving(directory, **options) as llm:
+        of_dense = error(next_logprobs(llm, BATCH), tmp_path / "dense")
+    for form, shape in FORMS.items():
+        make_student(tmp_path / form, shape=shape, head_dim=64)
+        directory, options = quantized(tmp_path / form, weights)
+        with serving(directory, **options) as llm:
+            of_student = error(next_logprobs(llm, BATCH), tmp_path / form)
+            with recorded_sizes(llm) as sizes:
+                text = complete(llm, BATCH[:3])
+        assert 0 < of_student <= 1.2 * of_dense, form
+        assert sizes[0] == (sum(map(len, BATCH[:3])), 3), "of a prompt, the last token alone enters the upper half"
+        with serving(directory, **options | {"enforce_eager": False}) as llm:
+            alike = [one == other for one, other in zip(complete(llm, BATCH[:3]), text, strict=True)]
+        assert sum(alike) >= 2, "bfloat16 may turn a near tie"
 
 
 def answered(llm: LLM, batch: list[list[int]]) -> list[Answer]:

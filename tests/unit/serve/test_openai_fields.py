@@ -17,7 +17,15 @@ from swiftkv_platform.serve.anthropic import MessagesRequest
 from swiftkv_platform.serve.current import Current
 from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.serve.openai.compatibility import page
-from swiftkv_platform.serve.openai.fields import FIELDS, MAX_NAMES, Route, Treatment, fields_of, names_without_effect
+from swiftkv_platform.serve.openai.fields import (
+    FIELDS,
+    MAX_NAMES,
+    ROUTES,
+    Route,
+    Treatment,
+    fields_of,
+    names_without_effect,
+)
 from swiftkv_platform.serve.openai.responses import ResponsesRequest
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 
@@ -68,6 +76,11 @@ def test_the_document_of_the_routes_has_json_schemas_names_of_bounds() -> None:
     document = json.dumps(create_http_app(Current()).openapi())
     assert '"minimum": 1' in document
     assert not re.findall(r'"(?:ge|gt|le|lt)": ', document)
+
+
+def test_an_unknown_path_is_told_every_route() -> None:
+    served = {path.removeprefix("/v1/") for path in create_http_app(Current()).openapi()["paths"] if "/v1/" in path}
+    assert {path.split("/{")[0] for path in served} == {*ROUTES}
 
 
 def test_the_page_is_what_the_command_prints() -> None:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.everything [--vllm-python PATH]
 
-Tests of the engine and of training, tests of vLLM with the plugin, agreement with PyTorch and speed, training steps.
+Tests of the engine and of training, tests of vLLM with the plugin, agreement with PyTorch and speed, vLLM's speed in
+bfloat16 and FP8, training steps.
 Each part is a command of its own, and one that fails keeps no other from running; a part whose needs are missing is
 skipped and says what is missing. The last lines are a summary. The status is 1 where a part failed, and where PyTorch
 finds no GPU. `--vllm-python` is an interpreter with a GPU build of vLLM and the plugin; without it this one is asked.
@@ -69,6 +70,11 @@ def parts(vllm_python: Path) -> list[Part]:
             missing,
         ),
         Part("agreement and speed" + ", vLLM too" * (not missing), [*ours, "benchmarks.gpu", "--short", *by_vllm]),
+        Part(
+            "speed of vLLM by the form of weights",
+            [*ours, "benchmarks.gpu.weights", "--vllm-python", str(vllm_python), "--weights", "bfloat16", "fp8"],
+            missing=missing,
+        ),
         Part("training steps", [*ours, "benchmarks.gpu.training"]),
     ]
 

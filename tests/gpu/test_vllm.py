@@ -23,6 +23,8 @@ if find_spec("vllm") is None:
     pytest.skip("this interpreter has no vLLM", allow_module_level=True)
 
 from vllm import LLM, SamplingParams
+from vllm.compilation import monitor
+from vllm.exceptions import VLLMValidationError
 
 from benchmarks.gpu.agreement import Answer, judge
 from swiftkv_platform.families import is_served_by_vllm
@@ -58,6 +60,12 @@ SERVED = [
     name for name in FAMILY_CONFIGS if is_served_by_vllm(name.split("-")[0]) and "moe" not in name and name != "mixtral"
 ]
 LONG = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(autouse=True)
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first runner forbids graphs in its process once it has its own, and the second one never allows them."""
+    monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", True)
 
 
 @pytest.mark.parametrize("form", ["shared", "own"])
@@ -130,7 +138,7 @@ def test_drafts_with_graphs(tmp_path: Path) -> None:
 
 def test_prompt_logprobs_are_refused(tmp_path: Path) -> None:
     make_student(tmp_path, shape=OWN, **HEAD_DIM)
-    with serving(tmp_path, **EAGER) as llm, pytest.raises(ValueError, match="prompt_logprobs is 1"):
+    with serving(tmp_path, **EAGER) as llm, pytest.raises(VLLMValidationError, match="prompt_logprobs is 1"):
         complete(llm, prompts((5,)), SamplingParams(max_tokens=1, prompt_logprobs=1, detokenize=False))
 
 
@@ -157,6 +165,7 @@ def weights(request: pytest.FixtureRequest) -> str:
 def quantized(directory: Path, weights: str) -> tuple[Path, dict[str, Any]]:
     """A checkpoint in these weights and the options that serve it, by vLLM's own kernels for GPUs."""
     options = EAGER | {"attention_backend": "FLASH_ATTN", "dtype": "bfloat16", "max_logprobs": VOCAB}
+    options |= {"enable_prefix_caching": False}  # each prompt is answered three times
     if weights == "fp8":
         return directory, options | {"quantization": "fp8"}
     return quantize(directory, directory.with_name(f"{directory.name}-{weights}"), weights)[0], options

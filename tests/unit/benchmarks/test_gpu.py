@@ -178,7 +178,7 @@ def test_make_gpu_leaves_no_test_out_and_says_what_an_interpreter_lacks(tmp_path
     ours, vllm = tests["tests of engine and training"], tests["tests of vLLM with the plugin"]
     assert ours.command[-3:] == ["--ignore", everything.VLLM_TESTS, everything.TESTS]
     assert vllm.command[-1] == everything.VLLM_TESTS
-    assert all(part.missing == "" for part in found if part is not vllm)
+    assert {part.name for part in found if part.missing} in (set(), {vllm.name, "speed of vLLM by the form of weights"})
     assert vllm.missing.endswith("it has no vLLM") or find_spec("vllm")
     assert "No such file" in everything.vllm_missing(tmp_path / "python")
     assert (

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import engine
 from benchmarks.engine_worker import EngineWorker, WorkerError, engine_arguments
+from benchmarks.gpu import weights
 from benchmarks.serving import __main__ as serving
 from tests.fakes.vllm_package.vllm import DIES, SLEEPS
 
@@ -120,6 +121,25 @@ def test_an_interpreter_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     bare.chmod(0o755)
     with pytest.raises(WorkerError, match=r"exit status 1.*\n(?s:.*)No module named"):
         started(bare)
+
+
+def test_forms_of_weights_take_turns(fake_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--tiny", "--rounds", "2", "--weights", "bfloat16", "fp8", "int8"]
+    weights.main([*options, "--vllm-python", str(fake_python), "--output", str(tmp_path / "weights.json")])
+    report = json.loads((tmp_path / "weights.json").read_text(encoding="utf-8"))
+    table = capsys.readouterr().out
+    for load, found in report["rows"].items():
+        assert {form: list(rows) for form, rows in found.items()} == {
+            "bfloat16": [weights.DENSE, weights.OWN, "swiftkv_g1"],
+            "fp8": [weights.DENSE, weights.OWN],
+            "int8": [weights.DENSE, weights.OWN],
+        }
+        for rows in found.values():
+            assert all(row["least"] <= row["against_dense"] <= row["largest"] for row in rows.values())
+            assert rows[weights.DENSE]["against_dense"] == 1
+        row = found["fp8"][weights.OWN]
+        assert f"| {load} |" in table
+        assert f"{row['ms']:.1f} ms ({row['against_dense']:.3f}x," in table
 
 
 @pytest.mark.soak("four engines on one model")

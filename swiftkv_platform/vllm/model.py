@@ -273,8 +273,12 @@ class SwiftKVDecoder(nn.Module):
         self, slots: dict[str, torch.Tensor], positions: torch.Tensor, kept: tuple[torch.Tensor, int] | None
     ) -> dict[str, torch.Tensor]:
         """By group, the slots of rows that write their own K and V; empty where none does, and without a cache."""
-        return {
-            cache.layer_name: own_slots(slots[cache.layer_name], positions, cache.first_deep, kept)
-            for cache in self.writers
-            if cache.first_deep is not None and cache.layer_name in slots
-        }
+        of_rows: dict[int, torch.Tensor] = {}  # groups share their slots, and a decode step is short
+        found: dict[str, torch.Tensor] = {}
+        for cache in self.writers:
+            if cache.first_deep is not None and cache.layer_name in slots:
+                given = slots[cache.layer_name]
+                if id(given) not in of_rows:
+                    of_rows[id(given)] = own_slots(given, positions, cache.first_deep, kept)
+                found[cache.layer_name] = of_rows[id(given)]
+        return found

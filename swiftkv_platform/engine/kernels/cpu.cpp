@@ -15,6 +15,7 @@
 #include <limits>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "heads.h"
@@ -49,7 +50,7 @@ struct Rows {
   const uint8_t* at(int64_t head, int64_t slot) const { return data + head * head_bytes + slot * row_bytes; }
 
   // A head's numbers of neighbouring slots, [count, dim]; in `buffer` where they are stored otherwise.
-  const BFloat16* read(int64_t head, int64_t slot, int64_t count, std::vector<BFloat16>& buffer) const {
+  const BFloat16* read(int64_t head, int64_t slot, int64_t count, Numbers<BFloat16>& buffer) const {
     const uint8_t* first = at(head, slot);
     if (format == Format::kBFloat16) return reinterpret_cast<const BFloat16*>(first);
     buffer.resize(count * dim);
@@ -130,27 +131,54 @@ Floats power_of_two(Floats x) {
   return _mm512_scalef_ps(power, whole);
 }
 
-// The exponentials of count scores (a multiple of kHalves; what is masked is minus infinity, not all of it), and as result
-// the factor for what was summed before them. The state is in powers of two: `scaling` has the factor log2(e).
+// Weights of count scores (a multiple of kHalves) relative to 2^shift: their sum, and the largest score.
 template <typename Weight>
-float exponentiate(Softmax& state, const float* scores, Weight* weights, int64_t count, float scaling) {
+std::tuple<float, float> weigh(const float* scores, Weight* weights, int64_t count, float scaling, float shift) {
+  const Floats scale(scaling), less(-shift);
+  Floats total(0.0f), other_total(0.0f);
+  __m512 top = _mm512_set1_ps(kMinusInfinity), other_top = top;
+  for (int64_t i = 0; i < count; i += kHalves) {
+    const Floats first = Floats::loadu(scores + i), second = Floats::loadu(scores + i + kFloats);
+    top = _mm512_max_ps(top, first);
+    other_top = _mm512_max_ps(other_top, second);
+    const Floats low = power_of_two(at::vec::fmadd(first, scale, less));
+    const Floats high = power_of_two(at::vec::fmadd(second, scale, less));
+    store(weights + i, low, high);
+    total = total + low;
+    other_total = other_total + high;
+  }
+  return {sum(total + other_total), _mm512_reduce_max_ps(_mm512_max_ps(top, other_top))};
+}
+
+float largest_of(const float* scores, int64_t count) {
   __m512 top = _mm512_set1_ps(kMinusInfinity), other_top = top;
   for (int64_t i = 0; i < count; i += kHalves) {
     top = _mm512_max_ps(top, _mm512_loadu_ps(scores + i));
     other_top = _mm512_max_ps(other_top, _mm512_loadu_ps(scores + i + kFloats));
   }
-  const float now = std::max(state.largest, _mm512_reduce_max_ps(_mm512_max_ps(top, other_top)) * scaling);
-  const Floats scale(scaling), shift(-now);
-  Floats total(0.0f), other_total(0.0f);
-  for (int64_t i = 0; i < count; i += kHalves) {
-    const Floats low = power_of_two(at::vec::fmadd(Floats::loadu(scores + i), scale, shift));
-    const Floats high = power_of_two(at::vec::fmadd(Floats::loadu(scores + i + kFloats), scale, shift));
-    store(weights + i, low, high);
-    total = total + low;
-    other_total = other_total + high;
+  return _mm512_reduce_max_ps(_mm512_max_ps(top, other_top));
+}
+
+// The exponentials of count scores (a multiple of kHalves; what is masked is minus infinity, not all of it), and as result
+// the factor for what was summed before them. The state is in powers of two: `scaling` has the factor log2(e). Exponentials
+// are relative to the largest score of before as long as those of now are at most 2^kSlack times that, which floats hold as
+// exactly; so most scores are read once.
+template <typename Weight>
+float exponentiate(Softmax& state, const float* scores, Weight* weights, int64_t count, float scaling) {
+  constexpr float kSlack = 16.0f;
+  if constexpr (!std::is_same_v<Weight, float>) {  // floats may take the place of their scores
+    if (state.largest != kMinusInfinity) {
+      const auto [total, largest] = weigh(scores, weights, count, scaling, state.largest);
+      if (largest * scaling <= state.largest + kSlack) {
+        state.total += total;
+        return 1.0f;
+      }
+    }
   }
+  const float now = std::max(state.largest, largest_of(scores, count) * scaling);
+  const auto [total, _] = weigh(scores, weights, count, scaling, now);
   const float factor = std::exp2(state.largest - now);
-  state.total = state.total * factor + sum(total + other_total);
+  state.total = state.total * factor + total;
   state.largest = now;
   return factor;
 }
@@ -196,13 +224,13 @@ class Tiles {
 
  private:
   int64_t begin_ = 0, tile_ = 0;
-  std::vector<BFloat16> keys_, values_, key_buffer_, value_buffer_;
+  Numbers<BFloat16> keys_, values_, key_buffer_, value_buffer_;
 };
 
 struct Workspace {
   Tiles tiles;
-  std::vector<float> scratch;
-  std::vector<BFloat16> queries, weights;
+  Numbers<float> scratch;
+  Numbers<BFloat16> queries, weights;
 };
 
 // The sums of 16 vectors, one a lane.
@@ -485,7 +513,7 @@ Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t quer
   const int64_t* written = slots ? slots->const_data_ptr<int64_t>() : nullptr;
   const Slots key_slots(keys, written, static_cast<Format>(format)), value_slots(values, written, static_cast<Format>(format));
   share(num_tokens, rows_at_a_time((num_heads + 2 * num_kv_heads) * dim), [&](int64_t begin, int64_t end) {
-    std::vector<BFloat16> key(dim);
+    Numbers<BFloat16> key(dim);
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < num_heads; ++head) {
         of_queries.prepare(token, head, to + (token * num_heads + head) * dim);

@@ -85,7 +85,7 @@ class Inputs16 {
 
   static __mmask32 mask(int64_t count) { return count >= kHalves ? ~__mmask32{0} : (__mmask32{1} << count) - 1; }
 
-  std::vector<uint8_t> low_, high_;
+  Numbers<uint8_t> low_, high_;
   std::vector<float> scales_;
   int64_t num_groups_;
   std::vector<int32_t> sums_;
@@ -103,7 +103,7 @@ class WeightsInteger {
   using Sum = int32_t;
   static constexpr int64_t kPlanes = 2;  // sums of products by low bytes, and by high ones
   static constexpr int64_t kCachedInputs = kCachedBytes / kPlanes;
-  using Scratch = std::vector<int8_t>;
+  using Scratch = Numbers<int8_t>;
 
   WeightsInteger(const Tensor& x, const Tensor& packed, const Tensor& scales, const Tensor& offsets,
                  const std::optional<Tensor>& multipliers)

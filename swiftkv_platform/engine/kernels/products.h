@@ -29,7 +29,7 @@ void multiply_blocks(const Weights& weights, int64_t num_tokens, int64_t size_in
   const int64_t block_parts = row_parts >= parts ? 1 : std::min(num_blocks, parts);
   Threads::shared().run(row_parts * block_parts, [&](int64_t task) {
     const int64_t plane = std::min(most, num_tokens) * kJoined * kColumns;
-    std::vector<typename Weights::Sum> sums(plane * Weights::kPlanes);
+    Numbers<typename Weights::Sum> sums(plane * Weights::kPlanes);
     typename Weights::Scratch scratch;
     const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
     const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;

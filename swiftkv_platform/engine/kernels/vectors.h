@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <new>
 #include <tuple>
+#include <vector>
 
 namespace {
 
@@ -24,6 +26,20 @@ constexpr int64_t kGrain = 16384;  // elements that are worth a thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kRowStep = 16;         // rows of a product are a multiple of this: each shape is a kernel of its own
 constexpr int64_t kFetchedAhead = 4096;  // bytes between the numbers in use and those that memory is asked for
+
+// Memory that begins where a cache line does: tiles of numbers that cross lines take twice as long.
+template <typename Number>
+struct Aligned {
+  using value_type = Number;
+  static constexpr std::align_val_t kLine{64};
+
+  Number* allocate(size_t count) { return static_cast<Number*>(::operator new(count * sizeof(Number), kLine)); }
+  void deallocate(Number* numbers, size_t) { ::operator delete(numbers, kLine); }
+  friend bool operator==(Aligned, Aligned) { return true; }
+};
+
+template <typename Number>
+using Numbers = std::vector<Number, Aligned<Number>>;
 
 std::tuple<Floats, Floats> load(const BFloat16* from, int64_t count = kHalves) {
   return at::vec::convert_bfloat16_float(count < kHalves ? Halves::loadu(from, count) : Halves::loadu(from));

@@ -58,7 +58,7 @@ class Sizes:
     """Loads of a run, and limits that hold the largest."""
 
     shape: str
-    """Of `benchmarks.gpu.engines.SHAPES`."""
+    """Name in `benchmarks.gpu.engines.SHAPES`."""
     loads: Mapping[str, Load]
     kv_cache_mib: int
     max_num_batched_tokens: int
@@ -104,7 +104,7 @@ class Served:
     weights: str
     directory: Path
     options: Mapping[str, Any]
-    """Of vLLM's engine."""
+    """Engine arguments of vLLM that the model needs."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -70,7 +70,8 @@ class NativeEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., hidden_size]."""
-        embedded = self.weight[input_ids // kernels.COLUMNS, :, input_ids % kernels.COLUMNS].flatten(-2)
+        pairs = self.weight.view(torch.int32).squeeze(-1)  # both at once: a quarter of the time
+        embedded = pairs[input_ids // kernels.COLUMNS, :, input_ids % kernels.COLUMNS].view(self.weight.dtype)
         return embedded if self._scaled is None else self._scaled(embedded)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, attention, memory
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, attention, kernels, memory
 from swiftkv_platform.engine.attention import paged_attention
 from swiftkv_platform.engine.batch import PagedAttention, SequenceQueries, with_block_tables
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run, StorageFormat, TensorShape
@@ -178,6 +178,26 @@ def test_the_kernel_is_exact_to_the_last_bits_of_bfloat16(
     assert actual.dtype == BF16
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=1 / 64)
     assert (actual.float() - expected).square().mean() < 1e-5 * expected.square().mean()
+
+
+@pytest.mark.parametrize("num_queries", [1, 64])
+@pytest.mark.parametrize("steps", [(0, 8, 15, 17), (0, 40, 300, 900), (0, -40, -300, 5), (-900, 0, 1, 2)])
+def test_weights_are_exact_however_scores_rise(steps: tuple[int, ...], num_queries: int, native_kernels: None) -> None:
+    """The kernel reads 256 keys after the other, and keeps to the largest score of before where that is near enough."""
+    torch.manual_seed(0)
+    num_keys = 256 * len(steps)
+    query, values = torch.randn(1, 1, num_queries, 32).to(BF16), torch.randn(1, num_keys, 32).to(BF16)
+    query[..., 0] = 1.0
+    keys = torch.randn(1, num_keys, 32)
+    keys[..., 0] = torch.tensor(steps).repeat_interleave(256)  # what a tile's scores have more, in nats
+    keys = keys.to(BF16)
+    positions = torch.arange(num_keys - num_queries, num_keys)
+    tables = torch.tensor([[0, num_queries, 0, 1]]), positions, torch.tensor([[0, num_keys]])
+    actual = kernels.attend(query, keys, values, *tables, scaling=1.0)[0].float()
+    scores = query[0].double() @ keys.double().mT
+    scores = scores.masked_fill(torch.arange(num_keys) > positions[:, None], -torch.inf)
+    expected = (scores.softmax(-1) @ values.double()).float()
+    torch.testing.assert_close(actual.reshape(expected.shape), expected, atol=0.02, rtol=1 / 64)
 
 
 @pytest.mark.parametrize("name", ["decodes", "first chunk"])

@@ -72,7 +72,7 @@ def parts(vllm_python: Path) -> list[Part]:
         Part("agreement and speed" + ", vLLM too" * (not missing), [*ours, "benchmarks.gpu", "--short", *by_vllm]),
         Part(
             "speed of vLLM by the form of weights",
-            [*ours, "benchmarks.gpu.weights", "--vllm-python", str(vllm_python), "--weights", "bfloat16", "fp8"],
+            [*ours, "benchmarks.gpu.weights", "--vllm-python", str(vllm_python)],
             missing=missing,
         ),
         Part("training steps", [*ours, "benchmarks.gpu.training"]),

@@ -114,9 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         directory = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-")))
         served = models(directory, sizes.shape, args)
         with ThreadPoolExecutor(len(served)) as pool:
-            workers = list(pool.map(lambda one: start(one, sizes, args), served))
-        for worker in workers:
-            stack.enter_context(worker)
+            workers = list(pool.map(lambda one: stack.enter_context(start(one, sizes, args)), served))
         rows = {name: compare(load, served, workers, args) for name, load in sizes.loads.items()}
         report = {**conditions(args), "vllm": workers[0].made, "rows": rows}
         if args.device == "cuda":

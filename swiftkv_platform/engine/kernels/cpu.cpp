@@ -15,7 +15,6 @@
 #include <limits>
 #include <optional>
 #include <tuple>
-#include <type_traits>
 #include <vector>
 
 #include "heads.h"
@@ -166,13 +165,11 @@ float largest_of(const float* scores, int64_t count) {
 template <typename Weight>
 float exponentiate(Softmax& state, const float* scores, Weight* weights, int64_t count, float scaling) {
   constexpr float kSlack = 16.0f;
-  if constexpr (!std::is_same_v<Weight, float>) {  // floats may take the place of their scores
-    if (state.largest != kMinusInfinity) {
-      const auto [total, largest] = weigh(scores, weights, count, scaling, state.largest);
-      if (largest * scaling <= state.largest + kSlack) {
-        state.total += total;
-        return 1.0f;
-      }
+  if (state.largest != kMinusInfinity) {
+    const auto [total, largest] = weigh(scores, weights, count, scaling, state.largest);
+    if (largest * scaling <= state.largest + kSlack) {
+      state.total += total;
+      return 1.0f;
     }
   }
   const float now = std::max(state.largest, largest_of(scores, count) * scaling);
@@ -362,10 +359,11 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
           if constexpr (kFormat == Format::kBFloat16) {
             multiply(outputs_of_row, dim, exponentiate(state[first + r], own, weights, padded, a.scaling));
           } else {
-            multiply(outputs_of_row, dim, exponentiate(state[first + r], own, own, padded, a.scaling));
-            for (int64_t j = 0; j < count; ++j) own[j] *= scale_of(values + j * a.values.row_bytes, dim);
+            float exact[kKeyBlock];
+            multiply(outputs_of_row, dim, exponentiate(state[first + r], own, exact, padded, a.scaling));
+            for (int64_t j = 0; j < count; ++j) exact[j] *= scale_of(values + j * a.values.row_bytes, dim);
             for (int64_t j = 0; j < padded; j += kHalves) {
-              store(weights + j, Floats::loadu(own + j), Floats::loadu(own + j + kFloats));
+              store(weights + j, Floats::loadu(exact + j), Floats::loadu(exact + j + kFloats));
             }
           }
         }
@@ -513,7 +511,7 @@ Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t quer
   const int64_t* written = slots ? slots->const_data_ptr<int64_t>() : nullptr;
   const Slots key_slots(keys, written, static_cast<Format>(format)), value_slots(values, written, static_cast<Format>(format));
   share(num_tokens, rows_at_a_time((num_heads + 2 * num_kv_heads) * dim), [&](int64_t begin, int64_t end) {
-    Numbers<BFloat16> key(dim);
+    std::vector<BFloat16> key(dim);
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < num_heads; ++head) {
         of_queries.prepare(token, head, to + (token * num_heads + head) * dim);

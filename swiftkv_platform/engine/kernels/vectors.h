@@ -27,7 +27,7 @@ constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kRowStep = 16;         // rows of a product are a multiple of this: each shape is a kernel of its own
 constexpr int64_t kFetchedAhead = 4096;  // bytes between the numbers in use and those that memory is asked for
 
-// Memory that begins where a cache line does: tiles of numbers that cross lines take twice as long.
+// Memory that begins where a cache line does: tiles of numbers that cross lines take up to twice as long.
 template <typename Number>
 struct Aligned {
   using value_type = Number;

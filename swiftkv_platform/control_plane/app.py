@@ -36,13 +36,13 @@ from swiftkv_platform.web.swagger import LICENSE, add_docs
 
 _SIGN_IN_BYTES = 1 << 16
 _MOST_KEYS = 1024
-"""Keys of one object of a body: each that is unknown is complained of, on the event loop."""
+"""Most keys of one JSON object in a body: each unknown key is reported, on the event loop."""
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
-    """The control plane. Opens nothing before it starts. `components`: the outside world, where it is not the one that
-    `settings` describes. Raises `InvalidInputError`: `settings.host` is not a loopback address and there are neither
-    API keys nor issuers of tokens, or their file cannot be used."""
+    """Build the control plane's application; nothing is opened before it starts. `components`: parts to use instead of
+    those that `settings` describes. Raises `InvalidInputError`: `settings.host` is not a loopback address and there are
+    neither API keys nor issuers of tokens, or their file cannot be used."""
     clock = time.time if components is None else components.clock
     credentials = open_credentials(settings.api_keys_file, settings.oidc_file, clock=clock)
     if credentials is None:
@@ -57,7 +57,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         docs_url=None,
         redoc_url=None,
         license_info=LICENSE,
-        # What any request may get: its query, path and headers are looked at before its route is.
+        # Any request may get these: its query, path and headers are checked before its route runs.
         responses={
             status: {"model": Problem, "description": "Problem details (RFC 9457)"} for status in ("4XX", "default")
         },

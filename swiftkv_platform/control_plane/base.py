@@ -1,4 +1,4 @@
-"""Values that all rooms of the control plane share: callers, the clock, parts of lists, fences of leases, ids."""
+"""Values that all rooms of the control plane share: callers, the clock, pages of lists, fencing tokens, ids."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Slice(Generic[T]):
 
 @dataclass(frozen=True)
 class Fence:
-    """Mark of a lease as it was held. What is stored with it is refused once the lease is another's."""
+    """Fencing token of a held lease. Writes made under it are refused once another holder has the lease."""
 
     name: str
     holder: str
     token: int
-    """Rises each time that another holder takes the lease."""
+    """Increases each time that another holder takes the lease."""
 
 
 @dataclass(frozen=True)
@@ -55,5 +55,5 @@ class Caller:
 
 
 def new_id(prefix: Literal["job", "evt", "mdl", "dep", "prm"]) -> str:
-    """A fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
+    """Return a fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
     return f"{prefix}_{ULID()}"

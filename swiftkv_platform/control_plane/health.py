@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`: what probes and Prometheus ask."""
+"""`/healthz`, `/readyz` and `/metrics`, for probes and Prometheus."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ router = APIRouter(tags=["operations"])
 _CHECK_TIMEOUT_S = 10.0
 _KEEP_CHECK_S = 2.0
 _KEEP_PING_S = 30.0
-"""Seconds that an answer is kept: a ping writes to the store, and no key is asked for."""
+"""Seconds that the object store's answer is kept: a ping writes an object, and the route needs no API key."""
 
 
 @router.get("/healthz", response_model=None, openapi_extra=OPEN)
 async def healthz(request: Request) -> Response:
-    """The process lives. 503 where a loop hangs in one step for minutes, which only a restart ends; steps that fail,
-    and what does not answer, are told by `/readyz`."""
+    """Liveness. 503 if a loop has hung in one step for minutes, which only a restart ends; `/readyz` reports steps that
+    fail and dependencies that do not answer."""
     readiness: Readiness = request.app.state.readiness
     hung = {f"loop {loop.name}": "one step of it has hung for minutes" for loop in readiness.loops if loop.is_hung}
     if hung:
@@ -38,14 +38,15 @@ async def healthz(request: Request) -> Response:
 
 @router.get("/readyz", response_model=None, openapi_extra=OPEN)
 async def readyz(request: Request) -> Response:
-    """Database, Ray and object store answer, and the loops come around; 503 names those that do not."""
+    """Readiness: database, Ray and object store answer, and the control loops make progress; 503 names those that do
+    not."""
     readiness: Readiness = request.app.state.readiness
     return _readiness(request, await readiness.complaints())
 
 
 @router.get("/readyz/{check}", response_model=None, openapi_extra=OPEN)
 async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
-    """Readiness of one dependency: a load balancer asks for the database alone, without which no route works."""
+    """Readiness of one dependency. A load balancer asks for the database alone, without which no route works."""
     readiness: Readiness = request.app.state.readiness
     return _readiness(request, {check: await readiness.complaint(check)})
 
@@ -59,23 +60,23 @@ def _readiness(request: Request, complaints: Mapping[str, str | None]) -> Respon
 
 
 class Readiness:
-    """Whether a control plane can do its work, looked at anew every few seconds: anybody may ask."""
+    """Whether a control plane can do its work. Answers are kept for seconds, since the routes need no API key."""
 
     def __init__(self, parts: Components, loops: Sequence[ControlLoop]) -> None:
         self.checks = {
             "database": Kept(complaint_of(parts.database.check), parts.clock, keep_s=_KEEP_CHECK_S),
             "ray": Kept(complaint_of(parts.cluster.check), parts.clock, keep_s=_KEEP_CHECK_S),
-            # This one writes.
+            # Writes an object.
             "object_store": Kept(complaint_of(parts.objects.ping), parts.clock, keep_s=_KEEP_PING_S),
         }
         self.loops = loops
 
     async def complaint(self, check: str) -> str | None:
-        """Return what is wrong with one part, None for nothing."""
+        """Return what is wrong with one dependency; None if nothing is."""
         return await _complaint(self.checks[check])
 
     async def complaints(self) -> dict[str, str | None]:
-        """Return what is wrong with each part, None for nothing; of the loops only those with which something is."""
+        """Return what is wrong with each dependency, None if nothing is, and with each loop that is stalled."""
         found = await asyncio.gather(*(_complaint(check) for check in self.checks.values()))
         return dict(zip(self.checks, found, strict=True)) | {
             f"loop {loop.name}": "no step of it has come to its end for minutes; the log says why"

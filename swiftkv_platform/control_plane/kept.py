@@ -1,4 +1,4 @@
-"""Answers that are looked up every few seconds, however many callers ask."""
+"""Cached answers, looked up at most every few seconds however many callers ask."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """The answer of `ask`, asked again once it is older than `keep_s` seconds.
+    """The cached answer of `ask`, which is called again once the answer is older than `keep_s` seconds.
 
-    A thread of its own asks, so that whoever waits may give up, and a question that hangs holds one thread.
+    `ask` runs in a thread of its own, so that callers may give up waiting, and a hanging `ask` blocks one thread only.
     """
 
     def __init__(self, ask: Callable[[], T], clock: Clock, *, keep_s: float) -> None:
@@ -24,12 +24,12 @@ class Kept(Generic[T]):
         self._keep_s = keep_s
         self._asked = 0.0
         self._answer: Future[T] | None = None
-        """To the last question, which may be under way."""
+        """Of the latest call of `ask`, which may still run."""
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kept")
 
     def get(self) -> Future[T]:
-        """The answer, or the failure of `ask`, which is not kept."""
+        """Return the future of the answer. A failure of `ask` is not kept."""
         with self._lock:
             now, answer = self._clock(), self._answer
             is_old = now - self._asked >= self._keep_s
@@ -39,7 +39,7 @@ class Kept(Generic[T]):
             return answer
 
     def within(self, seconds: float, otherwise: T) -> T:
-        """The answer, or `otherwise` if it takes longer than `seconds`. Raises as `ask`."""
+        """Return the answer, or `otherwise` if it takes longer than `seconds`. Raises what `ask` raises."""
         try:
             return self.get().result(seconds)
         except TimeoutError:

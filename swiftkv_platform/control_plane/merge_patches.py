@@ -1,4 +1,4 @@
-"""Changes as JSON merge patches (RFC 7396): what they make of a value, and where two of them contradict each other."""
+"""JSON merge patches (RFC 7396): how to apply one, and where two of them contradict each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Path = tuple[str, ...]
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """`target` with the patch's members put in; null takes a member out, and what is no object replaces the whole."""
+    """Apply `patch` to `target`: null removes a member, and a patch that is no object replaces the whole value."""
     if not isinstance(patch, Mapping):
         return patch
     result = dict(target) if isinstance(target, Mapping) else {}
@@ -25,7 +25,8 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def contradicted(patch: Mapping[str, Any], seen: Mapping[str, Any], present: Mapping[str, Any]) -> Path | None:
-    """First member of the patch that was changed between `seen` and `present`, to something else than it says."""
+    """Return the path of the first member of `patch` that changed from `seen` to `present`, but to another value; None
+    if none did."""
     for path, wanted in _leaves(patch):
         now = _at(present, path)
         if now != wanted and now != _at(seen, path):
@@ -50,13 +51,13 @@ def _at(document: Any, path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Expected:
-    """Versions that a change may be made of."""
+    """Versions to which a change may be applied, from `If-Match`."""
 
     versions: frozenset[int] | None
     """Versions that the condition names; None for any."""
 
     def check(self, what: str, version: int) -> None:
-        """Raises `PreconditionFailedError` if `what` is at another version."""
+        """Raise `PreconditionFailedError` if `what` is at a version that the condition does not name."""
         if self.versions is not None and version not in self.versions:
             raise PreconditionFailedError(
                 f"{what} is at version {version}, and If-Match names another; read it again, and name its ETag if the "

@@ -30,7 +30,7 @@ def _histogram(name: str, text: str, buckets: Sequence[float], labels: Sequence[
 
 
 class ControlPlaneHistograms:
-    """Kept as long as the application lives, however often it starts."""
+    """Histograms and counters that live as long as the application, however often it starts."""
 
     def __init__(self) -> None:
         text = "From a request's arrival to the head of its answer, by the route's template."
@@ -48,16 +48,17 @@ class ControlPlaneHistograms:
         """Listeners for the reconciler."""
 
     def register(self, registry: CollectorRegistry) -> None:
-        """Have them on the page of a registry."""
+        """Register them with `registry`."""
         for each in (self._requests, self._ticks, self._waits, self._lags, self._untracked):
             registry.register(each)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request; `route` is a template, as `/jobs/{job_id}`, of which there are few."""
+        """Observe a request that took `seconds`. `route` is the template, such as `/jobs/{job_id}`, which keeps labels
+        few."""
         self._requests.labels(method, route, f"{status // 100}xx").observe(seconds)
 
     def timed(self, loop: str, step: Callable[[], None]) -> Callable[[], None]:
-        """`step`, whose every run is counted, also one that fails."""
+        """Wrap `step` so that the duration of each run is observed, also of one that fails."""
         ticks = self._ticks.labels(loop)
 
         def run() -> None:
@@ -70,11 +71,11 @@ class ControlPlaneHistograms:
 _KEEP_COUNTS_S = 10.0
 """Seconds that counts are kept: counting reads a whole index."""
 _SCRAPE_WAITS_S = 3.0
-"""Longest wait of a scrape, which Prometheus itself gives up after 10 s."""
+"""Longest wait of a scrape in seconds; Prometheus itself gives up after 10."""
 
 
 def complaint_of(check: Callable[[], object]) -> Callable[[], str | None]:
-    """`check` as a question: what it complains of, None for nothing."""
+    """Wrap `check` to return the message of the `SwiftKVError` that it raises; None if it raises none."""
 
     def ask() -> str | None:
         try:
@@ -87,13 +88,14 @@ def complaint_of(check: Callable[[], object]) -> Callable[[], str | None]:
 
 
 class ControlPlaneMetrics:
-    """Collector of jobs, deliveries, loops and operator's files of one control plane, read when they are asked for.
+    """Collector of one control plane's jobs, deliveries, loops and operator files, read at each scrape.
 
-    It also has what the sweeper counted last and has removed; a control plane that stands by has counted nothing.
-    Counts that the database does not give within seconds are left out.
+    It also reports what the sweeper counted last and has removed; a standby control plane has counted nothing. Counts
+    that the database does not return within seconds are left out.
 
     Args:
-        checks: what is wrong with a dependency, by name. The cluster that serves is added: `/readyz` does without it.
+        checks: what is wrong with each dependency, by name. The serving cluster is added here: `/readyz` does not check
+            it.
         files: whether the newest version of each of the operator's files is usable, by name.
     """
 
@@ -120,7 +122,7 @@ class ControlPlaneMetrics:
         self._deployments = deployments
 
     def describe(self) -> Iterable[Metric]:
-        """Announce no metric ahead of time: registering must not read the database."""
+        """Return nothing: registering the collector must not read the database."""
         return []
 
     def collect(self) -> Iterable[Metric]:

@@ -1,4 +1,4 @@
-"""Dependencies of routes: the parts of the control plane, the caller, the page asked for. Builds the real parts."""
+"""Dependencies of routes: the control plane's parts, settings and cached answers. Builds the real parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ variables, so they hold no secrets."""
 
 @dataclass(frozen=True)
 class Components:
-    """The outside world of a control plane."""
+    """External parts of a control plane: database, repositories, Ray clusters, object store."""
 
     database: Database
     jobs: JobRepository
@@ -63,7 +63,7 @@ class Components:
 
 
 def build_components(settings: Settings) -> Components:
-    """The real parts. Opens the database and, where that is SQLite, brings its schema up to date.
+    """Build the real parts. Opens the database and, if it is SQLite, upgrades its schema.
 
     Raises `InvalidInputError` for an address that cannot be used, and `DatabaseUnavailableError`.
     """
@@ -110,7 +110,7 @@ def retained_rows(request: Request) -> RetainedRows:
 
 
 def read_object(store: str, key: str) -> bytes:
-    """A small object of any store, for checking a spec's sources. Raises `UnusableFileError` for one that is not."""
+    """Read a small object of any store, to check a spec's sources. Raises `UnusableFileError` if it is too long."""
     data = b"".join(open_store(store, patient=False).stream(key, stop=CONFIG_BYTES + 1))
     return checked_length(data, CONFIG_BYTES)
 
@@ -133,9 +133,9 @@ TheParents = Annotated[Parents, Depends(parents_service)]
 JobSpans = Annotated[Spans, _part("spans")]
 TheWatches = Annotated[Watches, _part("watches")]
 TheNodes = Annotated[Kept[Sequence[Node] | None], _part("nodes")]
-"""Nodes of the jobs' cluster; None where it does not tell them."""
+"""Nodes of the jobs' cluster; None if Ray does not answer."""
 TheRay = Annotated[Kept[str | None], _part("ray")]
-"""Complaint about Ray, None for nothing."""
+"""What is wrong with Ray; None if nothing is."""
 RAY_ANSWERS_WITHIN_S = 2.0
-"""Seconds for which an answer waits for Ray; one that hangs keeps no page waiting."""
+"""Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
 TheSettings = Annotated[Settings, _part("settings")]

@@ -1,4 +1,4 @@
-"""The loops of a control plane, and the state of its guards, for as long as the application runs."""
+"""Lifespan of the application: its state, its guards and the control loops."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _SIGN_INS_AT_ONCE = 10
 _JOBS_AT_ONCE = 16
 """Jobs that the reconciler looks at, or submits, at the same time."""
 _KEEP_NODES_S = 5.0
-"""Seconds between two reports of Ray's."""
+"""Seconds that Ray's report of its nodes is kept."""
 LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
 
 
@@ -72,8 +72,8 @@ async def running(
     histograms: ControlPlaneHistograms,
     components: Components | None = None,
 ) -> AsyncIterator[None]:
-    """Give `app` its state and run its loops until the context ends. `components`: the outside world, where it is not
-    the one that `settings` describes. Raises as `build_components`."""
+    """Give `app` its state and run its loops until the context ends. `components`: parts to use instead of those that
+    `settings` describes. Raises as `build_components`."""
     parts = await run_in_threadpool(build_components, settings) if components is None else components
     app.state.components, app.state.settings = parts, settings
     app.state.spans = Spans(configured_provider("swiftkv-control-plane"))
@@ -119,7 +119,7 @@ async def running(
 
 
 def _guard(app: FastAPI, settings: Settings, credentials: Credentials | None, parts: Components) -> None:
-    """Give `app` what bounds and records its callers."""
+    """Give `app` the state that limits and records its callers."""
     app.state.authenticator = credentials
     app.state.key_uses = KeyUses(SqlKeyUses(parts.database), parts.clock)
     app.state.sessions = credentials and Sessions(
@@ -144,7 +144,7 @@ def _followed_logs(settings: Settings) -> Share:
 
 
 def build_reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:
-    """The reconciler of jobs that `settings` describe."""
+    """Build the reconciler of jobs from the settings."""
     return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -172,7 +172,7 @@ def build_reconciler(settings: Settings, parts: Components, lease: Lease, instru
 
 
 def build_deployment_reconciler(settings: Settings, parts: Components, lease: Lease) -> DeploymentReconciler:
-    """The reconciler of deployments that `settings` describe."""
+    """Build the reconciler of deployments from the settings."""
     own = settings.serve_dashboard_url
     return DeploymentReconciler(
         parts.deployments,
@@ -203,7 +203,8 @@ def _loops(
     steps: Mapping[str, Callable[[], None]],
     histograms: ControlPlaneHistograms,
 ) -> list[ControlLoop]:
-    """Make the loops. Each has a thread: Ray Serve takes a while to start, and receivers of webhooks to answer."""
+    """Make the control loops. Each has its own thread: Ray Serve is slow to start, and webhook receivers are slow to
+    answer."""
     interval_s = settings.reconcile_interval_s
     return [
         ControlLoop(

@@ -1,8 +1,8 @@
 """The audit trail's entries, one for each request that changes something or is refused access.
 
-Once a caller is let in, the first transaction that its request commits carries the entry with the status that the
-route answers with; it is put right before the answer if that turns out otherwise. Without such a transaction, the entry
-is written by itself before the answer. Refusals are bounded: some of each address a minute, and some of all of them.
+Once a caller is admitted, the first transaction that its request commits includes the entry, with the status that the
+route normally answers. If the status turns out otherwise, the entry is corrected before the answer. Without such a
+transaction, the entry is written alone before the answer. Recorded refusals are limited, per address and in total.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from swiftkv_platform.web.rate_limits import RateLimit
 REQUEST_ID_HEADER = "X-Request-ID"
 _LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
 _ASKING = frozenset({"/jobs/validate"})
-"""Routes that are `POST`ed to with a right to change something, and change nothing."""
+"""`POST` routes that require a right to change something, but change nothing."""
 _REFUSALS = frozenset({401, 403, 429})
 _PER_ADDRESS, _PER_ADDRESS_AT_ONCE = 30, 20
-"""Refusals of one address that are written in a minute."""
+"""Refusals of one address that are recorded in a minute, and at once."""
 _OF_ALL, _OF_ALL_AT_ONCE = 600, 200
 _LONGEST_ADDRESS, _LONGEST_TEXT = 64, 200
 _NO_ROUTE = "unmatched"
@@ -61,13 +61,13 @@ class AuditRecord:
         self._only_asks = False
 
     def identify(self, request: Request, principal: Principal | None, *, name: str, tenant: str) -> None:
-        """Name the caller and what it asks."""
+        """Record the caller and the route."""
         credential = None if principal is None else principal.credential
         self.entry = replace(self.entry, actor=name, credential=credential, tenant=tenant)
         self.locate(request.scope)
 
     def locate(self, scope: Scope) -> None:
-        """Name the route, and the object that is in its path."""
+        """Record the route, and the object that its path names."""
         route = getattr(scope.get("route"), "path", None) or _NO_ROUTE
         named = next(iter(scope.get("path_params", {}).values()), None)
         status = self.entry.status or getattr(scope.get("route"), "status_code", None) or 200
@@ -81,17 +81,18 @@ class AuditRecord:
         return not asks and self.entry.route not in (*_ASKING, _NO_ROUTE)
 
     def open(self, *, only_asks: bool = False) -> None:
-        """Let the next transaction carry the entry: the caller is let in. `only_asks`: to a route that changes
+        """Let the next transaction include the entry, once the caller is admitted. `only_asks`: the route changes
         nothing, whatever its method."""
         self._only_asks = only_asks
         self._is_open = self.changes
 
     def close(self) -> None:
-        """The request is answered; what runs on is none of its doing."""
+        """Join no further transaction: the request is answered."""
         self._is_open = False
 
     def join(self, session: Session) -> Callable[[], None]:
-        """Prepare to add the entry to a transaction. Returns what adds it, to be called before the commit."""
+        """Prepare to add the entry to a transaction. Returns a function that adds it, to be called before the
+        commit."""
         if not self._is_open or self._is_stored:
             return lambda: None
         made: list[str] = []
@@ -114,7 +115,7 @@ class AuditRecord:
         self._is_stored = True
 
     def settle(self, status: int) -> bool:
-        """Take the status that is answered; whether the entry has to be written, or written again."""
+        """Set the status of the answer. Returns whether the entry must still be written, or corrected."""
         is_right = self._is_stored and status == self.entry.status
         self.entry = replace(self.entry, status=status)
         return not is_right
@@ -122,7 +123,7 @@ class AuditRecord:
 
 @dataclass
 class Floods:
-    """Bounds on how many refusals are written."""
+    """Limits on how many refusals are recorded."""
 
     clock: Clock
 
@@ -133,7 +134,7 @@ class Floods:
         self._left_out = 0
 
     def admit(self, address: str) -> int | None:
-        """Number of refusals that were left out since the last one that was written; None leaves this one out too."""
+        """Return the number of refusals left out since the last recorded one; None if this one is left out too."""
         try:
             self._each.take(address)
             self._all.take("")
@@ -147,7 +148,7 @@ class Floods:
 
 
 class Audit:
-    """Middleware that writes the entries, and names each request in its answer."""
+    """Middleware that writes the entries, and gives each answer its `X-Request-ID`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -155,7 +156,7 @@ class Audit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["app"].state
         trail: SqlAudit | None = getattr(state, "audit", None)
-        if scope["type"] != "http" or trail is None:  # an application that is not started has pages alone
+        if scope["type"] != "http" or trail is None:  # an application that is not started serves only pages
             await self._app(scope, receive, send)
             return
         request_id = f"req_{ULID()}"
@@ -176,7 +177,7 @@ class Audit:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            # The answer to a bug is made further out.
+            # An outer middleware answers unexpected exceptions.
             record.close()
             if _is_to_be_written(record, 500, state.floods):
                 await run_in_threadpool(_store, trail, record.entry)
@@ -187,7 +188,7 @@ class Audit:
 
 
 def record_of(request: Request) -> AuditRecord:
-    """The entry of the request."""
+    """Return the entry of the request."""
     record: AuditRecord = request.state.audit
     return record
 
@@ -200,7 +201,7 @@ def _is_to_be_written(record: AuditRecord, status: int, floods: Floods) -> bool:
             return False
         record.entry = replace(record.entry, left_out=left_out)
         return True
-    # Who is not known changes nothing: bodies that are refused at the door, and sessions that are no more.
+    # An unknown caller changes nothing: its body was refused before the route, or its session has ended.
     return record.changes and record.entry.actor is not None and record.settle(status)
 
 
@@ -208,10 +209,10 @@ def _store(trail: SqlAudit, entry: AuditEntry) -> None:
     try:
         trail.store(entry)
     except DatabaseUnavailableError as error:
-        # Nothing has changed: what changes something commits its entry with it.
+        # Nothing has changed: a transaction that changes something contains its entry.
         get_logger().error("audit entry not stored", **vars(entry), reason=error.message)
 
 
 def _text(value: str, most: int) -> str:
-    """The value without what a database refuses, and not longer than it takes."""
+    """Replace characters that a database may refuse by `?`, and cut the value to `most` characters."""
     return "".join(each if each.isascii() and each.isprintable() else "?" for each in value)[:most]

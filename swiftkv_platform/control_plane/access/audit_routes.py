@@ -22,7 +22,7 @@ _Time = Annotated[float | None, Query(ge=0.0, le=1e12, allow_inf_nan=False, desc
 
 
 class AuditAnswer(Answer):
-    """A request that changed something, or was to, or was refused access."""
+    """A request that changed something, tried to, or was refused access."""
 
     id: str
     object: Literal["audit.entry"] = "audit.entry"
@@ -45,7 +45,7 @@ class AuditAnswer(Answer):
     status: int
     """HTTP status of its answer."""
     left_out: int
-    """Refusals before this one that were not written, since there were too many."""
+    """Number of earlier refusals that were not recorded because there were too many."""
 
     @classmethod
     def of(cls, entry: AuditEntry) -> Self:
@@ -54,7 +54,7 @@ class AuditAnswer(Answer):
 
 
 def seen_tenant(request: Request, caller: Annotated[Caller, taking_turns("reading")]) -> str | None:
-    """Tenant whose entries the caller may see; None: all. Raises `ForbiddenError`."""
+    """Return the tenant whose entries the caller may see; None for all tenants. Raises `ForbiddenError`."""
     principal: Principal | None = getattr(request.state, "principal", None)
     if principal is None or principal.operator:
         return None
@@ -78,7 +78,7 @@ def list_audit(
     since: _Time = None,
     until: _Time = None,
 ) -> ListAnswer[AuditAnswer]:
-    """The audit trail, newest first: of all tenants for an operator's key, of its own for another with `admin`."""
+    """List the audit trail, newest first: an operator's key sees all tenants, another key with `admin` its own."""
     if seen is not None and tenant not in (None, seen):
         raise ForbiddenError(
             f"tenant is {tenant!r}; this key sees the entries of {seen!r}, an operator's key all", field="tenant"

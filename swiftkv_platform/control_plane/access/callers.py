@@ -1,4 +1,4 @@
-"""The caller of a request: who it is, what it may do, and what it holds meanwhile."""
+"""Authentication of callers, their scopes, and the streams and turns that their requests hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIGN_IN_PATH = "/session"
 
 
 def identified(request: Request) -> Principal | None:
-    """The caller of a request, counted once; None where no keys are needed.
+    """Authenticate the caller of a request, and count it once. Returns None if no keys are needed.
 
     Raises `UnauthenticatedError` and `RateLimitedError`.
     """
@@ -54,7 +54,7 @@ def identified(request: Request) -> Principal | None:
 
 
 async def admit(request: Request) -> Sender:
-    """Let a request in before its body is read. Raises as `identified`, and for sign-ins as `sign_ins.take`."""
+    """Admit a request before its body is read. Raises as `identified`, and for sign-ins as `sign_ins.take`."""
     if request.url.path == SIGN_IN_PATH:
         address = request.client.host if request.client else "unknown"
         if request.app.state.authenticator is not None:
@@ -89,8 +89,8 @@ async def hold_stream(
 ) -> AsyncIterator[None]:
     """Hold one of the caller's streams until the answer is sent. Raises as `get_caller`, and `OverloadedError`.
 
-    It comes before a route's caller in the parameters: one too many waits for no turn. Routes that answer with a stream
-    of events where one is wanted hold none for a page of them.
+    Routes list it before their caller, so that one stream too many is refused without waiting for a turn. Routes of
+    events hold no stream for a caller that asks for a page instead.
     """
     if not hasattr(request.state, "caller"):
         await run_in_threadpool(get_caller, request, scopes, header)
@@ -109,14 +109,14 @@ def wants_events(request: Request) -> bool:
 
 
 def authorization(request: Request) -> str | None:
-    """The caller's `Authorization`, or that of the dashboard's session. Raises `UnauthenticatedError`."""
+    """Return the caller's `Authorization`, or that of the dashboard's session. Raises `UnauthenticatedError`."""
     header = request.headers.get("authorization")
     found = current_session(request) if header is None else None
     return header if found is None else found.authorization
 
 
 def current_session(request: Request) -> Session | None:
-    """The session that the request's cookie names, looked up once. Raises `UnauthenticatedError` where it has ended."""
+    """Return the session of the request's cookie, looked up once. Raises `UnauthenticatedError` if it has ended."""
     cookie = request.cookies.get(SESSION_COOKIE)
     sessions: Sessions | None = request.app.state.sessions
     if not cookie or sessions is None:
@@ -142,20 +142,20 @@ def _in_turn(kind: Kind) -> Callable[..., AsyncIterator[Caller]]:
 
 
 def taking_turns(kind: Kind, *scopes: Scope) -> Security:
-    """The caller of a request that has these scopes, in its tenant's turn until the route's function returns: a body is
-    checked in it, and what is streamed comes after it. Raises as `get_caller`, and `OverloadedError`."""
+    """Require these scopes of the caller, and hold its tenant's turn until the route's function returns. The body is
+    checked within the turn, and streams are sent after it. Raises as `get_caller`, and `OverloadedError`."""
     return Security(_in_turn(kind), scopes=list(scopes), scope="function")
 
 
 Reader = Annotated[Caller, taking_turns("reading", Scope.JOBS_READ)]
 Fetcher = Annotated[Caller, taking_turns("fetching", Scope.JOBS_READ)]
-"""A `Reader` of what a store or a cluster has to be asked for."""
+"""A `Reader` whose route asks a store or a cluster."""
 Writer = Annotated[Caller, taking_turns("changing", Scope.JOBS_WRITE)]
 Submitter = Annotated[Caller, taking_turns("submitting", Scope.JOBS_WRITE)]
-"""A `Writer` of a job's spec, of which stores are asked."""
+"""A `Writer` of a job's spec, for which stores are asked."""
 Deployer = Annotated[Caller, taking_turns("changing", Scope.DEPLOY)]
 Uploader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
-"""A `Writer` of files, which take long and have places of their own."""
+"""A `Writer` of files. Uploads take long and have a limit of their own."""
 Asker = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
-"""A caller of a deployment, which bounds its own."""
+"""A caller of a deployment, which limits its own requests."""
 Streamed = Annotated[None, Depends(hold_stream)]

@@ -1,4 +1,4 @@
-"""Resources that jobs and deployments hold or ask for, against a tenant's limits on them."""
+"""Resources that jobs and deployments hold or ask for, compared with a tenant's limits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _LIMITS = {"max_running_jobs": "jobs", "max_gpus": "gpus", "max_cpus": "cpus", "max_replicas": "replicas"}
-"""Parts of a demand by the limit of a tenant's policy on them."""
+"""Field of `Demand` that each limit of a tenant's policy bounds."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Share of the cluster that jobs and deployments hold, or ask for, counted with the most they may grow to."""
+    """Resources of the cluster that jobs and deployments hold, or ask for, counted at the most they may grow to."""
 
     jobs: int = 0
     gpus: float = 0.0
@@ -38,13 +38,12 @@ class Demand:
         return Demand(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def beyond(self, other: Demand) -> Demand:
-        """Return what this has more than `other`; nothing of what it has less."""
+        """Return the excess over `other`, part by part, and 0 where there is none."""
         return Demand(*(max(ours - theirs, 0) for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def exceeded_limit(self, policy: TenantPolicy, *, adding: Demand | None = None) -> tuple[str, float, float] | None:
-        """Name, demand and limit of the first of a tenant's limits that this is above; None if it is within all. Only
-        what the new part, `adding`, has something of counts, even where what was there before is above a limit.
-        """
+        """Return name, demand and limit of the first of a tenant's limits that this exceeds; None if it is within all.
+        With `adding`, the newly asked part, only limits on resources that it asks for count."""
         for limit, part in _LIMITS.items():
             asked, most = getattr(self, part), getattr(policy, limit)
             if most is not None and asked > most and (adding is None or getattr(adding, part) > 0):

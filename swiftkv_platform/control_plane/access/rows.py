@@ -1,4 +1,4 @@
-"""Sessions of browsers, last uses of API keys, and the audit trail as rows. Knows nothing that opens anything."""
+"""Rows of browser sessions, last uses of API keys, and the audit trail. No row holds a usable credential."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SqlSessions(Store):
     """Sessions in a database that several control planes share."""
 
     def add(self, session: StoredSession, *, now: float) -> None:
-        """Store a session; those that have ended make room."""
+        """Store a session, and delete those that have ended."""
         with self._database.writing() as transaction:
             transaction.execute(delete(SessionRow).where(SessionRow.expires_at <= now))
             transaction.execute(insert(SessionRow).values(**vars(session)))
@@ -54,7 +54,7 @@ class SqlKeyUses(Store):
     """Last uses in a database that several control planes share."""
 
     def note(self, key_id: str, now: float, *, at_least_s: float) -> None:
-        """Store a use, unless one is stored that is less than `at_least_s` seconds older."""
+        """Store a use, unless the stored one is less than `at_least_s` seconds older."""
         with self._database.writing() as session:
             self._database.take_turns(session, f"uses of {key_id}")
             seen = session.scalar(select(KeyUseRow.last_used_at).where(KeyUseRow.key_id == key_id))
@@ -64,7 +64,7 @@ class SqlKeyUses(Store):
                 session.execute(update(KeyUseRow).where(KeyUseRow.key_id == key_id).values(last_used_at=int(now)))
 
     def all(self) -> Mapping[str, int]:
-        """Unix seconds by key id."""
+        """Return Unix seconds of the last use by key id."""
         with self._database.reading() as session:
             return {row.key_id: row.last_used_at for row in session.scalars(select(KeyUseRow))}
 
@@ -73,10 +73,10 @@ _EQUAL = ("tenant", "actor", "credential", "address", "route", "object", "reques
 
 
 class SqlAudit(Store):
-    """Entries that stay as they are once their request is answered."""
+    """Audit entries, which do not change once their request is answered."""
 
     def list(self, page: Page, wanted: AuditFilter) -> Slice[AuditEntry]:
-        """Entries, by their time. Raises `InvalidInputError` for an unknown cursor."""
+        """Return a page of matching entries in order of time. Raises `InvalidInputError` for an unknown cursor."""
         query = select(AuditRow)
         for name in _EQUAL:
             value = getattr(wanted, name)
@@ -95,7 +95,7 @@ class SqlAudit(Store):
             return Slice([value_of(AuditEntry, row) for row in rows.items], rows.has_more)
 
     def store(self, entry: AuditEntry) -> None:
-        """Write an entry, or what has become of it since it was added to a transaction."""
+        """Write an entry; if a transaction has already added it, update its status and object."""
         with self._database.writing() as session:
             changed = update(AuditRow).where(AuditRow.id == entry.id)
             done = session.connection().execute(changed.values(status=entry.status, object=entry.object))
@@ -109,14 +109,14 @@ def add(session: Session, entry: AuditEntry) -> None:
 
 
 def made_in(session: Session) -> str | None:
-    """Id of the job, deployment or file that the session is about to insert."""
+    """Return the id of the job, deployment or file that the session is about to insert, if any."""
     made = (row.id for row in session.new if isinstance(row, JobRow | DeploymentRow | FileRow))
     return next(made, None)
 
 
 @dataclass(frozen=True)
 class AuditEntry:
-    """A request that changed something, or was to, or was refused access."""
+    """A request that changed something, tried to, or was refused access."""
 
     id: str
     created_at: float
@@ -137,12 +137,12 @@ class AuditEntry:
     status: int
     """HTTP status of the answer."""
     left_out: int = 0
-    """Refusals before this one that were not written, since there were too many."""
+    """Number of earlier refusals that were not recorded because there were too many."""
 
 
 @dataclass(frozen=True)
 class AuditFilter:
-    """Values that entries have; None: any."""
+    """Values that entries must have; None matches any."""
 
     tenant: str | None = None
     actor: str | None = None

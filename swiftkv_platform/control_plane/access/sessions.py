@@ -1,8 +1,8 @@
-"""The dashboard's sessions: how a browser brings a key or token that no script can read. Knows no route.
+"""The dashboard's sessions, with which a browser sends a key or token that no script can read. Knows no route.
 
-The cookie holds a random id and says nothing. The database holds the id's hash and the key, sealed with the id: every
-control plane can serve every session, and neither the database nor a copy of it opens anything. The key itself is
-needed, not just its name: replicas of a deployment ask for it.
+The cookie holds a random id. The database holds the id's hash, and the key sealed with the id: every control plane can
+serve every session, and the database alone, or a copy of it, gives no access. The key itself is needed, not just its
+name: replicas of a deployment ask for it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Session:
 
 
 class Sessions:
-    """Sessions of every control plane on one database. `lifetime_s`: from signing in to the end, however much the
-    session is used."""
+    """Sessions of all control planes that share a database. `lifetime_s`: seconds from signing in to the end, however
+    much the session is used."""
 
     def __init__(self, store: SqlSessions, authenticator: Authenticator, clock: Clock, *, lifetime_s: int) -> None:
         self._store = store
@@ -51,11 +51,11 @@ class Sessions:
         self._lifetime_s = lifetime_s
 
     def identify(self, api_key: str) -> Principal:
-        """The caller whose key or token it is. Raises `UnauthenticatedError`."""
+        """Return the caller that a key or token belongs to. Raises `UnauthenticatedError`."""
         return self._authenticator.authenticate(f"Bearer {api_key}")
 
     def open(self, api_key: str, key: Principal) -> Session:
-        """Begin a session of `key`, whom `identify` found for `api_key`."""
+        """Begin a session of `key`, the caller that `identify` returned for `api_key`."""
         authorization = f"Bearer {api_key}"
         session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
         expires_at = now + self._lifetime_s
@@ -67,7 +67,8 @@ class Sessions:
         return Session(session_id, key, authorization, now, expires_at)
 
     def find(self, session_id: str) -> Session:
-        """The session of a cookie. Raises `UnauthenticatedError`; one whose key opens nothing any more is ended."""
+        """Return the session of a cookie. Raises `UnauthenticatedError`; a session whose key is no longer valid is
+        ended."""
         stored = self._store.get(_digest(session_id))
         if stored is None or stored.expires_at <= self._clock():
             raise UnauthenticatedError("the session has ended; sign in again", field="Cookie")
@@ -80,19 +81,19 @@ class Sessions:
         return Session(session_id, api_key, authorization, stored.created_at, stored.expires_at)
 
     def close(self, session_id: str) -> None:
-        """End a session; one that has ended is no error."""
+        """End a session; no error if it has ended already."""
         self._store.remove(_digest(session_id))
 
 
 def _digest(session_id: str) -> str:
-    """256 random bits need no salt."""
+    """Hash a session's id; 256 random bits need no salt."""
     return hashlib.sha256(session_id.encode()).hexdigest()
 
 
 def _seal(session_id: str, text: bytes) -> bytes:
-    """`text` sealed with a session's id, and a sealed text opened: a one-time pad, since an id seals one key.
+    """Seal `text` with a session's id, or open a sealed text: a one-time pad, since an id seals one key.
 
-    A pad that was tampered with opens to a key that the key file does not have.
+    A sealed text that was tampered with opens to a key that the key file does not have.
     """
     pad = hashlib.shake_256(_SEAL + session_id.encode()).digest(len(text))
     return bytes(left ^ right for left, right in zip(text, pad, strict=True))
@@ -102,7 +103,8 @@ _INTERVAL_S = 60.0
 
 
 class KeyUses:
-    """Uses that this control plane has seen; all control planes of a database together write one a minute and key."""
+    """Recorder of the last uses of API keys. All control planes of a database together store one use per minute and
+    key."""
 
     def __init__(self, store: SqlKeyUses, clock: Clock) -> None:
         self._store = store
@@ -114,7 +116,7 @@ class KeyUses:
     def note(self, principal: Principal) -> None:
         """Store that a key was used now, unless that was done within the last minute.
 
-        No request fails for it: a use that cannot be stored is logged, and stored a minute later.
+        Raises nothing if the database does not answer: the failure is logged, and a use a minute later is stored.
         """
         if not isinstance(principal, ApiKey):
             return

@@ -1,4 +1,4 @@
-"""`/`: the dashboard's files, and the session by which a browser brings an API key. Knows no job."""
+"""`/`: the dashboard's files, and the session with which a browser sends an API key. Knows no job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class SignIn(FrozenModel):
 
 @router.post(SIGN_IN_PATH, status_code=status.HTTP_204_NO_CONTENT)
 def sign_in(body: SignIn, request: Request, response: Response) -> None:
-    """Begin a session; its id goes into a cookie that pages cannot read: an event stream sends no header of its own."""
+    """Begin a session. Its id goes into a cookie that scripts cannot read, since an event stream cannot send a
+    header."""
     sessions: Sessions | None = request.app.state.sessions
     if sessions is None:
         return
@@ -56,7 +57,7 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
 
 @router.get(SIGN_IN_PATH)
 def show_session(request: Request) -> dict[str, object]:
-    """Name the session's key and end, null where there is no session, and whether it may read the audit trail."""
+    """Return the session's key and end, null without a session, and whether the caller may read the audit trail."""
     session = _session_or_none(request)
     if session is None:
         return {"session": None, "reads_audit": request.app.state.authenticator is None}

@@ -27,17 +27,17 @@ class TenantPolicy(FiniteModel):
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of the cluster relative to other tenants that wait, or have deployments."""
     max_queued_jobs: Annotated[int, Field(ge=0)] | None = None
-    """Jobs that wait or are paused; a further one is refused until one has started or ended."""
+    """Jobs that wait or are paused; another one is refused until one of them has started or ended."""
     max_unfinished_jobs: Annotated[int, Field(ge=0)] | None = 1000
-    """Jobs that have not ended; a further one is refused."""
+    """Jobs that have not ended; another one is refused."""
     max_stored_jobs: Annotated[int, Field(ge=0)] | None = 100_000
-    """Jobs that are kept, those that have ended included; a further one is refused until some are deleted."""
+    """Jobs that are kept, including those that have ended; another one is refused until some are deleted."""
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
     """Jobs on the cluster at a time; the others wait."""
     max_gpus: Annotated[float, Field(ge=0.0)] | None = None
-    """GPUs that its jobs and deployments hold at a time; what alone asks for more is refused."""
+    """GPUs that its jobs and deployments hold at a time; a single one that asks for more is refused."""
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
-    """CPU cores that its jobs and deployments hold at a time; what alone asks for more is refused."""
+    """CPU cores that its jobs and deployments hold at a time; a single one that asks for more is refused."""
     max_replicas: Annotated[int, Field(ge=0)] | None = None
     """Sum of its deployments' `max_replicas`; a deployment beyond that is refused."""
     max_file_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -45,7 +45,7 @@ class TenantPolicy(FiniteModel):
     max_file_rows: Annotated[int, Field(ge=1)] | None = None
     """Rows of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_ROWS`."""
     max_stored_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of its uploaded files together; a further one is refused until some are deleted."""
+    """Bytes of all its uploaded files; another file is refused until some are deleted."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Most that one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()
@@ -54,10 +54,10 @@ class TenantPolicy(FiniteModel):
     """Whether its deployments may have chat templates of their own where there are API keys. Templates run in replicas,
     sandboxed, and without a limit of time."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations of the hub whose models and data its specs may name; repositories without an organisation by their
-    name. The platform reads the hub with one token for all."""
+    """Organisations of the hub whose models and data its specs may name, and repositories without an organisation by
+    their name. The platform reads the hub with one token for all tenants."""
     webhook: WebhookSpec | None = None
-    """Webhook for all its jobs' changes of status, beside what each job names."""
+    """Webhook for all its jobs' changes of status, in addition to the webhooks that a job names."""
 
 
 class _TenantsFile(FiniteModel):
@@ -66,7 +66,7 @@ class _TenantsFile(FiniteModel):
 
 
 class Tenants:
-    """The policies in a file, in its last good version; without a file no tenant is limited.
+    """The policies of the last good version of a file; without a file no tenant is limited.
 
     Raises `InvalidInputError` for a file that cannot be used from the start.
     """
@@ -76,7 +76,7 @@ class Tenants:
         self._file = None if path is None else OperatorFile(path, _parse, field="tenants_file", hint=hint)
 
     def policy(self, tenant: str) -> TenantPolicy:
-        """The tenant's own, completed by the default's."""
+        """Return the tenant's policy; fields that it leaves out are those of `default`."""
         if self._file is None:
             return _UNLIMITED
         content = self._file.content
@@ -87,7 +87,7 @@ class Tenants:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the file's newest version is the one that holds."""
+        """Whether the newest version of the file is valid and in use."""
         return self._file is None or self._file.is_usable
 
 
@@ -108,7 +108,7 @@ def source_rules(settings: Settings) -> SourceRules:
 
 
 def tenant_access(rules: SourceRules, policies: Tenants, tenant: str | None) -> Access:
-    """Sources that a tenant may read; without a tenant only the hub, where sources have rules."""
+    """Return the sources that a tenant may read; without a tenant, only the hub if the rules restrict roots."""
     if tenant is None:
         return Access(roots=None if rules.roots is None else ())
     return rules.access(tenant, policies.policy(tenant).hub_organizations)

@@ -1,4 +1,4 @@
-"""Rows of a tenant: one of them, a page of them, and as values of the domain."""
+"""Queries for a tenant's rows: one row, a page of rows, and their conversion to values of the domain."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from swiftkv_platform.errors import InvalidInputError, NotFoundError, Unreadable
 from swiftkv_platform.logs import get_logger
 
 PAGE_BYTES = 1 << 19
-"""Characters of documents in a page of a list. A page is made in one go, while other requests wait, and takes some ten
-times as much memory as objects."""
+"""Most characters of documents in a page of a list. A page is made in one go, while other requests wait, and its
+objects take some ten times as much memory."""
 Row = TypeVar("Row")
 Owned = TypeVar("Owned", JobRow, ModelRow, DeploymentRow, FileRow)
 Item = TypeVar("Item")
@@ -29,7 +29,7 @@ _LISTS: dict[type[Base], tuple[str, str, str]] = {
     DeploymentRow: ("deployment", "/deployments", "deployment_id"),
     FileRow: ("file", "/v1/files", "file_id"),
 }
-"""Word for a row, the route that lists it, and the field that names it."""
+"""Word for a row of each table, the route that lists it, and the field that names it."""
 
 
 class Store:
@@ -40,7 +40,8 @@ class Store:
 
 
 def owned(session: Session, table: type[Owned], row_id: str, tenant: str | None, *, lock: bool = False) -> Owned:
-    """The row of a tenant; of any for None. Raises `NotFoundError`, also for another tenant's."""
+    """Return a tenant's row; any tenant's if `tenant` is None. Raises `NotFoundError`, also for another tenant's
+    row."""
     row = session.get(table, row_id, with_for_update=lock)
     if row is None or tenant not in (None, row.tenant):
         kind, route, field = _LISTS[table]
@@ -56,10 +57,11 @@ def page_of(
     *where: ColumnElement[bool],
     sized: Sequence[InstrumentedAttribute[Any]] = (),
 ) -> Slice[Owned]:
-    """A page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant.
+    """Return a page of a tenant's rows. Raises `InvalidInputError` for a cursor that is no row of the tenant.
 
     Args:
-        sized: documents that count: the page ends where they come to `PAGE_BYTES`, after one row at least.
+        sized: columns of documents whose length counts: the page ends before they exceed `PAGE_BYTES`, after one row at
+            least.
     """
     if page.after is not None:
         seen = session.get(table, page.after)
@@ -76,13 +78,13 @@ def page_of(
 
 
 def _fitting(sizes: Sequence[int]) -> int:
-    """Number of rows that come to no more than `PAGE_BYTES`, the first one in any case."""
+    """Return how many of the first rows fit into `PAGE_BYTES`, at least 1."""
     totals = itertools.accumulate(sizes)
     return max(sum(total <= PAGE_BYTES for total in totals), 1)
 
 
 def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
-    """The dataclass whose fields are the row's columns of the same names."""
+    """Build a dataclass from the row's columns of the same names as its fields; `changes` override them."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
     return kind(**{**{name: getattr(row, name) for name in names}, **changes})
 
@@ -90,15 +92,15 @@ def value_of(kind: type[Item], row: Base, **changes: Any) -> Item:
 def fetch(
     session: Session, query: Select[Row], key: InstrumentedAttribute[Any], page: Page, *, after: Any
 ) -> Slice[Row]:
-    """Fetch at most `page.limit` rows, ordered by the unique column `key`, from beyond its value `after` on."""
+    """Fetch at most `page.limit` rows, ordered by the unique column `key`, beginning after its value `after`."""
     rows = session.scalars(_after(query, key, page, after).limit(page.limit)).all()
-    # Asked for apart, since the next row may be the largest.
+    # A query for the key alone, since the next row may be the largest.
     beyond = _after(query, key, page, after).with_only_columns(key).offset(page.limit).limit(1)
     return Slice(rows, has_more=len(rows) == page.limit and session.execute(beyond).first() is not None)
 
 
 def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, after: Any) -> Select[Any]:
-    """The query in the page's order, from beyond the value `after` of `key` on."""
+    """Put the query in the page's order, beginning after the value `after` of `key`."""
     ascending = page.order == "asc"
     if after is not None:
         query = query.where(key > after if ascending else key < after)
@@ -106,7 +108,7 @@ def _after(query: Select[Any], key: InstrumentedAttribute[Any], page: Page, afte
 
 
 def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Item], list[str]]:
-    """Return what the rows hold, and the ids of the rows that cannot be read."""
+    """Return the rows converted by `read`, and the ids of the rows that cannot be read."""
     items: list[Item] = []
     left_out: list[str] = []
     for row in rows:
@@ -119,7 +121,7 @@ def readable(rows: Iterable[Row], read: Callable[[Row], Item]) -> tuple[list[Ite
 
 
 def unreadable(kind: str, row_id: str, error: ValidationError | TypeError) -> UnreadableRowError:
-    """The refusal of a row that does not hold what this version of the program stores."""
+    """Return the error for a row that does not hold what this version of the program stores."""
     why = "its state is no object"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]

@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL that end: none waits for ever for a server or a network that has gone silent."""
+"""Connections to PostgreSQL with timeouts: none waits for ever for a server or a network that has gone silent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.errors import DatabaseUnavailableError
 
 _LONGEST_IDLE_S = 60
-"""Seconds after which PostgreSQL ends a transaction in which nothing is asked."""
+"""Seconds after which PostgreSQL ends a transaction that runs no statement."""
 _GRACE_S = 10.0
-"""Seconds beyond a statement's time after which the client gives up: the server's own word comes first."""
+"""Seconds beyond the statement timeout after which the client gives up, so that the server's own timeout comes
+first."""
 _READ_ONLY = "25006"
 """SQLSTATE `read_only_sql_transaction`."""
 _TAKES_LIBPQ_OPTIONS = ("psycopg", "psycopg2")
@@ -24,13 +25,13 @@ _TAKES_LIBPQ_OPTIONS = ("psycopg", "psycopg2")
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds that a control plane waits for PostgreSQL; SQLite has none of them. What the database's address sets
-    itself (`?connect_timeout=3`) goes first."""
+    """Timeouts of PostgreSQL in seconds; SQLite has none of them. Options in the database's address
+    (`?connect_timeout=3`) take precedence."""
 
     connect_s: int = 10
     """Longest time until a connection is made."""
     statement_s: float = 30.0
-    """Longest wait for the answer to one statement; migrations take as long as they take."""
+    """Longest wait for the answer to one statement; migrations have no such limit."""
     tcp_s: int = 30
     """Time until a connection whose packets get no acknowledgement counts as lost."""
     recycle_s: int = 1800
@@ -38,7 +39,7 @@ class Timeouts:
 
 
 def engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
-    """Options of `create_engine` for connections that notice a lost server."""
+    """Return options of `create_engine` with which connections notice a lost server."""
     options: dict[str, Any] = {"pool_pre_ping": True, "pool_recycle": timeouts.recycle_s}
     if url.get_backend_name() == "postgresql" and url.get_driver_name() in _TAKES_LIBPQ_OPTIONS:
         interval = max(timeouts.tcp_s // 4, 1)
@@ -55,10 +56,10 @@ def engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
 
 
 def prepare(engine: Engine, timeouts: Timeouts) -> None:
-    """Have every connection of a PostgreSQL engine give up, on the server and here."""
+    """Set timeouts on every connection of a PostgreSQL engine, on the server and in the client."""
 
     def configure(connection: Any, _: object) -> None:
-        # A process that is frozen in a transaction holds its locks: another control plane would wait for it for ever.
+        # A process frozen in a transaction holds its locks: without a limit, another control plane would wait for ever.
         with connection.cursor() as cursor:
             cursor.execute(f"SET idle_in_transaction_session_timeout = '{_LONGEST_IDLE_S}s'")
             cursor.execute(f"SET statement_timeout = {round(1000 * timeouts.statement_s)}")
@@ -76,7 +77,7 @@ def prepare(engine: Engine, timeouts: Timeouts) -> None:
 
 
 def take_as_long_as_it_takes(session: Session) -> Callable[[], None]:
-    """Lift the limits of statements for this transaction, as a migration needs it; returns what restores them."""
+    """Lift the statement timeouts for this transaction, for a migration. Returns a function that restores them."""
     connection = session.connection()
     connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
     driver = connection.connection.driver_connection
@@ -88,18 +89,18 @@ def take_as_long_as_it_takes(session: Session) -> Callable[[], None]:
 
 
 def is_read_only(error: BaseException) -> bool:
-    """Whether a driver's error says that the server takes no writes, as a standby or a demoted primary."""
+    """Whether a driver's error says that the server accepts no writes, such as a standby or a demoted primary."""
     return getattr(error, "sqlstate", None) == _READ_ONLY or getattr(error, "pgcode", None) == _READ_ONLY
 
 
 def takes_writes(session: Session) -> bool:
-    """Whether transactions on the session's server can do more than read."""
+    """Whether the session's server accepts writes."""
     return bool(session.connection().exec_driver_sql("SHOW transaction_read_only").scalar_one() == "off")
 
 
 def read_only(engine: Engine) -> DatabaseUnavailableError:
-    """Error to raise where the server takes no writes. All connections are made anew: another one may be the primary
-    now."""
+    """Return the error for a server that accepts no writes. Closes all pooled connections, since another server may be
+    the primary now."""
     engine.dispose()
     return DatabaseUnavailableError(
         "the database is read-only, as a standby or a demoted primary is; database_url has to lead to the primary"
@@ -108,8 +109,8 @@ def read_only(engine: Engine) -> DatabaseUnavailableError:
 
 @cache
 def _connection_class() -> Any:
-    """psycopg's connection, which gives up waiting: a server that is frozen, or a proxy that forwards nothing more,
-    acknowledges every packet, so that no timeout of TCP ends the wait, and the server's own cannot."""
+    """Return a subclass of psycopg's connection that gives up waiting. A frozen server, or a proxy that forwards
+    nothing more, still acknowledges packets, so that neither TCP's timeouts nor the server's end the wait."""
     import psycopg
 
     class _Connection(psycopg.Connection[Any]):
@@ -130,8 +131,8 @@ def _connection_class() -> Any:
 def _while_it_answers(
     gen: Generator[Any, Any, Any], seconds: float, give_up: Callable[[], None]
 ) -> Generator[Any, Any, Any]:
-    """`gen`, given up once nothing has come for `seconds`. What is sent to it says what is ready on the socket: 0 for
-    nothing, after a short while."""
+    """Run `gen`, and call `give_up` once nothing has come for `seconds`. Values sent to it say what is ready on the
+    socket: 0 for nothing, after a short while."""
     try:
         wanted, last = next(gen), time.monotonic()
         while True:

@@ -38,7 +38,8 @@ _BUSY_TIMEOUT_S = 10.0
 _WRITES = "swiftkv_writes"
 
 ALONGSIDE: ContextVar[Callable[[Session], Callable[[], None]] | None] = ContextVar("alongside", default=None)
-"""Joins each transaction that writes, for the request under way; what it returns is called before the commit."""
+"""Hook of the request under way, called with each transaction that writes; the function it returns is called before the
+commit."""
 
 
 class Database:
@@ -48,7 +49,7 @@ class Database:
 
     Args:
         url: any SQLAlchemy URL. Raises `InvalidInputError` for one that no installed driver understands.
-        timeouts: of PostgreSQL.
+        timeouts: used for PostgreSQL only.
     """
 
     def __init__(self, url: str, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
@@ -57,13 +58,13 @@ class Database:
         self.is_sqlite = self._engine.dialect.name == "sqlite"
 
     def reading(self) -> AbstractContextManager[Session]:
-        """A consistent view. Raises `DatabaseUnavailableError` when the database does not answer."""
+        """Open a transaction for reading. Raises `DatabaseUnavailableError` when the database does not answer."""
         return _transaction(self._engine)
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer, or
-        takes no writes."""
+        """Open a transaction that is committed at the end. Raises `DatabaseUnavailableError` when the database does not
+        answer or accepts no writes."""
         with _transaction(self._writing_engine) as session:
             join = ALONGSIDE.get()
             write = None if join is None else join(session)
@@ -72,12 +73,13 @@ class Database:
                 write()
 
     def take_turns(self, session: Session, what: str) -> None:
-        """Wait until no other transaction that has asked for the same is open; SQLite's writers take turns anyway."""
+        """Hold an advisory lock named `what` until the transaction ends. SQLite needs none: its writers take turns
+        anyway."""
         if not self.is_sqlite:
             session.execute(select(func.pg_advisory_xact_lock(func.hashtext(what))))
 
     def check(self) -> None:
-        """Returns if the database answers and takes writes, else raises `DatabaseUnavailableError`."""
+        """Raise `DatabaseUnavailableError` unless the database answers and accepts writes."""
         with self.reading() as session:
             session.execute(text("SELECT 1"))
             if self._engine.dialect.name == "postgresql" and not takes_writes(session):
@@ -87,8 +89,8 @@ class Database:
             raise DatabaseUnavailableError(f"the database is read-only: {file} cannot be written")
 
     def upgrade(self) -> None:
-        """Bring the schema to the newest revision, all of it or nothing; leave one as it is that a later version has
-        made and this one can use. Processes that do it at the same time take turns. Raises as `check_schema`."""
+        """Bring the schema to the newest revision, in one transaction. A schema of a later version that this program
+        can use is left as it is. Concurrent upgrades take turns. Raises as `check_schema`."""
         with self._migrating() as session:
             present = current_revision(session.connection())
             if present is not None and present > newest_revision():
@@ -98,7 +100,7 @@ class Database:
 
     @contextmanager
     def _migrating(self) -> Iterator[Session]:
-        """A transaction whose statements may take long, as an index on a large table does."""
+        """Open a transaction without statement timeouts: building an index on a large table may take long."""
         restore = None
         try:
             with self.writing() as session:
@@ -111,9 +113,9 @@ class Database:
                 restore()
 
     def downgrade(self, revision: str) -> None:
-        """Take the schema back to an earlier revision, all of the way or none. What later ones brought is lost.
+        """Take the schema back to an earlier revision, in one transaction. Data that later revisions added is lost.
 
-        Raises `InvalidInputError` for a revision that there is not.
+        Raises `InvalidInputError` for an unknown revision.
         """
         try:
             with self._migrating() as session:
@@ -126,8 +128,8 @@ class Database:
             ) from error
 
     def check_schema(self) -> None:
-        """Raises `InvalidInputError` unless the schema is at the newest revision, or at one of a later version with
-        which this one works as well."""
+        """Raise `InvalidInputError` unless the schema is at the newest revision, or at a later one that this program
+        can use."""
         with self.reading() as session:
             _check_revision(current_revision(session.connection()))
 
@@ -136,22 +138,22 @@ class Database:
 
 
 def current_revision(connection: Connection) -> str | None:
-    """The schema's Alembic revision; None for an empty database."""
+    """Return the schema's Alembic revision; None for an empty database."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def newest_revision() -> str:
-    """The Alembic revision that this program needs."""
+    """Return the Alembic revision that this program needs."""
     head = ScriptDirectory.from_config(alembic_config()).get_current_head()
     assert head is not None, "the package holds its migrations"
     return head
 
 
 def can_use(present: str | None) -> bool:
-    """Whether this program works with a schema: the newest that it knows, or one of a later version.
+    """Whether this program can use a schema: the newest revision that it knows, or a compatible later one.
 
-    Migrations only add what earlier programs can do without; one after which that is not so begins the next thousand,
-    as 1001 after 0013.
+    Migrations add only what earlier programs can do without. One after which earlier programs cannot go on begins the
+    next thousand, such as 1001 after 0013.
     """
     wanted = newest_revision()
     return present is not None and present >= wanted and present[:-3] == wanted[:-3]
@@ -172,7 +174,7 @@ def _check_revision(present: str | None) -> None:
 
 
 def known_revisions() -> set[str]:
-    """All Alembic revisions that this program knows, up to the newest."""
+    """Return all Alembic revisions that this program knows, up to the newest."""
     return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
 
 
@@ -194,14 +196,14 @@ def _transaction(engine: Engine) -> Iterator[Session]:
         if is_read_only(cause):
             raise read_only(engine) from error
         is_away = isinstance(error, (OperationalError, InterfaceError, PoolTimeoutError))
-        # A server also ends connections with errors of other kinds, as that of a process that was frozen.
+        # A server also closes connections with errors of other kinds, for example when a process was frozen.
         if is_away or getattr(error, "connection_invalidated", False):
             raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
         raise
 
 
 def open_database(settings: Settings) -> Database:
-    """The database of the settings. Raises `InvalidInputError` for an address that cannot be used."""
+    """Open the database of the settings. Raises `InvalidInputError` for an address that cannot be used."""
     timeouts = Timeouts(
         connect_s=settings.database_connect_timeout_s,
         statement_s=settings.database_statement_timeout_s,
@@ -236,13 +238,13 @@ def _open_engine(url: str, timeouts: Timeouts) -> Engine:
 
 
 def _to_json(value: Any) -> str:
-    """Write JSON without escapes: SQLite compares keys as they are written, and text that cannot be encoded stays
-    outside."""
+    """Write JSON without escapes: SQLite compares keys as they are written, and text that cannot be encoded is not
+    stored."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _from_json(text: str) -> Any:
-    """Read JSON, a damaged document as None: its row then fails where it is understood, and no other row does."""
+    """Read JSON. A damaged document becomes None, so that only reading its own row fails."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The tables. Columns are what is filtered, sorted or guarded; the rest of a value is one JSON document. No queries."""
+"""The tables. A value that is filtered, sorted or guarded is a column; the rest is one JSON document. No queries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 Document = JSON().with_variant(JSONB(), "postgresql")
 Sequence = BigInteger().with_variant(Integer(), "sqlite")
-"""SQLite counts up only a plain INTEGER primary key."""
+"""SQLite autoincrements only a plain INTEGER primary key."""
 
 
 class Base(DeclarativeBase):
@@ -41,7 +41,7 @@ class JobRow(Base):
     """Every other field of `Job`."""
     version: Mapped[int]
     finished_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
-    """The same as in `state`, for retention to select by."""
+    """Copy of the one in `state`, for retention to select by."""
     swept: Mapped[int] = mapped_column(server_default="0", default=0)
     """Kinds of data that retention has removed since the job ended, one bit each."""
     priority: Mapped[int] = mapped_column(server_default="1")
@@ -75,7 +75,7 @@ class EventRow(Base):
     __tablename__ = "events"
 
     sequence: Mapped[int] = mapped_column(Sequence, primary_key=True, autoincrement=True)
-    """Rises with every event of a job: its row is locked while one is added."""
+    """Increases with every event of a job, whose row is locked while one is added."""
     id: Mapped[str] = mapped_column(String(40), unique=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     created_at: Mapped[int] = mapped_column(BigInteger)
@@ -105,7 +105,7 @@ class ModelRow(Base):
     tenant: Mapped[str] = mapped_column(String(64), index=True)
     name: Mapped[str] = mapped_column(String(100))
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), unique=True)
-    """Null of an imported model."""
+    """Null for an imported model."""
     attempt: Mapped[int]
     created_at: Mapped[int] = mapped_column(BigInteger)
     artifact_uri: Mapped[str] = mapped_column(String)
@@ -127,7 +127,7 @@ class DeploymentRow(Base):
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     state: Mapped[dict[str, Any]] = mapped_column(Document)
     version: Mapped[int]
-    """Rises with every change of `spec`."""
+    """Increases with every change of `spec`."""
 
 
 class DeliveryRow(Base):
@@ -138,11 +138,11 @@ class DeliveryRow(Base):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     webhook: Mapped[dict[str, Any]] = mapped_column(Document)
     url: Mapped[str] = mapped_column(String(500))
-    """The webhook's: what is sent there about one job goes in order."""
+    """URL of the webhook. Deliveries of one job to one URL go in order."""
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[float] = mapped_column(Float(53))
     not_before: Mapped[float] = mapped_column(Float(53))
-    """Unix seconds before which no attempt is made; a claim moves it to the claim's own end."""
+    """Unix seconds before which no attempt is made; a claim sets it to the claim's end."""
     attempts: Mapped[int]
     error: Mapped[str | None]
     delivered_at: Mapped[float | None] = mapped_column(Float(53))
@@ -233,7 +233,7 @@ class LeaseRow(Base):
     expires_at: Mapped[float] = mapped_column(Float(53))
     """Unix seconds."""
     token: Mapped[int] = mapped_column(BigInteger, server_default="1")
-    """Rises each time that another holder takes it."""
+    """Increases each time that another holder takes the lease."""
 
 
 class KeyUseRow(Base):
@@ -246,7 +246,7 @@ class KeyUseRow(Base):
 
 
 class AuditRow(Base):
-    """A request that changed something, or was to, or was refused access."""
+    """A request that changed something, tried to, or was refused access."""
 
     __tablename__ = "audit"
 
@@ -267,6 +267,6 @@ class AuditRow(Base):
     status: Mapped[int]
     """HTTP status of the answer."""
     left_out: Mapped[int] = mapped_column(server_default="0", default=0)
-    """Refusals before this one, of any address, that were not written, since there were too many."""
+    """Number of earlier refusals, of any address, that were not recorded because there were too many."""
 
     __table_args__ = (Index(None, "tenant", "id"), Index(None, "object", "id"))

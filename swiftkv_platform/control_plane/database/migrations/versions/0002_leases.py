@@ -1,4 +1,4 @@
-"""Leases: which of several control planes turns which loop."""
+"""Leases, which decide which of several control planes runs each loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promotions: what an alias stands for, and its history."""
+"""Promotions: the model of each alias, and its history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns by which the queue is decided in SQL, watched jobs, and tokens of leases."""
+"""Columns for deciding the queue in SQL, for watched jobs, and for tokens of leases."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _fill(connection: sa.Connection) -> None:
 
 
 def _asked(spec: Any) -> dict[str, float]:
-    """Rank and resources of a job, by the rules and the defaults of when the columns came."""
+    """Return rank and resources of a job, by the rules and defaults of this revision."""
     resources, sweep = spec.get("resources", {}), spec.get("sweep")
     workers = resources.get("num_workers", 2)
     workers = workers["max"] if isinstance(workers, dict) else int(workers)

@@ -1,4 +1,4 @@
-"""Ends of jobs and what has been swept of them, for retention; what is deleted and still has objects in the store."""
+"""When jobs ended and what retention has swept of them; deleted prefixes that still have objects in the store."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _FINAL = ("succeeded", "failed", "cancelled")
 _JOBS = sa.table("jobs", sa.column("id", sa.String()), sa.column("status", sa.String()), sa.column("spec", sa.JSON()))
 _USES = sa.table("uses", sa.column("used", sa.String()), sa.column("job_id", sa.String()))
 _NAMED = re.compile(r"mdl_[0-9A-Za-z]{1,36}|(?<=jobs/)job_[0-9A-Za-z]{1,36}(?=/)|\Afile-[0-7][0-9A-HJKMNP-TV-Z]{25}\Z")
-"""Models, jobs by the addresses of their objects, and uploaded files, as they were named when the table came."""
+"""Models, jobs by the addresses of their objects, and uploaded files, as specs named them at this revision."""
 _PARENT = re.compile(r"(job_[0-9A-Za-z]{1,36}):")
 
 
@@ -36,7 +36,7 @@ def upgrade() -> None:
 
 
 def _fill(connection: sa.Connection) -> None:
-    """Note the uses of jobs that have not ended, and of others where they publish; the rest of theirs holds nothing."""
+    """Store the uses of unfinished jobs, and the publication of finished ones, whose other uses protect nothing."""
     for job_id, status in connection.execute(sa.select(_JOBS.c.id, _JOBS.c.status)).all():
         # One at a time: specs may be long.
         spec = connection.scalar(sa.select(_JOBS.c.spec).where(_JOBS.c.id == job_id))
@@ -46,7 +46,7 @@ def _fill(connection: sa.Connection) -> None:
 
 
 def _uses(spec: Any) -> set[str]:
-    """Ids in a spec, which need not be one that any version reads."""
+    """Return the ids in a spec, which need not be valid in any version."""
     found = _publication(spec).union(*(_NAMED.findall(text) for text in _texts(spec)))
     parent = _part(spec, "training", "from")
     if isinstance(parent, str) and (match := _PARENT.match(parent)):

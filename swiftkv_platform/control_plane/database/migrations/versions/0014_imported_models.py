@@ -1,6 +1,5 @@
-"""Models without a job: imported ones. Earlier programs go on beside it, but cannot show a tenant's models once one of
-them is imported.
-"""
+"""Models without a job, which are imported. Earlier versions still work, but cannot list a tenant's models once it has
+an imported one."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Refused by the database while there are imported models; delete them first."""
+    """Make `job_id` required again; the database refuses while there are imported models, which must be deleted
+    first."""
     _let_be_null(False)
 
 
@@ -26,7 +26,7 @@ def _let_be_null(nullable: bool) -> None:
     if op.get_bind().dialect.name != "sqlite":
         op.alter_column("models", "job_id", existing_type=sa.String(40), nullable=nullable)
         return
-    # SQLite changes no column. References to the rows are looked at again only when the transaction ends.
+    # SQLite cannot change a column. Foreign keys are checked again only when the transaction ends.
     connection = op.get_bind()
     table = sa.Table("models", sa.MetaData(), autoload_with=connection, resolve_fks=False)
     connection.exec_driver_sql("PRAGMA defer_foreign_keys=ON")

@@ -45,7 +45,7 @@ class TenantPolicy(FiniteModel):
     max_file_rows: Annotated[int, Field(ge=1)] | None = None
     """Rows of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_ROWS`."""
     max_stored_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of all its uploaded files; another file is refused until some are deleted."""
+    """Bytes of all its uploaded files and imported models; another one is refused until some are deleted."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Most that one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Uploaded files: rows that a tenant keeps for its jobs to train on, and where jobs find them. Knows no store."""
+"""Uploaded files: training data that a tenant keeps, and where its jobs find them. Knows no store."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class File:
     created_by: str
     created_at: int
     filename: str
-    """Name as it was uploaded, for people."""
+    """Name of the upload, for display."""
     purpose: Purpose
     size: int
     """Bytes."""
     rows: int
     sha256: str
     format: str
-    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+    """Row format of its first row; `prompts` for rows that the teacher's answers complete."""
     columns: tuple[str, ...]
     """Columns of its first row."""
     expires_at: int | None = None
-    """From then on no new job may use it, and it is deleted once no job does."""
+    """Time from which no new job may use it; it is deleted once no job does."""
 
     @property
     def key(self) -> str:
@@ -41,7 +41,8 @@ class File:
 
 
 def check_quota(tenant: str, used: int, added: int, most: int) -> None:
-    """Raises `QuotaExceededError` where what a tenant brought would have more than `most` bytes together."""
+    """Raise `QuotaExceededError` if `added` bytes would take a tenant's files and imported models above `most`
+    bytes."""
     if used + added > most:
         raise QuotaExceededError(
             f"files and imported models of tenant {tenant!r} have {used} bytes, and with {added} more would exceed "
@@ -52,7 +53,7 @@ def check_quota(tenant: str, used: int, added: int, most: int) -> None:
 
 
 FilesOf = Callable[[JobSpec, str], Mapping[str, StoredFile]]
-"""(spec, tenant) -> the uploaded files that the spec names and the tenant has, by id."""
+"""(spec, tenant) -> those uploaded files of the tenant that the spec names, by id."""
 
 
 def no_files(_spec: JobSpec, _tenant: str) -> Mapping[str, StoredFile]:

@@ -1,4 +1,4 @@
-"""`/v1/files`: upload, list, get, read and delete files of rows, in OpenAI's forms."""
+"""`/v1/files`: upload, list, get, read and delete files of rows, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class FileAnswer(Answer):
     """Name as it was uploaded."""
     purpose: Purpose
     status: Literal["processed"] = "processed"
-    """Every row has been looked at before the file was kept."""
+    """Every row was checked before the file was stored."""
     expires_at: int | None
-    """From then on no new job may use the file; it is deleted once no job does."""
+    """Time from which no new job may use the file; it is deleted once no job does."""
     sha256: str
     rows: int
     format: str
-    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+    """Row format of its first row; `prompts` for rows that the teacher's answers complete."""
 
     @classmethod
     def of(cls, file: File) -> Self:
@@ -57,18 +57,18 @@ class FileDeletedAnswer(Answer):
 
 
 _UPLOADS = Share(of_key=2, of_tenant=2, of_all=8)
-"""Uploads that a control plane reads at a time."""
+"""Most uploads that a control plane reads at a time."""
 _RETRY_AFTER_S = 5.0
 
 
 def upload_places() -> Places:
-    """Places of uploads under way."""
+    """Make the limit of uploads under way."""
     return Places("uploads", _UPLOADS, retry_after_s=_RETRY_AFTER_S)
 
 
 PATH = "/v1/files"
 FORM_BYTES = 1 << 16
-"""Bytes of a form beside its file."""
+"""Most bytes of a form in addition to its file."""
 _FIELD_BYTES = 1024
 _LONGEST_NAME = 255
 _LONGEST_UPLOAD_S = 1800.0
@@ -118,9 +118,9 @@ _UPLOAD_DOCUMENT: dict[str, Any] = {
 
 @router.post("", openapi_extra=_UPLOAD_DOCUMENT)
 async def upload_file(request: Request, service: Service, caller: Uploader) -> FileAnswer:
-    """Upload rows as JSON Lines. Every row is looked at, and a file is kept whole or not at all.
+    """Upload rows as JSON Lines. Every row is checked, and a file is stored whole or not at all.
 
-    The id that is answered stands for the rows: as `data.sources[].name_or_path` of a job, and as `training_file`.
+    Use the returned id as `data.sources[].name_or_path` of a job, or as `training_file`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
@@ -128,7 +128,7 @@ async def upload_file(request: Request, service: Service, caller: Uploader) -> F
     announced = request.headers.get("content-length", "")
     at_least = int(announced) - FORM_BYTES if announced.isdecimal() else 0
     places: Places = request.app.state.upload_places
-    # The caller is known before the body is read: a parameter for the form would have it read first.
+    # The caller is authenticated before the body is read; a parameter for the form would read it first.
     with places.place(caller.tenant, caller.name):
         await run_in_threadpool(service.check_room, caller, max(at_least, 0))
         try:
@@ -176,7 +176,7 @@ def _purpose(form: FormData) -> Purpose:
 
 
 def _life(form: FormData) -> int | None:
-    """Seconds that the file lives; None: until it is deleted."""
+    """Return the seconds until the file expires; None if it is kept until it is deleted."""
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None
@@ -200,7 +200,7 @@ def list_files(
     page: Annotated[Page, Depends(paged(1000, "desc", most=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListAnswer[FileAnswer]:
-    """Files, newest first."""
+    """List files, newest first."""
     found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)
@@ -209,13 +209,13 @@ def list_files(
 
 @router.get("/{file_id}")
 def get_file(file_id: str, parts: Parts, caller: Reader) -> FileAnswer:
-    """One file."""
+    """Return a file's description."""
     return FileAnswer.of(parts.files.get(file_id, tenant=caller.tenant))
 
 
 @router.get("/{file_id}/content", response_class=StreamingResponse)
 def get_file_content(file_id: str, service: Service, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
-    """The rows, as they were uploaded."""
+    """Return a file's rows as they were uploaded."""
     file, content = service.content(file_id, caller)
     return StreamingResponse(
         content,

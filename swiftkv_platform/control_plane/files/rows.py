@@ -1,4 +1,4 @@
-"""Uploaded files in SQL. Knows rows, and which jobs use them; nothing about their objects."""
+"""Rows of uploaded files, and which jobs use them. Knows nothing about their objects."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swiftkv_platform.sources.access import file_ids
 from swiftkv_platform.specs import JobSpec
 
 _NAMED_JOBS = 3
-"""Jobs that a refusal names."""
+"""Most jobs that a refusal names."""
 
 
 class FileRepository(Store):
     """Rows of files. Each method is one transaction."""
 
     def add(self, file: File, *, max_bytes: int | None = None) -> File:
-        """Store a new file. `max_bytes`: bytes of the tenant's files together, this one included. Raises
+        """Store a new file. `max_bytes`: most bytes of the tenant's files and imported models, with this file. Raises
         `QuotaExceededError`."""
         with self._database.writing() as session:
             if max_bytes is not None:
@@ -35,24 +35,24 @@ class FileRepository(Store):
         return file
 
     def get(self, file_id: str, *, tenant: str) -> File:
-        """Raises `NotFoundError`, also for another tenant's file."""
+        """Return a file. Raises `NotFoundError`, also for another tenant's file."""
         with self._database.reading() as session:
             return _file(owned(session, FileRow, file_id, tenant))
 
     def list(self, page: Page, *, tenant: str) -> Slice[File]:
-        """Raises `InvalidInputError` if `page.after` names no file of the tenant."""
+        """Return a page of files. Raises `InvalidInputError` if `page.after` names no file of the tenant."""
         with self._database.reading() as session:
             rows = page_of(session, FileRow, page, tenant)
             return Slice([_file(row) for row in rows.items], rows.has_more)
 
     def find(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
-        """Those of the ids that are the tenant's."""
+        """Return the tenant's files among `ids`, by id."""
         query = select(FileRow).where(FileRow.id.in_(ids), FileRow.tenant == tenant)
         with self._database.reading() as session:
             return {row.id: _file(row) for row in session.scalars(query)}
 
     def used_bytes(self, tenant: str) -> int:
-        """Bytes of the tenant's files together."""
+        """Return the total bytes of the tenant's files and imported models."""
         with self._database.reading() as session:
             return _used_bytes(session, tenant)
 
@@ -73,20 +73,20 @@ class FileRepository(Store):
             return _file(row)
 
     def expired(self, now: float, *, limit: int) -> Sequence[File]:
-        """Files of all tenants whose time is over, the longest first."""
+        """Return expired files of all tenants, the longest expired first."""
         query = select(FileRow).where(FileRow.expires_at <= int(now)).order_by(FileRow.expires_at).limit(limit)
         with self._database.reading() as session:
             return [_file(row) for row in session.scalars(query)]
 
     def known(self, ids: Sequence[str]) -> set[str]:
-        """Those of the ids that have a row, of whichever tenant."""
+        """Return those of the ids that have a row, of any tenant."""
         with self._database.reading() as session:
             return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
 
 
 def files_of(files: FileRepository, store_uri: str, *, usable_at: Clock | None = None) -> FilesOf:
-    """Return the lookup of files. `store_uri`: the object store, as workers open it. `usable_at`: files that have
-    expired by its time are left out; None: for jobs that were accepted before."""
+    """Return the lookup of files. `store_uri`: the object store, as workers open it. `usable_at`: clock by which
+    expired files are left out; None for jobs that are already accepted, which keep them."""
 
     def find(spec: JobSpec, tenant: str) -> Mapping[str, StoredFile]:
         ids = file_ids(spec)
@@ -103,18 +103,19 @@ def files_of(files: FileRepository, store_uri: str, *, usable_at: Clock | None =
 
 
 def take_turn(database: Database, session: Session, tenant: str) -> None:
-    """Wait until no other transaction decides on the tenant's files."""
+    """Wait until no other transaction decides on the tenant's files; later ones wait for this one."""
     database.take_turns(session, f"files of {tenant}")
 
 
 def check_room(database: Database, session: Session, tenant: str, size: int, max_bytes: int) -> None:
-    """Raises `QuotaExceededError` where the tenant may not bring `size` bytes more, decided until the session's end."""
+    """Raise `QuotaExceededError` if `size` more bytes exceed the tenant's quota. No other transaction adds to it until
+    this one ends."""
     take_turn(database, session, tenant)
     check_quota(tenant, _used_bytes(session, tenant), size, max_bytes)
 
 
 def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
-    """Raises `InvalidInputError` for a file that has gone since the job was checked."""
+    """Raise `InvalidInputError` for a file that was deleted after the job was checked."""
     present = set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids), FileRow.tenant == tenant)))
     for file_id in ids:
         if file_id not in present:
@@ -126,7 +127,7 @@ def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
 
 
 def _used_bytes(session: Session, tenant: str) -> int:
-    """Bytes that the tenant has brought: its files and its imported models."""
+    """Return the bytes of the tenant's files and imported models."""
     files = select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)
     imported = (ModelRow.tenant == tenant, ModelRow.job_id.is_(None))
     models = select(func.coalesce(func.sum(ModelRow.size), 0)).where(*imported)

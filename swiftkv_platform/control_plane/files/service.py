@@ -1,8 +1,7 @@
-"""Uploading and deleting files: a row and its object, or neither. `data.uploads` knows what a row of data may
-be.
+"""Uploading and deleting files: a row and its object, or neither. Rows of data are checked by `data.uploads`.
 
-The object is written before its row, so that a row always has its object. What a crash leaves between the two is an
-object without a row, which the sweeper removes.
+The object is written before its row, so that a row always has its object. A crash between the two leaves an object
+without a row, which the sweeper removes.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 _SWEEP_INTERVAL_S = 600.0
 _MOST_SWEPT = 500
-"""Files that one query looks for."""
+"""Files per query."""
 _UPLOAD_TIME_S = 3600.0
-"""An object without a row that is older than this belongs to no upload under way."""
+"""Seconds after which an object without a row belongs to no upload under way."""
 
 
 @dataclass(frozen=True)
 class FileLimits:
-    """Most that the operator lets any tenant upload in one file."""
+    """Operator's limits of one uploaded file, for any tenant."""
 
     max_bytes: int = 512 << 20
     max_rows: int = 1_000_000
@@ -41,7 +40,7 @@ class FileLimits:
 
 @dataclass
 class FileService:
-    """Callers' operations on files."""
+    """Operations on files that routes offer."""
 
     files: FileRepository
     objects: ObjectStore
@@ -51,9 +50,9 @@ class FileService:
     policies: Tenants = NO_LIMITS
 
     def check_room(self, caller: Caller, announced: int) -> None:
-        """Refuse an upload of `announced` bytes before it is read, where it cannot be kept.
+        """Check whether an upload of `announced` bytes can be stored, before it is read.
 
-        Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` for one too many.
+        Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` if the tenant's quota is exceeded.
         """
         most = self._limits_of(caller).max_bytes
         if announced > most:
@@ -70,12 +69,12 @@ class FileService:
     def upload(
         self, content: IO[bytes], *, filename: str, purpose: Purpose, expires_after_s: int | None, caller: Caller
     ) -> File:
-        """Look at every row, and keep the file: its object and its row, or nothing.
+        """Check every row, and store the file's object and row, or nothing.
 
         Raises:
             DataError: a row that no format reads, with its line.
             InvalidInputError, QuotaExceededError: as `check_room`.
-            StorageError, DatabaseUnavailableError: not kept.
+            StorageError, DatabaseUnavailableError: not stored.
         """
         limits, now = self._limits_of(caller), int(self.clock())
         with tempfile.TemporaryDirectory(prefix="upload-") as directory:
@@ -102,13 +101,13 @@ class FileService:
         try:
             return self.files.add(file, max_bytes=self.policies.policy(caller.tenant).max_stored_bytes)
         except DatabaseUnavailableError:
-            raise  # The row may be there although its answer is not; without one, the sweeper takes the object.
+            raise  # The row may be stored although no answer came; without it, the sweeper removes the object.
         except Exception:
             self.objects.delete(file.key)
             raise
 
     def content(self, file_id: str, caller: Caller) -> tuple[File, Iterator[bytes]]:
-        """The file and its bytes. Raises `NotFoundError`."""
+        """Return a file's row and a stream of its bytes. Raises `NotFoundError`."""
         file = self.files.get(file_id, tenant=caller.tenant)
         return file, self.objects.stream(file.key)
 
@@ -127,7 +126,7 @@ class FileService:
 
 @dataclass
 class FileSweeper:
-    """Deletes files whose time is over and that no job uses, and objects that interrupted uploads have left."""
+    """Deletes expired files that no job uses, and objects that interrupted uploads have left."""
 
     files: FileRepository
     objects: ObjectStore
@@ -135,7 +134,7 @@ class FileSweeper:
     _next: float = field(default=0.0, init=False)
 
     def tick(self) -> None:
-        """Look every ten minutes. Raises as the repository and the store do."""
+        """Sweep every ten minutes. Raises as the repository and the store do."""
         now = self.clock()
         if now < self._next:
             return

@@ -1,6 +1,7 @@
-"""Webhook deliveries as rows: stored with the event they tell of, claimed by one process at a time. Beside them the
-rows of metric events, whose points are stored once, in the job's time series, and put back when they are read: a step
-that was repeated has its newest values in every event that tells of it.
+"""Rows of webhook deliveries, stored with the event they report and claimed by one process at a time.
+
+Also rows of metric events, whose points are stored once, in the job's time series, and put back when they are read: a
+step that was repeated has its newest values in every event that reports it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FAILED = "failed"
 
 
 def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> list[DeliveryRow]:
-    """Deliveries that these events of a job ask for."""
+    """Return the deliveries due for these events of a job: changes of status, to each recipient that wants them."""
     told = [event for event in events if event.type == "status"]
     return [
         DeliveryRow(
@@ -44,11 +45,11 @@ def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> 
 
 
 class Outbox(Store):
-    """Deliveries that wait. Every method raises `DatabaseUnavailableError`."""
+    """Webhook deliveries to send. Every method raises `DatabaseUnavailableError`."""
 
     def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
-        """Due deliveries, the oldest of each job and address; no other process is given them before `until`. `without`:
-        origins (`https://host:port`, lower case) whose deliveries wait."""
+        """Claim due deliveries, for each job and address only the oldest; no other process gets them before `until`.
+        `without`: origins (`https://host:port`, lower case) that are skipped."""
         earlier = aliased(DeliveryRow)
         waits_for_another = (
             select(earlier.sequence)
@@ -118,11 +119,11 @@ def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:
 
 _POINTS = "points"
 _STEPS = "steps"
-"""First and last step of the points that were left out."""
+"""Key of the first and last step of the points that were left out."""
 
 
 def without_points(event: Event, stored: Collection[int]) -> Event:
-    """The event as its row holds it: without points whose steps are all `stored` with it."""
+    """Return the event as its row holds it: without points, if their steps are all in `stored`."""
     points = event.data.get(_POINTS)
     if event.type != "metrics" or not points:
         return event
@@ -134,7 +135,7 @@ def without_points(event: Event, stored: Collection[int]) -> Event:
 
 
 def with_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
-    """Events of a job with the metric points that their rows leave out."""
+    """Return the events of a job with the metric points that their rows leave out."""
     ranges = [event.data[_STEPS] for event in events if _lacks_points(event)]
     if not ranges:
         return list(events)

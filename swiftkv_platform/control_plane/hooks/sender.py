@@ -1,8 +1,8 @@
-"""Delivery of a job's changes to webhooks: from the outbox, signed, again until it arrives.
+"""Delivery of a job's changes to webhooks: from the outbox, signed, repeated until it arrives.
 
-A change and the deliveries it asks for are stored in one transaction, so none is forgotten; a process that dies after
-sending may send again. Receivers tell repetitions by `webhook-id`, the event's id. What is sent to one address about
-one job is sent in order. Deliveries to different receivers do not wait for each other.
+A change and its deliveries are stored in one transaction, so none is forgotten; a process that dies after sending may
+send again. Receivers recognise repetitions by `webhook-id`, the event's id. Deliveries of one job to one address are
+sent in order. Deliveries to different receivers do not wait for each other.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.webhooks import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
 
 Send = Callable[[str, Mapping[str, str], bytes], int]
-"""(url, headers, body) -> HTTP status. Raises `OSError` where there is no answer."""
+"""(url, headers, body) -> HTTP status. Raises `OSError` if there is no answer."""
 
 _FIRST_DELAY_S = 5.0
 _LONGEST_DELAY_S = 3600.0
 _GIVE_UP_S = 24 * 3600.0
 _CLAIM_S = 60.0
-"""Seconds that other control planes leave a delivery alone that this one has begun; longer than `Send` ever takes."""
+"""Seconds for which a begun delivery is claimed, so that no other control plane sends it; longer than `Send` ever
+takes."""
 _MOST = 32
-"""Deliveries under way at a time."""
+"""Most deliveries under way at a time."""
 _MOST_OF_ONE_RECEIVER = 4
 
 _DEADLINE_S = 15.0
-"""Limit of connecting, writing and reading together: a receiver that sends a byte at a time gains nothing."""
+"""Seconds for connecting, writing and reading together, so that a receiver cannot stretch them byte by byte."""
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
-"""Limits of each step of a delivery."""
+"""Timeouts of each step of a delivery."""
 
 
 def send_webhook(url: str, headers: Mapping[str, str], body: bytes) -> int:
-    """Send one webhook: no redirect, no proxy from the environment, nothing of the answer but its status. Raises
-    `ConnectionError` where there is none in time."""
+    """Send one webhook and return the HTTP status. Follows no redirect, uses no proxy from the environment, and reads
+    no body. Raises `ConnectionError` if there is no answer in time."""
     try:
         return asyncio.run(_send(url, headers, body))
     except (httpx.HTTPError, TimeoutError) as error:
@@ -63,15 +64,15 @@ async def _send(url: str, headers: Mapping[str, str], body: bytes) -> int:
 
 
 def _origin(url: str) -> str:
-    """Scheme, host and port of an address in lower case."""
+    """Return scheme, host and port of an address in lower case."""
     parts = urlsplit(url.lower())
     return f"{parts.scheme}://{parts.netloc}"
 
 
 class Deliverer:
-    """Sends what is due, each delivery in a thread of its own.
+    """Sends due deliveries, each in a thread of its own.
 
-    A round starts what it has room for and waits for nothing: up to `_MOST` deliveries are under way, up to
+    A round starts the deliveries there is room for and waits for none: up to `_MOST` are under way, up to
     `_MOST_OF_ONE_RECEIVER` of them to one origin.
     """
 
@@ -87,10 +88,10 @@ class Deliverer:
         self._changed = threading.Condition()
 
     def tick(self) -> None:
-        """Start what is due. Raises `DatabaseUnavailableError`."""
+        """Start due deliveries. Raises `DatabaseUnavailableError`."""
         while (full := self._full()) is not None:
             now = self._clock()
-            # One at a time: what one claim adds decides whether its receiver has room for another.
+            # One at a time: each claim decides whether its receiver has room for another.
             claimed = self._outbox.claim(now=now, until=now + _CLAIM_S, limit=1, without=full)
             if not claimed:
                 return
@@ -106,18 +107,18 @@ class Deliverer:
             self._changed.wait_for(lambda: not self._under_way.total())
 
     def close(self) -> None:
-        """Finish what is under way, within its deadlines; nothing else is started."""
+        """Finish the deliveries under way, within their deadlines; no other is started."""
         self._pool.shutdown()
 
     def _full(self) -> Sequence[str] | None:
-        """Origins that have no room for another delivery; None where there is no room at all."""
+        """Return the origins that have no room for another delivery; None if there is no room at all."""
         with self._changed:
             if self._under_way.total() >= _MOST:
                 return None
             return [origin for origin, count in self._under_way.items() if count >= _MOST_OF_ONE_RECEIVER]
 
     def _run(self, delivery: Delivery, receiver: str) -> None:
-        """A delivery from its sending to what the outbox says of it."""
+        """Send a delivery and store its outcome in the outbox."""
         try:
             self._settle(delivery, self._deliver(delivery))
         except DatabaseUnavailableError as error:
@@ -130,7 +131,7 @@ class Deliverer:
                 self._changed.notify_all()
 
     def _deliver(self, delivery: Delivery) -> str | None:
-        """Deliver, and return the problem, without anything that the receiver said; None for success."""
+        """Send a delivery. Returns None on success, else the problem, without anything that the receiver said."""
         try:
             secret = self._rules.check(delivery.webhook, delivery.tenant)
             body, timestamp = _body(delivery), int(self._clock())
@@ -163,7 +164,7 @@ class Deliverer:
 
 
 def _body(delivery: Delivery) -> bytes:
-    """Body of a delivery, the same at every try, since an event never changes."""
+    """Return the body of a delivery; it is the same at every try, since an event never changes."""
     event = delivery.event
     document: dict[str, Any] = {
         "type": f"distillation.job.{event.data['status']}",

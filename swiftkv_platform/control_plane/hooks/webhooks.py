@@ -1,4 +1,4 @@
-"""Webhooks of a job's changes: who is told, at which addresses, and the secrets that sign. Sends nothing."""
+"""Webhooks of a job's changes: their recipients, allowed addresses and signing secrets. Sends nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Recipients = Callable[[Job], Sequence[WebhookSpec]]
 
 @dataclass(frozen=True)
 class Delivery:
-    """One event for one address."""
+    """Delivery of one event to one address."""
 
     sequence: int
     webhook: WebhookSpec
@@ -29,11 +29,11 @@ class Delivery:
     metadata: Mapping[str, str]
     created_at: float
     attempts: int
-    """Failed so far."""
+    """Failed tries so far."""
 
 
 def recipients(policies: Tenants) -> Recipients:
-    """The job's own webhook and its tenant's."""
+    """Return the lookup of a job's recipients: its own webhook and its tenant's."""
 
     def find(job: Job) -> Sequence[WebhookSpec]:
         found = [job.spec.webhook, policies.policy(job.tenant).webhook]
@@ -49,7 +49,8 @@ class SecretFiles:
     directory: Path | None = None
 
     def read(self, tenant: str, name: str) -> Secret:
-        """Raises `InvalidInputError`, naming where it was looked for, and never its value."""
+        """Return a tenant's secret. Raises `InvalidInputError`, which says where it was looked for and never its
+        value."""
         where = f"tenant {tenant!r} has no secret {name!r}"
         if self.directory is None:
             raise InvalidInputError(
@@ -77,7 +78,8 @@ class WebhookRules:
     secrets: SecretFiles = SecretFiles()
 
     def check(self, webhook: WebhookSpec, tenant: str) -> Secret:
-        """The secret that signs. Raises `InvalidInputError` for a closed address or a missing secret."""
+        """Return the signing secret. Raises `InvalidInputError` for an address that is not allowed, or a missing
+        secret."""
         if not any(_is_within(webhook.url, allowed) for allowed in self.origins):
             opened = ", ".join(self.origins) or "none (SWIFTKV_WEBHOOK_ORIGINS)"
             raise InvalidInputError(
@@ -89,7 +91,7 @@ class WebhookRules:
 
 
 def _is_within(url: str, allowed: str) -> bool:
-    """Whether `url` lies at an origin; `https://*.domain` allows every host below the domain."""
+    """Whether `url` is at the origin `allowed`; `https://*.domain` allows every host below the domain."""
     asked, opened = urlsplit(url.lower()), urlsplit(allowed.lower())
     if (asked.scheme, asked.port) != (opened.scheme, opened.port):
         return False

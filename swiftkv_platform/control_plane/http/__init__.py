@@ -1,3 +1,3 @@
-"""HTTP parts that every room's routes share."""
+"""HTTP code that every room's routes share."""
 
 __all__ = ["answers", "changes", "lists", "turns"]

@@ -1,4 +1,4 @@
-"""JSON of answers that every room's routes share."""
+"""JSON models of answers that every room's routes share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answer(BaseModel):
 
 
 class ListAnswer(Answer, Generic[Item]):
-    """Part of a list; `after={last_id}` gives the next."""
+    """Page of a list; `after={last_id}` gives the next."""
 
     object: Literal["list"] = "list"
     data: list[Item]
@@ -28,13 +28,13 @@ class ListAnswer(Answer, Generic[Item]):
     first_id: str | None
     last_id: str | None
     left_out: list[str] = []
-    """Ids of rows of this part that cannot be read, as another version of the program stored them."""
+    """Ids of rows of this page that cannot be read, as another version of the program stored them."""
 
 
 def list_answer(
     found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str], order: Literal["asc", "desc"] = "asc"
 ) -> ListAnswer[Item]:
-    """The answer of a list; its first and last id may be those of rows that are left out, by `order`."""
+    """Return the answer of a list. Its first and last id, in `order`, may be those of rows that are left out."""
     data = [make(item) for item in found.items]
     ids = [cursor(item) for item in data]
     if found.left_out:

@@ -1,6 +1,6 @@
 """Bodies of `PATCH`, derived from a spec: JSON merge patches (RFC 7396). Knows no route.
 
-Each field that may be changed has the bounds that it has in the spec; what a body leaves out stays.
+Each field that may be changed has the same bounds as in the spec; fields that a body leaves out keep their value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Patch = TypeVar("Patch", bound=MergePatch)
 
 
 def merge_patch_of(spec: type[BaseModel]) -> Callable[[type[Patch]], type[Patch]]:
-    """Class decorator that adds the fields of `spec` which may be changed."""
+    """Return a class decorator that adds those fields of `spec` that may be changed."""
 
     def derive(patch: type[Patch]) -> type[Patch]:
         fields: dict[str, Any] = {
@@ -50,7 +50,7 @@ def _rule(field: FieldInfo) -> Change:
 
 
 def _changed(field: FieldInfo) -> Any:
-    """The field as a change has it. Its default is never read, and no schema shows one."""
+    """Return the field as a patch has it. Its default is never read, and no schema shows one."""
     description = " ".join(text for text in (field.description, _rule(field).effect) if text)
     bounds = [item for item in field.metadata if not isinstance(item, Change)]
     annotation: Any = _partial(field.annotation)
@@ -60,7 +60,7 @@ def _changed(field: FieldInfo) -> Any:
 
 
 def _partial(annotation: Any) -> Any:
-    """An annotation in which objects may be given in part; a dictionary may also be null, as if it were empty."""
+    """Return an annotation in which objects may be partial, and a dictionary may also be null, as if it were empty."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is dict:
         return annotation | None
@@ -75,18 +75,18 @@ def _partial(annotation: Any) -> Any:
 
 
 _TAG = re.compile(r'(?:W/)?"(\d{1,18})"')
-"""A proxy that compresses answers marks their tags as weak; a version is the same for all that."""
+"""Weak tags are accepted, since a proxy that compresses answers makes them weak; the version is the same."""
 
 
 def tag(response: Response, version: int) -> None:
-    """Name the version in the answer."""
+    """Set the answer's `ETag` to the version."""
     response.headers["ETag"] = f'"{version}"'
 
 
 def if_match(
     value: Annotated[str | None, Header(alias="If-Match", description="`ETag` of what is to be changed")] = None,
 ) -> Expected | None:
-    """Versions of which the caller makes its change; None where it names none. Raises `InvalidInputError`."""
+    """Return the versions that `If-Match` accepts; None without that header. Raises `InvalidInputError`."""
     if value is None:
         return None
     if value.strip() == "*":

@@ -1,4 +1,4 @@
-"""Every error of the control plane as a problem document: ours, the framework's own refusals, and bugs."""
+"""Handlers that answer every error as a problem document: our own errors, the framework's refusals, and bugs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from swiftkv_platform.web.problems import (
 
 _CLIENT_CLOSED_REQUEST = 499
 _MOST_FIELDS = 20
-"""Refused fields that an answer names."""
+"""Most refused fields that an answer names."""
 _MOST_COMPLAINTS = 200
-"""Complaints that are looked through for them: a body has tens of thousands of values to complain of."""
+"""Most validation errors that are searched for them: a body may cause tens of thousands."""
 _OF_A_DEPLOYMENT = (
     "this is the control plane, which has /v1/files and /v1/fine_tuning alone; for OpenAI's other routes use the `url` "
     "of a deployment (GET /deployments) and /v1, such as URL/v1/chat/completions"
@@ -39,7 +39,7 @@ _OF_A_DEPLOYMENT = (
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` with a problem."""
+    """Answer every error of `app` with a problem document."""
     app.add_exception_handler(SwiftKVError, _on_our_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -89,13 +89,13 @@ def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldPro
             message = unknown_key(item, body)
         case "missing":
             return FieldProblem(field=field or str(item["loc"][0]), message="required, and missing")
-    # A rule over several fields says itself which one it would change.
+    # A rule over several fields names the one to change itself.
     context = item.get("ctx", {})
     field, value = context.get("field", field), context.get("value", item.get("input"))
     return FieldProblem(field=field, value=short_value(value), message=message)
 
 
 def _body_annotation(request: Request) -> Any:
-    """Type that the request's endpoint takes as its body; None for none."""
+    """Return the type of the body of the request's endpoint; None if it takes none."""
     parameters = request.scope["route"].dependant.body_params
     return parameters[0].field_info.annotation if parameters else None

@@ -1,13 +1,15 @@
 """Guards around every request: its origin, its size, what browsers may do with the answer.
+
 Knows no route.
 
 Without API keys, any web page that a user of this machine opens could submit a job, directly or by rebinding its own
 host name to the loopback address. So the Host header must name this server, a browser's Origin must be this server, and
-a body must be JSON, which a page cannot send elsewhere without asking first. Where files are uploaded a body is a form,
-which a page can send: there the browser must not say that another site's page does (`Sec-Fetch-Site`).
+a body must be JSON, which a page cannot send to another origin without a preflight request. File uploads are forms,
+which a page can send; for those, the browser must not report another site as the sender (`Sec-Fetch-Site`).
 
-With keys, a browser shows its session in a cookie, which a page of a sibling origin makes it send as well. So what
-changes something without an `Authorization` of its own must come from this server's pages. Programs are unaffected.
+With keys, a browser sends its session in a cookie, which a page of a sibling origin can make it send as well. So a
+request that changes something and has no `Authorization` of its own must come from this server's pages. Programs are
+unaffected.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ _LOOKING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class PageGuard(Middleware):
-    """Refuses what another site's page makes a browser send in the name of the session in its cookie."""
+    """Refuses requests that another site's page makes a browser send with the session in its cookie."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        # Whoever signs in shows no key yet, and another's page must not sign a browser in either.
+        # Signing in needs no key yet; another site's page must not sign a browser in either.
         asks = scope["method"] not in _LOOKING and "authorization" not in headers
         detail = foreign_page(headers, scope["scheme"]) if asks else None
         await (self._app if detail is None else _refused(scope, detail))(scope, receive, send)
 
 
 class OriginGuard(Middleware):
-    """Refuses requests that were not meant for this server, or come from elsewhere in a browser. `forms`: paths whose
-    body is a form."""
+    """Refuses requests to another host name, and those that a browser sends from another site's page. `forms`: paths
+    whose body is a form."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...], forms: Collection[str] = ()) -> None:
         super().__init__(app)
@@ -55,7 +57,7 @@ class OriginGuard(Middleware):
         detail = foreign_host(headers, self._allowed_hosts)
         if detail is not None:
             return _refused(scope, detail, "host_not_allowed")
-        asks = scope["method"] not in _LOOKING or "origin" in headers  # a link on another's page may lead here
+        asks = scope["method"] not in _LOOKING or "origin" in headers  # a link on another site may lead here
         detail = foreign_page(headers, scope["scheme"]) if asks else None
         if detail is not None:
             return _refused(scope, detail)
@@ -82,7 +84,7 @@ _NOTHING_RUNS = "default-src 'none'; frame-ancestors 'none'"
 
 
 class SecurityHeaders(Middleware):
-    """Gives every answer the headers that keep browsers from guessing, framing, remembering and telling."""
+    """Adds the headers that keep browsers from guessing types, framing, caching and sending referrers."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def with_headers(message: Message) -> None:
@@ -99,5 +101,5 @@ class SecurityHeaders(Middleware):
 
 
 def too_large(path: str, detail: str) -> Response:
-    """The answer to a body that is too large."""
+    """Return the answer to a body that is too large."""
     return error_response(make_problem(path, 413, "request_entity_too_large", detail))

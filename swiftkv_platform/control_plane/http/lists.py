@@ -1,4 +1,4 @@
-"""Parts of lists as routes ask for them."""
+"""Query parameters of list routes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Order = Literal["asc", "desc"]
 
 
 def paged(default: int, first: Order, *, most: int = 1000) -> Callable[..., Page]:
-    """The part of a list that a query asks for, of `default` items without a word."""
+    """Return the dependency that reads a page from the query; by default it has `default` items, in order `first`."""
 
     def page(
         after: str | None = Query(None, description="`last_id` of the page before"),

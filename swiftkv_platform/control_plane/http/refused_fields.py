@@ -1,7 +1,7 @@
-"""Pydantic's complaints about a request as fields a caller knows. Knows annotations, no HTTP.
+"""Conversion of Pydantic's validation errors to the fields that a caller has sent. Knows annotations, no HTTP.
 
-Pydantic tries every member of a union and puts a label of the member into the location of its complaint:
-`("evaluation", "tasks", 0, "TaskSpec", "zzz")`. Callers have sent `evaluation.tasks[0].zzz`.
+Pydantic tries every member of a union and puts a label of the member into the location of its error: `("evaluation",
+"tasks", 0, "TaskSpec", "zzz")`. Callers have sent `evaluation.tasks[0].zzz`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from swiftkv_platform.errors import did_you_mean
 from swiftkv_platform.web.hostile_json import Place
 
 _DEEPEST = 3
-"""Objects inside each other that a misplaced key is looked for in."""
+"""Depth of nested objects down to which the place of a misplaced key is searched."""
 _KEY = "[key]"
-"""Label of a complaint about a key rather than about its value."""
+"""Label of an error about a key rather than about its value."""
 
 
 def place_of(item: Mapping[str, Any], body: Any) -> Place:
-    """Find the place that a complaint is about, as the caller wrote it. `item`: one of `ValidationError.errors()`; the
-    first part of its location says where the value came from. `body`: annotation of the endpoint's body."""
+    """Return the place of an error, as the caller wrote it. `item`: one of `ValidationError.errors()`; the first part
+    of its location says where the value came from. `body`: annotation of the endpoint's body."""
     source, *location = item["loc"]
     if source != "body" or body is None:
         return tuple(location)
@@ -39,7 +39,7 @@ def place_of(item: Mapping[str, Any], body: Any) -> Place:
 
 
 def unknown_key(item: Mapping[str, Any], body: Any) -> str:
-    """A complaint about an unknown key in words, with the nearest known one, or the place where the key belongs."""
+    """Return a message for an unknown key, with the nearest known key, or the place where the key belongs."""
     name, known = str(item["loc"][-1]), _accepted_keys(item, body)
     places = _places(name, body)
     suggestion = f" (did you mean {' or '.join(places)}?)" if places else did_you_mean(name, known)
@@ -47,7 +47,7 @@ def unknown_key(item: Mapping[str, Any], body: Any) -> str:
 
 
 def _places(name: str, annotation: Any, place: str = "") -> list[str]:
-    """Dotted paths of the fields with a name, in objects that are no items of a list."""
+    """Return the dotted paths of the fields called `name`, except those inside lists."""
     found = []
     for model in _models(annotation):
         for key, field in _fields(model).items():
@@ -60,7 +60,7 @@ def _places(name: str, annotation: Any, place: str = "") -> list[str]:
 
 
 def _accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
-    """Keys of the object in which a complaint has found an unknown one."""
+    """Return the keys accepted by the object in which an error has found an unknown one."""
     annotation = body
     for part in item["loc"][1:-1]:
         annotation, _ = _step(annotation, part)
@@ -68,9 +68,10 @@ def _accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
 
 
 def most_telling(found: Sequence[tuple[Place, Mapping[str, Any]]]) -> list[tuple[Place, Mapping[str, Any]]]:
-    """Complaints without those that another says better.
+    """Return the errors without those that another one explains better.
 
-    A container complains as well when its items do, and members of a union complain that a value is not of their type.
+    A container causes an error as well when its items do, and each member of a union says that a value is not of its
+    type.
     """
     around = {place[:end] for place, _ in found for end in range(len(place))}
     of_values = {place for place, item in found if not _is_about_type(item)}
@@ -87,7 +88,7 @@ def _is_about_type(item: Mapping[str, Any]) -> bool:
 
 
 def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
-    """The annotation one part of a location further on, and whether the part is a label of pydantic's."""
+    """Return the annotation at the next part of a location, and whether that part is only a label of Pydantic's."""
     if isinstance(part, int):
         return _items(annotation), False
     models = _models(annotation)
@@ -105,19 +106,19 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
 
 
 def _fields(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """The fields of a model by the names that callers use."""
+    """Return the fields of a model by the names that callers use."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that an annotation names, in unions and containers too."""
+    """Return the models in an annotation, also inside unions and containers."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in typing.get_args(annotation) for model in _models(argument)]
 
 
 def _items(annotation: Any, container: type = object) -> Any:
-    """Annotation of what a container holds, of the first in a union; None where there is none."""
+    """Return the annotation of a container's items, for a union that of its first container; None if there is none."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(origin, type) and issubclass(origin, container):
         if issubclass(origin, Mapping):

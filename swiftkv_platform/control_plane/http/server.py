@@ -1,8 +1,8 @@
-"""The HTTP server of the control plane: uvicorn's, whose connections wait for no one for long. Knows no route.
+"""The control plane's HTTP server: uvicorn with timeouts for silent and slow clients. Knows no route.
 
-uvicorn ends idle connections between requests. It lets a connection be silent before its first request, or in the
-middle of a head of any length, for ever, and waits for ever for a client that does not read: here all of them end, and
-of too many connections the one that has been silent for longest.
+uvicorn ends idle connections between requests. It lets a client stay silent before its first request, or in the middle
+of a head of any length, for ever, and waits for ever for a client that does not read. Here all of these are closed, and
+when there are too many connections, the one that has been silent for longest.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ else:
 
 _SHUTDOWN_TIMEOUT_S = 10
 _READING_TIMEOUT_S = 60.0
-"""Seconds for which a client may read nothing of an answer that waits for it."""
+"""Seconds after which a client that reads nothing of its answer is disconnected."""
 _MOST_HEAD_BYTES = 32 << 10
 _MOST_LATE_BYTES = 2 << 20
-"""Bytes of a body that are passed over once its request is answered: clients may look at answers after sending it."""
+"""Most bytes of a body that are skipped once its request is answered: clients may read the answer only after
+sending."""
 _MOST_FILES = 1 << 16
 _CONNECTIONS_PER_FILE = 0.5
-"""Connections for each file that may be open: what a request opens, databases and stores need the others."""
+"""Connections per file that may be open: requests, databases and stores need the others."""
 _TURNS = itertools.count()
 
 
 def server_options(settings: Settings) -> dict[str, Any]:
-    """Options for uvicorn."""
+    """Return the options for uvicorn."""
     most = max(min(settings.max_connections, int(_files() * _CONNECTIONS_PER_FILE)), 1)
 
     limits = {"most_connections": most, "head_timeout_s": settings.request_head_timeout_s}
@@ -44,13 +45,13 @@ def server_options(settings: Settings) -> dict[str, Any]:
         "http": type("Connection", (Patience, AutoHTTPProtocol), limits),
         "ws": "none",
         "access_log": False,
-        "proxy_headers": False,  # the application looks at them itself, by its own setting
+        "proxy_headers": False,  # the application reads them itself, by its own setting
         "timeout_graceful_shutdown": _SHUTDOWN_TIMEOUT_S,
     }
 
 
 def _files() -> int:
-    """Files that this process may open, once it may open as many as it is allowed to."""
+    """Raise this process's limit of open files as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -60,8 +61,8 @@ def _files() -> int:
 
 
 class Patience(_Mixed):
-    """Mixed into either of uvicorn's protocols: a connection that is closed when its client is silent for too long, or
-    keeps others out by its silence."""
+    """Mixin for either of uvicorn's protocols that closes a connection when its client is silent for too long, or
+    silent while others need the place."""
 
     most_connections: int
     head_timeout_s: float
@@ -69,7 +70,7 @@ class Patience(_Mixed):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._silent_since: int | None = None
-        """Turn in which it fell silent, clocks being too coarse; None while there is a request."""
+        """Sequence number of falling silent, since clocks are too coarse; None while there is a request."""
         self._unasked_bytes = 0
         """Bytes that came since then."""
         self._head_timer: asyncio.TimerHandle | None = None
@@ -123,7 +124,7 @@ class Patience(_Mixed):
 
     @property
     def _sends_announced_body(self) -> bool:
-        """Whether an answer came before the end of a body whose size is known; chunks cost more to pass over."""
+        """Whether the answer came before the end of a body whose size is known; chunked bodies cost more to skip."""
         return (
             self.cycle is not None
             and self.cycle.more_body
@@ -131,20 +132,20 @@ class Patience(_Mixed):
         )
 
     def _wait_for_head(self) -> None:
-        """Close the connection unless a whole head comes in time; pieces of one do not make it longer."""
+        """Close the connection unless a whole request head comes in time; parts of a head do not extend the time."""
         if self._silent_since is None:
             self._silent_since = next(_TURNS)
             self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _make_room(self) -> None:
-        """Close the connection that has been silent for longest; the new one, if no other is."""
+        """Close the connection that has been silent for longest, or the new one if none is silent."""
         waiting = {
             each: each._silent_since
             for each in self.connections
             if isinstance(each, Patience) and each._silent_since is not None and not each.transport.is_closing()
         }
         oldest = min(waiting, key=waiting.__getitem__, default=self)
-        self.connections.discard(oldest)  # it counts no more, although its end is told later
+        self.connections.discard(oldest)  # no longer counted, although `connection_lost` comes later
         oldest.transport.abort()
 
 

@@ -1,4 +1,4 @@
-"""Turns of a tenant's requests: what they read, check and write is work for a processor, which all tenants share."""
+"""Turns of a tenant's requests, so that no tenant takes all of the processor time that tenants share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Literal
 from swiftkv_platform.errors import OverloadedError
 
 Kind = Literal["reading", "changing", "submitting", "fetching", "following", "asking"]
-"""Requests that answer with rows of the database, change them, check a spec, or ask a store or a cluster; looks of
-streams for what is new, and for the deployment that is asked. What may wait for others keeps none of the other kinds
-waiting."""
+"""Kinds of requests: those that read rows of the database, change them, check a spec, or ask a store or a cluster;
+streams that look for what is new; and look-ups of the deployment that is asked. A kind waits only for others of its own
+kind."""
 
 _AT_ONCE: Mapping[Kind, int] = {
     "reading": 1,
@@ -25,30 +25,30 @@ _AT_ONCE: Mapping[Kind, int] = {
     "asking": 1,
 }
 SPARED_S = 0.001
-"""Seconds of a turn that is followed by no rest."""
+"""Seconds of a turn for which no rest is due."""
 RESTS = 2.0
-"""Seconds of rest for each second of the turn before it: two thirds of the time are others'."""
+"""Seconds of rest for each second of the turn before it: two thirds of the time are left to others."""
 MOST_REST_S = 0.1
-"""Most seconds between two turns of a tenant."""
+"""Longest rest between two turns of a tenant, in seconds."""
 MOST_WAITING = 128
-"""Requests of a tenant that wait for a turn of one kind."""
+"""Most requests of a tenant that wait for a turn of one kind."""
 _RETRY_AFTER_S = 2.0
 
 
 class Turns:
-    """A few requests of each kind at a time for each tenant."""
+    """Limits how many requests of each kind a tenant has at a time."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, Kind], asyncio.Semaphore] = {}
         self._waiting: Counter[tuple[str, Kind]] = Counter()
         self._rested: dict[tuple[str, Kind], float] = {}
-        """Time from which on there may be the next turn."""
+        """Monotonic time from which the next turn may begin."""
 
     @asynccontextmanager
     async def turn(self, tenant: str, kind: Kind) -> AsyncIterator[None]:
-        """Wait for a turn and hold it. Raises `OverloadedError` where too many wait."""
+        """Wait for a turn and hold it. Raises `OverloadedError` if too many requests wait."""
         place = tenant, kind
-        if self._waiting[place] >= MOST_WAITING and kind != "following":  # of streams there are places
+        if self._waiting[place] >= MOST_WAITING and kind != "following":  # streams are limited by their places
             raise OverloadedError(
                 f"tenant {tenant!r} has {MOST_WAITING} requests that wait for others of its own, which is the most; "
                 "send fewer at a time",

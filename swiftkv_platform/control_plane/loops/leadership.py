@@ -1,8 +1,8 @@
-"""One control plane of several turns a loop, as long as it holds the loop's lease. Knows no database and no loop.
+"""Election of the one control plane that runs a loop: the holder of the loop's lease. Knows no database and no loop.
 
-A lease is renewed while a step runs, so that no step outlasts it. A control plane that was frozen for longer finds it
-gone: `check` refuses what has not begun, and updates carry the lease's token, which the database compares. What was
-under way is harmless: every update names the version it changes, and a submission id can be used once.
+A lease is renewed while a step runs, so that no step outlasts it. A control plane that was frozen for longer finds its
+lease lost: `check` refuses what has not begun, and updates carry the lease's token, which the database compares.
+Actions already under way are harmless: every update names the version it changes, and a submission id can be used once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from swiftkv_platform.logs import get_logger
 
 LEASE_S = 5.0
-"""Seconds that the others wait for a control plane that has died, at most."""
+"""Most seconds until another control plane takes over from one that has died."""
 _RENEWALS_PER_LEASE = 3
 
 
@@ -27,11 +27,12 @@ class Lease(Protocol):
 
     @property
     def fence(self) -> Fence | None:
-        """Mark of the lease for what is stored under it; None where no other may hold it. Raises `LeaseLostError`."""
+        """Fencing token for what is stored under the lease; None if no other process may hold it. Raises
+        `LeaseLostError`."""
         ...
 
     def check(self) -> None:
-        """Raises `LeaseLostError` unless it is held at this moment."""
+        """Raise `LeaseLostError` unless the lease is held at this moment."""
         ...
 
 
@@ -41,16 +42,16 @@ class _Undisputed:
         return None
 
     def check(self) -> None:
-        """There is no other."""
+        """Do nothing: there is no other holder."""
 
 
 UNDISPUTED: Lease = _Undisputed()
-"""Lease of a process that has no other beside it."""
+"""Lease of a process that runs alone."""
 
 
 class Leadership:
-    """Leads `name` in the process that calls itself `holder`, or stands by. `lease_s`: how long the lease lasts unless
-    it is renewed."""
+    """Leadership of the loop `name`, which the process `holder` has or waits for. `lease_s`: seconds that the lease
+    lasts unless it is renewed."""
 
     def __init__(self, leases: Leases, name: str, holder: str, clock: Clock, *, lease_s: float = LEASE_S) -> None:
         self._leases = leases
@@ -64,14 +65,14 @@ class Leadership:
 
     @property
     def fence(self) -> Fence:
-        """Mark of the lease. Raises `LeaseLostError` while another process leads."""
+        """Fencing token of the lease. Raises `LeaseLostError` while another process leads."""
         fence = self._fence
         if fence is None:
             raise self._lost()
         return fence
 
     def check(self) -> None:
-        """Raises `LeaseLostError` unless this process leads at this moment."""
+        """Raise `LeaseLostError` unless this process leads at this moment."""
         if self._fence is None or self._clock() >= self._until:
             raise self._lost()
 
@@ -80,7 +81,7 @@ class Leadership:
         return LeaseLostError(message, field="lease", value=self._name)
 
     def guard(self, step: Callable[[], None]) -> Callable[[], None]:
-        """`step`, which then does nothing while another process leads. Raises `DatabaseUnavailableError`."""
+        """Wrap `step` so that it does nothing while another process leads. Raises `DatabaseUnavailableError`."""
 
         def guarded() -> None:
             led = self._fence is not None
@@ -98,7 +99,7 @@ class Leadership:
         return guarded
 
     def resign(self) -> None:
-        """Let another process lead at once. Raises `DatabaseUnavailableError`."""
+        """Give up the lease, so that another process may lead at once. Raises `DatabaseUnavailableError`."""
         if self._fence is not None:
             self._leases.give_up(self._name, self._holder)
             self._fence = None
@@ -127,7 +128,7 @@ class Leadership:
         while not over.wait(self._lease_s / _RENEWALS_PER_LEASE):
             try:
                 if not self._take() or self._fence != began_with:
-                    self._fence = None  # it was another's in between: what this step knows may be old
+                    self._fence = None  # another process led in between: this step's state may be stale
                     return
             except DatabaseUnavailableError as error:
-                self._log.warning("lease not renewed", reason=error.message)  # it runs out by itself
+                self._log.warning("lease not renewed", reason=error.message)  # the lease then expires

@@ -24,7 +24,7 @@ class Backoff:
         return now >= self._not_before.get(name, 0.0)
 
     def failed(self, name: str, now: float) -> float:
-        """Seconds until the next try."""
+        """Count a failure, and return the seconds until the next try."""
         failures = self._failures.get(name, 0)
         delay = min(self.first_s * 2.0 ** min(failures, 16), self.longest_s)
         self._failures[name] = failures + 1
@@ -32,11 +32,11 @@ class Backoff:
         return delay
 
     def names(self) -> set[str]:
-        """Names that have failed and not succeeded since."""
+        """Return the names that have failed and not succeeded since."""
         return set(self._failures)
 
     def resting(self, now: float) -> set[str]:
-        """Names whose next try is not due."""
+        """Return the names whose next try is not due yet."""
         return {name for name, due in self._not_before.items() if now < due}
 
     def succeeded(self, name: str) -> None:
@@ -44,28 +44,28 @@ class Backoff:
         self._not_before.pop(name, None)
 
     def keep(self, names: Set[str]) -> None:
-        """Forget all others."""
+        """Forget all names but these."""
         for name in [*(self._failures.keys() - names)]:
             self.succeeded(name)
 
 
 _LONGEST_PAUSE_S = 30.0
 _STALLED_AFTER_S = 90.0
-"""Longest time without a step that came to its end, beside the usual pause: three of the longest pauses after
+"""Longest time, in addition to the usual pause, without a completed step: three of the longest pauses after
 failures."""
 
 
 _HUNG_AFTER_S = 300.0
-"""Longest time that one step may take: each is of bounded size, and what it asks answers or fails sooner."""
+"""Longest time that one step may take: each is of bounded size, and its requests answer or fail sooner."""
 
 
 class ControlLoop:
-    """Runs `step` every `interval_s` seconds in a thread of its own; less often while it fails, for whatever reason."""
+    """Thread that runs `step` every `interval_s` seconds, and less often while it fails for any reason."""
 
     def __init__(self, name: str, step: Callable[[], None], *, interval_s: float, clock: Clock) -> None:
         self.name = name
         self.last_success: float | None = None
-        """Unix seconds at which the step last came to its end."""
+        """Unix seconds at which a step last completed."""
         self._started: float | None = None
         self._step_began: float | None = None
         self._step = step
@@ -78,14 +78,14 @@ class ControlLoop:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether its steps fail, or one hangs, for longer than a passing trouble takes. One that stands by is not."""
+        """Whether steps fail, or one hangs, for longer than a short outage lasts. False while the loop stands by."""
         since = self._started if self.last_success is None else self.last_success
         return since is not None and self._clock() - since > self._interval_s + _STALLED_AFTER_S
 
     @property
     def is_hung(self) -> bool:
-        """Whether a step has not come back for so long that it never will, or its thread has ended: only a restart of
-        the process helps. Steps that fail are no reason for one."""
+        """Whether a step has run for so long that it never will return, or the thread has ended, so that only a restart
+        of the process helps. Failing steps do not count."""
         if self._started is None or self._stop.is_set():
             return False
         began = self._step_began
@@ -96,7 +96,8 @@ class ControlLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ask for the end and wait for it. A step that takes longer ends with the process, as in a crash."""
+        """Ask the loop to end, and wait up to `timeout_s`. A step that takes longer ends with the process, as in a
+        crash."""
         self._stop.set()
         self._thread.join(timeout_s)
 

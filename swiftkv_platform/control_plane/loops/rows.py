@@ -1,4 +1,4 @@
-"""Leases as rows: taken, renewed and given up. Knows neither loops nor what is done under one."""
+"""Rows of leases: taking, renewing and giving up. Knows neither loops nor what is done under a lease."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NOT_HELD = ""
 
 
 class Leases(Store):
-    """Rights that one process at a time holds, until a time. Both methods raise `DatabaseUnavailableError`."""
+    """Leases, each held by one process at a time, until a time. Both methods raise `DatabaseUnavailableError`."""
 
     def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
-        """Take or renew a lease; returns its token, None while another holder's has not run out.
+        """Take or renew a lease. Returns its token, or None while another holder's lease has not expired.
 
-        The token is at least 1, rises each time that another holder takes the lease, and stays with a renewal.
+        The token is at least 1, increases each time that another holder takes the lease, and stays the same on renewal.
         """
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
@@ -35,18 +35,18 @@ class Leases(Store):
                         return token
                 session.execute(insert(LeaseRow).values(name=name, holder=holder, expires_at=until, token=1))
         except IntegrityError:
-            return None  # another holder's
+            return None  # held by another
         return 1
 
     def give_up(self, name: str, holder: str) -> None:
-        """Free the lease if it is the holder's."""
+        """Free the lease if `holder` has it."""
         mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
         with self._database.writing() as session:
             session.execute(mine.values(holder=_NOT_HELD, expires_at=0.0))  # the row keeps the token
 
 
 def holds(fence: Fence) -> ColumnElement[bool]:
-    """Condition that the lease has not passed on: part of the statement that it guards."""
+    """Return the condition that the fence's holder still has the lease, for the statement that it guards."""
     return exists(
         select(LeaseRow.name).where(
             LeaseRow.name == fence.name, LeaseRow.holder == fence.holder, LeaseRow.token == fence.token
@@ -55,7 +55,7 @@ def holds(fence: Fence) -> ColumnElement[bool]:
 
 
 def check_fence(session: Session, fence: Fence | None) -> None:
-    """Raises `LeaseLostError` if the lease has passed on."""
+    """Raise `LeaseLostError` if another holder has taken the lease."""
     if fence is not None and not session.scalar(select(holds(fence))):
         raise lease_lost(fence.name)
 

@@ -1,3 +1,3 @@
-"""Ray's dashboard over HTTP and places on its nodes, for jobs and deployments alike."""
+"""Ray's dashboard over HTTP, and placement on Ray's nodes, for jobs and deployments."""
 
 __all__ = ["dashboard", "places"]

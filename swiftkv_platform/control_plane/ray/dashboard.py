@@ -1,7 +1,7 @@
-"""Ray's dashboard over HTTP: the token, the time limits, every failure as one error. Knows no job and no deployment.
+"""Client of Ray's dashboard: the token, time limits, and one error for every failure. Knows no job and no deployment.
 
-The documented REST interface rather than Ray's SDK: the SDK has no time limits, and tells an unknown submission from
-any other failure only in the text of a `RuntimeError`.
+It uses the documented REST interface, not Ray's SDK: the SDK has no time limits, and distinguishes an unknown
+submission from other failures only by the text of a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import httpx
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _RAISED = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
-"""Beginning of the line of a traceback that names the error."""
+"""Start of the traceback line that names the error."""
 _LONGEST_REASON = 2000
 _WEB_SOCKET_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
 _HEARTBEAT_S = 30.0
-"""A dashboard whose machine is gone closes nothing; one that does not answer a ping is away."""
+"""Seconds between pings, since a dashboard whose machine is gone closes no connection."""
 _LARGEST_MESSAGE = 64 << 20
 _LIVE_NODES = "/api/v0/nodes?limit=1&timeout=5&filter_keys=state&filter_predicates=%3D&filter_values=ALIVE"
 
@@ -32,9 +32,9 @@ class RayDashboard:
     """One dashboard.
 
     Args:
-        url: where it answers. No connection is made before the first request.
+        url: its address. No connection is made before the first request.
         timeout_s: longest wait for an answer, seconds.
-        token_file: Ray's token, where it is not the one that the environment names.
+        token_file: Ray's token, if it is not the one that the environment names.
     """
 
     def __init__(self, url: str, *, timeout_s: float, token_file: Path | None = None) -> None:
@@ -44,7 +44,7 @@ class RayDashboard:
         self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=3.0), trust_env=False)
 
     def request(self, method: str, path: str, *, json: Any = None) -> httpx.Response:
-        """Ray's answer, whatever its status. Raises `ClusterUnavailableError` where there is none."""
+        """Return Ray's answer, whatever its status. Raises `ClusterUnavailableError` if there is none."""
         try:
             return self._http.request(method, path, json=json, headers=_auth_headers(self._token_file))
         except httpx.TransportError as error:
@@ -52,9 +52,9 @@ class RayDashboard:
 
     @contextmanager
     def stream(self, path: str, params: Mapping[str, str | int]) -> Iterator[httpx.Response]:
-        """Ray's answer to a GET, whose body is read as it comes; that of a failure is there at once.
+        """Stream Ray's answer to a GET. The body of an unsuccessful answer is read at once.
 
-        Raises `ClusterUnavailableError` where there is no answer, and `httpx.RemoteProtocolError` where it breaks off.
+        Raises `ClusterUnavailableError` if there is no answer, and `httpx.RemoteProtocolError` if it breaks off.
         """
         try:
             with self._http.stream(
@@ -69,7 +69,7 @@ class RayDashboard:
             raise self.silence(error) from error
 
     async def messages(self, path: str) -> AsyncGenerator[str, None]:
-        """Texts that come over a WebSocket, until Ray closes it; none where Ray does not know the path's object.
+        """Yield the messages of a WebSocket until Ray closes it; none if Ray does not know the path's object.
 
         Raises `ClusterUnavailableError`.
         """
@@ -91,7 +91,7 @@ class RayDashboard:
             raise self.silence(error) from error
 
     def document(self, response: httpx.Response, action: str) -> dict[str, Any]:
-        """The JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
+        """Return the JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
         self.check(response, action)
         try:
             document: dict[str, Any] = response.json()
@@ -100,19 +100,19 @@ class RayDashboard:
         return document
 
     def check(self, response: httpx.Response, action: str) -> None:
-        """Raises `ClusterUnavailableError` unless the answer is a success."""
+        """Raise `ClusterUnavailableError` unless the answer is a success."""
         if not response.is_success:
             raise self.failure(response, action)
 
     def check_alive(self) -> None:
-        """Raises `ClusterUnavailableError` unless Ray answers and has a node that is alive, the head's own included: a
-        dashboard without one takes no jobs."""
+        """Raise `ClusterUnavailableError` unless Ray answers and has a live node, which may be the head's: without one
+        it takes no jobs."""
         document = self.document(self.request("GET", _LIVE_NODES), "list its nodes")
         if not document["data"]["result"]["result"]:
             raise self._unavailable("has no live node")
 
     def failure(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
-        """Error to raise where Ray answered, but could not `action`."""
+        """Return the error for an answer that says that Ray could not `action`."""
         hint = ""
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
@@ -120,7 +120,7 @@ class RayDashboard:
         return self._unavailable(f"could not {action}: {response.status_code} {why}{hint}")
 
     def silence(self, error: BaseException) -> ClusterUnavailableError:
-        """Error to raise where Ray gave no answer."""
+        """Return the error for a request that Ray did not answer."""
         return self._unavailable(
             f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
             "its dashboard's address?"
@@ -134,13 +134,14 @@ class RayDashboard:
 
 
 def last_error(text: str) -> str:
-    """The error at the end of a traceback; the text itself where there is none."""
+    """Return the error at the end of a traceback, or the text itself if it holds none; at most 2000 characters."""
     starts = [match.start() for match in _RAISED.finditer(text)]
     return text[starts[-1] if starts else 0 :].strip()[:_LONGEST_REASON]
 
 
 def _auth_headers(token_file: Path | None) -> dict[str, str]:
-    """Ray's bearer token where this machine has one; read anew each time, since a restarted Ray may have another."""
+    """Return the header with Ray's bearer token, if there is one. Read anew each time, since a restarted Ray may have
+    another."""
     token = "" if token_file else os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if not token:
         named = token_file or os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"

@@ -1,4 +1,4 @@
-"""Places on Ray's nodes: whether resources that have to be on one node each find room together. Knows no Ray."""
+"""Placement on Ray's nodes: whether bundles of resources, each on one node, all fit at once. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Node:
 
 
 def resource(name: str) -> str:
-    """Ray's name of a resource, without what its dashboard changes: capitals and underscores."""
+    """Normalise the name of a resource, since Ray's dashboard changes capitals and underscores."""
     return name if name in ("CPU", "GPU", "memory") else name.lower().replace("_", "")
 
 
 def fit(nodes: Iterable[Bundle], bundles: Sequence[Bundle]) -> bool:
-    """Whether nodes that have this much hold all bundles at once."""
+    """Whether nodes with these resources hold all bundles at once."""
     return take([plain(node) for node in nodes], bundles)
 
 
 class EmptyNodes:
-    """Nodes with nothing on them, which many are asked about: of nodes that are alike in what is needed, no more are
-    looked at than there are bundles."""
+    """Empty nodes, for many queries. Of nodes with equal amounts of the needed resources, only as many are looked at as
+    there are bundles."""
 
     def __init__(self, totals: Iterable[Bundle]) -> None:
         self._nodes = [plain(total) for total in totals]
         self._alike: dict[tuple[str, ...], dict[tuple[float, ...], list[int]]] = {}
-        """Indices of nodes by their amounts of some resources, by the names of these."""
+        """Indices of nodes by their amounts of some resources, by the names of those resources."""
 
     def hold(self, bundles: Sequence[Bundle]) -> bool:
-        """Whether they hold all bundles at once, as `fit` says of them."""
+        """Whether the nodes hold all bundles at once; the same answer as `fit`."""
         names = tuple(sorted({"GPU", "CPU"}.union(*({n for n, amount in each.items() if amount} for each in bundles))))
         if names not in self._alike:
             alike = self._alike[names] = {}
@@ -53,24 +53,24 @@ class EmptyNodes:
 
 
 def open_to_deployments(total: float, share: float) -> float:
-    """Return how much of a resource of the cluster replicas may have: rounded up, so that there is a place for one."""
+    """Return how much of a cluster's resource replicas may use: a share rounded up, so that there is room for one."""
     return min(math.ceil(total * share), total)
 
 
 def plain(resources: Bundle) -> dict[str, float]:
-    """The resources of a node in a form that `take` changes."""
+    """Return the resources of a node by normalised names, in a copy that `take` may change."""
     return {resource(name): amount for name, amount in resources.items()}
 
 
 def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
-    """Take places for all bundles, of which the first may differ and the others are alike. False, and nothing taken,
-    where they do not find them at once."""
+    """Take places for all bundles, of which the first may differ and the others are alike. Returns False, and takes
+    nothing, if they do not fit at once."""
     if _take_in_turn(nodes, bundles):
         return True
     first, others = bundles[:1], bundles[1:]
     if not others or first[0] == others[0] or not _take_in_turn([dict(node) for node in nodes], others):
         return False
-    for node in nodes:  # others find places where the first one does not take what they need
+    for node in nodes:  # the others may fit if the first one takes another node
         if _take_in_turn([node], first):
             if _take_in_turn(nodes, others):
                 return True
@@ -79,14 +79,14 @@ def take(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
 
 
 def _take_in_turn(nodes: list[dict[str, float]], bundles: Sequence[Bundle]) -> bool:
-    """Take each from the node with the fewest GPUs, then CPUs, that holds it. False, and nothing taken, where one finds
-    none."""
+    """Take each bundle from the node with the fewest GPUs, then CPUs, that holds it. Returns False, and takes nothing,
+    if one does not fit."""
     taken: list[tuple[dict[str, float], Bundle]] = []
     for _, alike in groupby(bundles, key=id):
         first, *others = alike
         asked = {name: amount for name, amount in first.items() if amount}
         holding = [node for node in nodes if _holds(node, asked)]
-        # A node that was taken from has still fewer than those behind it.
+        # A node that was taken from still has fewer than those behind it.
         fewest_first = iter(sorted(holding, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0))))
         node = next(fewest_first, None)
         for _ in (first, *others):

@@ -1,3 +1,3 @@
-"""Retention: what is kept for how long, and the sweeper that removes the rest."""
+"""Retention: rules on what is kept for how long, and the sweeper that removes the rest."""
 
 __all__ = []

@@ -1,4 +1,4 @@
-"""Objects that retention counts and removes, in batches. Knows what lies where below a job, not for how long."""
+"""Objects that retention counts and removes, in batches. Knows a job's layout, not how long its objects are kept."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class RetainedObjects:
         self._store = store
 
     def places(self, job_id: str, kind: Kind) -> Sequence[str]:
-        """Prefixes and keys, those of a sweep's trials too, each of which has a store of its own below the job's."""
+        """Return prefixes and keys of one kind of a job's data, including a sweep's trials, which have stores of their
+        own."""
         own, trials = attempts_prefix(job_id), trials_prefix(job_id)
         roots = [own, *(f"{trials}/{name}/{own}" for name in self._store.list_directories(trials))]
         attempts = [f"{root}/{number}" for root in roots for number in self._store.list_directories(root)]
         return [f"{attempt}/{name}" for attempt in attempts for name in _PLACES[kind]]
 
     def remove(self, place: str, *, limit: int) -> ObjectBatch:
-        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
+        """Remove at most `limit` objects at a place, manifests first, so that no directory looks complete."""
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
             return ObjectBatch(1, itself.size, None)
@@ -53,20 +54,21 @@ class RetainedObjects:
         return ObjectBatch(limit, _size(found[:limit]), found[limit - 1].key)
 
     def _hide(self, place: str) -> None:
-        """Take away the manifests of the directory, or of those in it: none is complete while its files go."""
+        """Remove the manifests of the directory and of those in it, so that none looks complete while its files go."""
         directories = [place, *(join_key(place, name) for name in self._store.list_directories(place))]
         for directory in directories:
             self._store.delete(join_key(directory, MANIFEST))
 
     def measure(self, place: str, *, limit: int, after: str | None) -> ObjectBatch:
-        """Count what `remove` would remove."""
+        """Count the objects that `remove` would remove."""
         if after is None and (itself := self._store.head(place)) is not None:
             return ObjectBatch(1, itself.size, None)
         found, last = self._part(place, limit, after)
         return ObjectBatch(len(found), _size(found), last)
 
     def count(self, *, limit: int, after: str | None) -> tuple[Mapping[str, tuple[int, int]], str | None]:
-        """Number and bytes of some of all objects by kind, and the key to go on after, None at the end."""
+        """Return number and bytes of a batch of all objects, by kind, and the key to continue after; None at the
+        end."""
         found, last = self._part("", limit, after)
         counted: dict[str, tuple[int, int]] = {}
         for info in found:
@@ -76,7 +78,7 @@ class RetainedObjects:
         return counted, last
 
     def _part(self, prefix: str, limit: int, after: str | None) -> tuple[list[ObjectInfo], str | None]:
-        """At most `limit` objects, and the key of the last one if there are more."""
+        """Return at most `limit` objects, and the key of the last one if there are more."""
         found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
         return (found, None) if len(found) <= limit else (found[:limit], found[limit - 1].key)
 

@@ -1,4 +1,4 @@
-"""Rules on how long the data of jobs is kept, and on what holds a job or model back from deletion. No I/O."""
+"""Rules on how long the data of jobs is kept, and on what protects a job or model from deletion. No I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swiftkv_platform.settings import Settings
 
 DAY_S = 86400.0
 SWEEPER = "retention"
-"""Author of deletions that no request asked for."""
+"""Author of deletions that no request caused."""
 
 
 class Kind(StrEnum):
-    """Data of an ended job that is removed, while the job's own record stays."""
+    """Kinds of an ended job's data that are removed, while the job's own record stays."""
 
     EVENTS = "events"
     METRICS = "metrics"
@@ -28,32 +28,32 @@ class Kind(StrEnum):
 
     @property
     def bit(self) -> int:
-        """Number by which a job's row says that this is gone; stored, so the order of kinds does not change."""
+        """Bit that marks the kind as removed in a job's row. It is stored, so the order of kinds must not change."""
         return 1 << list(Kind).index(self)
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Days for which things are kept; 0 keeps them for ever."""
+    """Days for which data is kept; 0 keeps it for ever."""
 
     ended_jobs: Mapping[Kind, float] = field(default_factory=dict)
     """Days from a job's end, by kind of data."""
     metric_points: int = 500
-    """Points that are left of a job's time series once `Kind.METRICS` is due."""
+    """Points that remain of a job's time series once `Kind.METRICS` is due."""
     deliveries: float = 0.0
-    """Days from the creation of a webhook's delivery, once it was delivered or given up."""
+    """Days from the creation of a webhook's delivery, once it is delivered or given up."""
     idempotency_keys: float = 0.0
     """Days from the submission of the key's job."""
     promotions: float = 0.0
-    """Days of history of an alias, beside what it can be rolled back to."""
+    """Days of history of an alias; models that it can be rolled back to stay longer."""
     rollbacks: int = 5
-    """Models, the present one included, that stay in the history of an alias however old they are."""
+    """Models, including the present one, that stay in the history of an alias however old they are."""
     audit: float = 0.0
     """Days from an entry of the audit trail."""
     models: float = 0.0
-    """Days from when a newer model of the same name came."""
+    """Days from the creation of a newer model of the same name."""
     jobs: float = 0.0
-    """Days from a job's end to that of its record."""
+    """Days from a job's end to the removal of its record."""
 
     def days(self, kind: Kind) -> float:
         return self.ended_jobs.get(kind, 0.0)
@@ -61,7 +61,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class Swept:
-    """Amount of one kind that has been removed, or would be."""
+    """Amount of one kind of data that was removed, or would be."""
 
     kind: str
     rows: int = 0
@@ -99,7 +99,7 @@ class Holders:
 
 
 def check_unheld(what: str, held: Holders, *, field: str) -> None:
-    """Raises `ConflictError` that names what holds the job or model `what`."""
+    """Raise `ConflictError`, which names the holder, if the job or model `what` is in use."""
     message = _hold(held)
     if message is not None:
         raise ConflictError(f"{what} cannot be deleted: {message}", field=field, value=what)
@@ -124,16 +124,16 @@ def _hold(held: Holders) -> str | None:
 
 @dataclass(frozen=True)
 class ObjectBatch:
-    """Some of the objects below a prefix."""
+    """Totals of a batch of objects below a prefix."""
 
     objects: int
     bytes: int
     next: str | None
-    """Key to go on after; None: there are no more."""
+    """Key to continue after; None if there are no more."""
 
 
 def retention(settings: Settings) -> Retention:
-    """Times for which things are kept."""
+    """Return the retention that the settings configure."""
     days = ("deliveries", "idempotency_keys", "promotions", "audit", "models", "jobs")
     return Retention(
         ended_jobs={kind: getattr(settings, f"retention_{kind}_days") for kind in Kind},

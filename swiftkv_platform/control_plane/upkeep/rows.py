@@ -1,4 +1,4 @@
-"""Rows that are kept for a time, and deletion of jobs and models with what holds them. Knows no objects."""
+"""Rows that are kept for a time, and deletion of jobs and models that nothing uses. Knows no objects."""
 
 from __future__ import annotations
 
@@ -35,53 +35,53 @@ from swiftkv_platform.control_plane.upkeep.retention import Holders, Kind, check
 
 _ENDED = [status.value for status in JobStatus if status.is_terminal]
 _PARENT = JobRow.spec["training"]["from"].as_string()
-"""Name of what a job continues from."""
+"""Name of the checkpoint or model that a job continues from."""
 _OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, UseRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
 
 
 class RetainedRows(Store):
-    """Rows that retention removes. Each method is one transaction that is bounded by its `limit`, and raises
+    """Rows that retention removes. Transactions that remove rows in bulk are bounded by `limit`. Every method raises
     `DatabaseUnavailableError`."""
 
     def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Ids, ascending from beyond `after`, of jobs that ended before then and still have data of this kind."""
+        """Return ascending ids after `after` of jobs that ended by `before` and still have data of this kind."""
         query = _ended(before).where(JobRow.swept.op("&")(kind.bit) == 0)
         if kind is Kind.CHECKPOINTS:
             query = query.where(JobRow.id.not_in(self._read_jobs()))
         return self._page(query, JobRow.id, limit, after)
 
     def _read_jobs(self) -> set[str]:
-        """Ids of the jobs from whose checkpoints unfinished jobs continue."""
+        """Return the ids of jobs from whose checkpoints unfinished jobs continue."""
         query = select(_PARENT).where(JobRow.status.not_in(_ENDED), _PARENT.startswith("job_", autoescape=True))
         with self._database.reading() as session:
             return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
 
     def mark_swept(self, job_id: str, kind: Kind) -> None:
-        """Remember that the job has no such data any more."""
+        """Record that the job has no such data any more."""
         swept = JobRow.swept.op("|")(kind.bit)
         with self._database.writing() as session:
             session.execute(update(JobRow).where(JobRow.id == job_id).values(swept=swept))
 
     def remove_events(self, job_id: str, *, limit: int) -> int:
-        """Remove events of a job; those of its changes of status stay. Returns how many."""
+        """Remove events of a job, except changes of status. Returns how many were removed."""
         with self._database.writing() as session:
             found = select(EventRow.sequence).where(*_telling(job_id)).order_by(EventRow.sequence).limit(limit)
             return _removed(session, EventRow, EventRow.sequence, session.scalars(found).all())
 
     def count_events(self, job_id: str) -> int:
-        """Number of events that `remove_events` would remove in the end."""
+        """Return the number of events that repeated `remove_events` would remove."""
         return self._count(EventRow, *_telling(job_id))
 
     def thin_points(self, job_id: str, *, most: int, limit: int) -> int:
-        """Remove points of the time series until `most` are left, evenly spread. Returns how many."""
+        """Remove up to `limit` points of the time series until `most` evenly spread ones are left. Returns how many."""
         with self._database.writing() as session:
             of_job = PointRow.job_id == job_id
             summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
             number, first, last = session.execute(summary).one()
             if number <= most:
                 return 0
-            # First and last stay, so that the ranges are the same after a part of the points has gone.
+            # The first and last point stay, so that the ranges are the same after some points are removed.
             share = (PointRow.step - first) * max(most - 1, 1) // (last - first + 1)
             kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
             spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
@@ -92,27 +92,27 @@ class RetainedRows(Store):
         return self._count(PointRow, PointRow.job_id == job_id)
 
     def remove_deliveries(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove deliveries that are over. A dry run removes none, and returns how many there are in all."""
+        """Remove finished deliveries created by `before`. With `dry_run`, only count all of them."""
         over = (DeliveryRow.status != PENDING, DeliveryRow.created_at <= before)
         return self._remove(DeliveryRow, DeliveryRow.sequence, over, limit=limit, dry_run=dry_run)
 
     def remove_idempotency_keys(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove keys of jobs that were submitted before then; a dry run as above."""
+        """Remove idempotency keys of jobs submitted by `before`. With `dry_run`, only count them."""
         old = select(JobRow.id).where(JobRow.created_at <= before)
         of_old_jobs = (IdempotencyRow.job_id.in_(old),)
         return self._remove(IdempotencyRow, IdempotencyRow.job_id, of_old_jobs, limit=limit, dry_run=dry_run)
 
     def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
-        """Remove sessions that have ended; a dry run as above."""
+        """Remove sessions that have ended. With `dry_run`, only count them."""
         ended = (SessionRow.expires_at <= now,)
         return self._remove(SessionRow, SessionRow.id_sha256, ended, limit=limit, dry_run=dry_run)
 
     def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
-        """Remove entries of the audit trail from before then; a dry run as above."""
+        """Remove entries of the audit trail from `before` or earlier. With `dry_run`, only count them."""
         return self._remove(AuditRow, AuditRow.id, (AuditRow.created_at <= before,), limit=limit, dry_run=dry_run)
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
-        """Trim histories of aliases from their beginning; see `registry.superseded`."""
+        """Trim the beginning of the aliases' histories, as `registry.superseded` decides."""
         with self._database.reading() as session:
             oldest = select(PromotionRow.tenant, PromotionRow.alias).where(PromotionRow.created_at <= before)
             aliases = [(tenant, alias) for tenant, alias in session.execute(oldest.distinct())]
@@ -134,7 +134,7 @@ class RetainedRows(Store):
             return number
 
     def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Ids, ascending, of models that no alias's history has, and that a newer one of their name superseded."""
+        """Return ids, ascending, of models that are in no alias's history and have a newer model of the same name."""
         newer = aliased(ModelRow)
         came = select(newer.id).where(
             newer.tenant == ModelRow.tenant,
@@ -146,33 +146,34 @@ class RetainedRows(Store):
         return self._page(select(ModelRow.id).where(came.exists(), ~promoted.exists()), ModelRow.id, limit, after)
 
     def expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
-        """Ids, ascending, of jobs that ended before then and have no model."""
+        """Return ids, ascending, of jobs that ended by `before` and have no model."""
         has_model = select(ModelRow.id).where(ModelRow.job_id == JobRow.id).exists()
         return self._page(_ended(before).where(~has_model), JobRow.id, limit, after)
 
     def count_job(self, job_id: str) -> int:
-        """Rows that go with a job."""
+        """Return the number of rows that deleting a job removes."""
         return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB)
 
     def model_prefix(self, model_id: str) -> str:
-        """Prefix of a model's objects. Raises `NotFoundError`."""
+        """Return the prefix of a model's objects. Raises `NotFoundError`."""
         with self._database.reading() as session:
             return value_of(Model, owned(session, ModelRow, model_id, None)).prefix
 
     def check_model(self, model_id: str) -> None:
-        """Raises `ConflictError` that names what holds the model, and `NotFoundError`."""
+        """Raise `ConflictError`, which names the holder, if the model is in use, and `NotFoundError`."""
         with self._database.reading() as session:
             _check_model(session, owned(session, ModelRow, model_id, None))
 
     def check_job(self, job_id: str) -> None:
-        """Raises as `check_model`."""
+        """Raise `ConflictError`, which names the holder, if the job is in use, and `NotFoundError`."""
         with self._database.reading() as session:
             _check_job(session, owned(session, JobRow, job_id, None))
 
     def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
-        """Delete a job with its model and all their rows, and note that its objects are to go. Returns rows.
+        """Delete a job with its model and all their rows, and record that its objects are to be deleted. Returns the
+        number of rows.
 
-        Raises `NotFoundError`, also for another tenant's, and `ConflictError` that names what holds it.
+        Raises `NotFoundError`, also for another tenant's job, and `ConflictError` that names the holder.
         """
         with self._database.writing() as session:
             row = owned(session, JobRow, job_id, tenant, lock=True)
@@ -184,7 +185,8 @@ class RetainedRows(Store):
             return number
 
     def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
-        """Delete a model, and note that its objects are to go; its job stays. Returns rows and raises as above."""
+        """Delete a model, and record that its objects are to be deleted; its job stays. Returns and raises as
+        `delete_job`."""
         with self._database.writing() as session:
             model = owned(session, ModelRow, model_id, tenant)
             self._await_turn(session, model.tenant)
@@ -197,17 +199,17 @@ class RetainedRows(Store):
             return _delete(session, ModelRow, ModelRow.id == model_id)
 
     def deletions(self, *, now: float, limit: int, after: str | None) -> Sequence[str]:
-        """Prefixes, ascending, whose objects are to go by now."""
+        """Return prefixes, ascending, whose objects are due for deletion."""
         due = select(DeletionRow.prefix).where(DeletionRow.created_at <= now)
         return self._page(due, DeletionRow.prefix, limit, after)
 
     def forget_deletion(self, prefix: str) -> None:
-        """The objects are gone."""
+        """Remove the record of a deletion, once the prefix's objects are gone."""
         with self._database.writing() as session:
             session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
 
     def count_rows(self) -> Mapping[str, int]:
-        """Rows by table."""
+        """Return the number of rows by table."""
         with self._database.reading() as session:
             return {
                 table.name: session.scalar(select(func.count()).select_from(table)) or 0
@@ -250,7 +252,7 @@ def _ended(before: float) -> Select[str]:
 
 
 def _telling(job_id: str) -> tuple[ColumnElement[bool], ...]:
-    """Events of a job beside its changes of status."""
+    """Return the conditions for events of a job other than changes of status."""
     return EventRow.job_id == job_id, EventRow.type != "status"
 
 
@@ -281,7 +283,7 @@ def _check_model(session: Session, model: ModelRow) -> None:
 
 
 def _holders(session: Session, job: JobRow | None, model: str | None) -> Holders:
-    """`job`: None of an imported model, which no job has to end for."""
+    """Return the users of a job or model. `job`: None for an imported model, which needs no ended job."""
     job_id, status = ("", JobStatus.SUCCEEDED) if job is None else (job.id, JobStatus(job.status))
     children = live_users(session, [name for name in (job_id, model) if name], limit=1, without=job_id)
     if model is None:

@@ -1,4 +1,4 @@
-"""All rows of a database as JSON lines, and back, whichever database they come from. Knows no meaning of any table."""
+"""Export of a database's rows as JSON lines, and import into any supported database. Knows no table's meaning."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from swiftkv_platform.errors import ConflictError
 
 _BATCH = 500
 _OF_A_PROCESS = {LeaseRow.__tablename__, SessionRow.__tablename__}
-"""Tables whose rows mean nothing to another control plane, or at another time."""
+"""Tables whose rows are of no use to another control plane, or at another time."""
 
 
 def tables() -> Sequence[str]:
-    """Names of the tables that are written, each after those that it refers to."""
+    """Return the names of the exported tables, each after those that it refers to."""
     return [table.name for table in _tables()]
 
 
 @contextmanager
 def snapshot(database: Database) -> Iterator[Session]:
-    """A view of all tables at one instant. Raises `DatabaseUnavailableError`."""
+    """Open a consistent view of all tables. Raises `DatabaseUnavailableError`."""
     with database.reading() as session:
         if not database.is_sqlite:
             session.connection(execution_options={"isolation_level": "REPEATABLE READ"})
@@ -36,7 +36,7 @@ def snapshot(database: Database) -> Iterator[Session]:
 
 
 def revision(session: Session) -> str | None:
-    """The schema's revision."""
+    """Return the schema's revision."""
     return current_revision(session.connection())
 
 
@@ -52,14 +52,14 @@ def write_rows(session: Session, name: str, path: Path) -> int:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that `write_rows` wrote."""
+    """Yield the rows of a file that `write_rows` wrote."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
 
 
 def load_rows(database: Database, rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-    """Insert rows by table into an empty database, all or none. Raises `ConflictError` for one that is not empty."""
+    """Insert rows by table into an empty database, all or none. Raises `ConflictError` if it is not empty."""
     with database.writing() as session:
         for table in _tables():
             _check_empty(session, table)
@@ -85,7 +85,7 @@ def _check_empty(session: Session, table: Table) -> None:
 
 
 def _continue_numbers(session: Session, table: Table) -> None:
-    """Let PostgreSQL count on after the greatest number that is there; SQLite does by itself."""
+    """Set PostgreSQL's sequence to the greatest inserted number; SQLite does so by itself."""
     counted = table.autoincrement_column
     if counted is None:
         return

@@ -1,11 +1,11 @@
-"""Removes what is kept no longer, in bounded steps, and counts what there is.
+"""Removal of data that is kept no longer, in bounded steps, and counts of what is stored.
 
-A row says first that something goes, then its objects go, then the row: each step is harmless when repeated, by this
-process after a crash or by another one at the same time.
+First a row records the removal, then the objects are removed, then the row: each step may be repeated, by this process
+after a crash or by another one at the same time.
 
     ended jobs: the data of a kind ─▶ the job's mark
-    deleted jobs and models: their rows, for a `deletions` row ─▶ their objects ─▶ the `deletions` row
-    imports that died: a `deletions` row that is due in a day, and that a registered model takes away ─▶ as above
+    deleted jobs and models: their rows, replaced by a `deletions` row ─▶ their objects ─▶ the `deletions` row
+    interrupted imports: a `deletions` row that is due in a day, unless the model is registered ─▶ as above
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from swiftkv_platform.errors import ConflictError, NotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 
 _PAGE = 100
-"""Jobs or models that are looked up at a time."""
+"""Jobs or models per query."""
 _ROWS = 2000
-"""Rows that one transaction removes."""
+"""Most rows that one transaction removes."""
 _OBJECTS = 500
-"""Objects that one step removes."""
+"""Most objects that one step removes."""
 _COUNTED = 2000
-"""Objects that one step counts."""
+"""Most objects that one step counts."""
 _TICK_S = 1.0
-"""A tick begins no further step after this time."""
+"""Seconds after which a tick begins no further step."""
 _MOST_FAILURES = 3
-"""Failures of the store in a row after which a round ends: it is away."""
+"""Failures of the store in a row after which a round ends."""
 
 
 @dataclass
 class Sweeper:
-    """Removes what is kept no longer, in rounds, of which each tick does a bounded part."""
+    """Removes what is kept no longer, in rounds; each tick does a bounded part of a round."""
 
     rows: RetainedRows
     objects: RetainedObjects
@@ -53,21 +53,21 @@ class Sweeper:
     clock: Clock
     _: KW_ONLY
     interval_s: float = 3600.0
-    """Pause between two rounds."""
+    """Seconds between two rounds."""
     also: Callable[[], None] = lambda: None
-    """Called with every tick, before anything is removed."""
+    """Called at every tick, before anything is removed."""
     monotonic: Callable[[], float] = time.monotonic
     """Clock by which a tick's time is limited."""
     counts: Counts = field(default=Counts(), init=False)
     """Empty until this process has counted."""
     swept: dict[str, Swept] = field(default_factory=dict, init=False)
-    """Removed by this process, by kind."""
+    """Amounts that this process has removed, by kind."""
     _round: Iterator[Swept] | None = field(default=None, init=False)
     _next_round: float = field(default=0.0, init=False)
     _failures: int = field(default=0, init=False)
 
     def tick(self) -> None:
-        """Go on with the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
+        """Continue the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
         self.also()
         if self._round is None:
             if self.clock() < self._next_round:
@@ -80,7 +80,7 @@ class Sweeper:
                 if self.monotonic() >= until:
                     return
         except Exception:
-            self._round = None  # a generator that has raised is at its end; the next tick begins anew
+            self._round = None  # a generator that has raised is finished; the next tick starts a new round
             raise
         self._round = None
         self._next_round = self.clock() + self.interval_s
@@ -90,9 +90,9 @@ class Sweeper:
         yield from self._count()
 
     def round(self, *, dry_run: bool = False) -> Iterator[Swept]:
-        """Remove everything that is kept no longer, step by step, each of bounded size; yields what each has removed.
+        """Remove everything that is kept no longer, in steps of bounded size, and yield what each has removed.
         `dry_run`: remove nothing, and yield what a round would remove. Raises `DatabaseUnavailableError`, and
-        `StorageError` where the store fails again and again."""
+        `StorageError` if the store fails several times in a row."""
         now, kept = self.clock(), self.retention
         self._failures = 0
         yield from self._deleted(dry_run=dry_run)
@@ -196,7 +196,8 @@ class Sweeper:
                 get_logger(loop=SWEEPER).debug("job stays", job_id=job_id, reason=error.message)
 
     def _deleted(self, *, dry_run: bool) -> Iterator[Swept]:
-        """Objects of what has been deleted. One whose objects cannot be removed is tried again in the next round."""
+        """Remove the objects of deleted jobs and models. A prefix whose objects cannot be removed is tried again in the
+        next round."""
         for prefix in _all(partial(self.rows.deletions, now=self.clock())):
             try:
                 yield from self._at(prefix, "deleted", dry_run=dry_run)
@@ -208,7 +209,7 @@ class Sweeper:
                 self.rows.forget_deletion(prefix)
 
     def _note_failure(self, subject: str, error: StorageError) -> None:
-        """Raises the error where the store has failed several times in a row."""
+        """Log a failure of the store; raise it if the store has failed several times in a row."""
         self._failures += 1
         get_logger(loop=SWEEPER).warning("not swept", subject=subject, reason=error.message)
         if self._failures >= _MOST_FAILURES:
@@ -231,7 +232,7 @@ class Sweeper:
 
 
 def _all(page: Callable[..., Sequence[str]]) -> Iterator[str]:
-    """Ids of all pages."""
+    """Yield the ids of all pages."""
     after: str | None = None
     while ids := page(limit=_PAGE, after=after):
         yield from ids

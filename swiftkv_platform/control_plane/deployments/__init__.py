@@ -1,3 +1,3 @@
-"""Served models: their rules, rows and routes, and the reconciler that has Ray Serve run them."""
+"""Deployments: their rules, rows and routes, and the reconciler that runs them on Ray Serve."""
 
 __all__ = ["deployment", "rows"]

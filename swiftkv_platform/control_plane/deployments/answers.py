@@ -14,7 +14,7 @@ from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 
 @merge_patch_of(DeploymentSpec)
 class DeploymentChange(MergePatch):
-    """Changes of a deployment, as a JSON merge patch (RFC 7396); what is left out stays."""
+    """Changes of a deployment, as a JSON merge patch (RFC 7396); fields that are left out keep their value."""
 
 
 class ReplicaMetricsAnswer(Answer):
@@ -28,7 +28,7 @@ class ReplicaMetricsAnswer(Answer):
 
 
 class DeploymentMetricsAnswer(Answer):
-    """The metrics of the replicas that answered."""
+    """Metrics of the replicas that answered."""
 
     object: Literal["deployment.metrics"] = "deployment.metrics"
     time: float
@@ -37,13 +37,13 @@ class DeploymentMetricsAnswer(Answer):
 
 
 class _DeploymentHead(Answer):
-    """Fields that a deployment's answer begins with."""
+    """First fields of a deployment's answer."""
 
     id: str
     object: Literal["deployment"] = "deployment"
     created_at: int
     version: int
-    """Rises with every change; `ETag` has it too, for `If-Match`."""
+    """Increases with every change; also in `ETag`, for `If-Match`."""
 
 
 class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
@@ -51,17 +51,18 @@ class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
-    # A caller is shown deployments of its own tenant alone.
+    # Callers only see deployments of their own tenant.
     tenant: str | None = Field(default=None, exclude=True)
     status: DeploymentStatus
     message: str
     replicas: int
-    """Running now."""
+    """Replicas running now."""
     load_seconds: dict[str, float]
-    """Cold start: seconds by phase of the running replica that took longest to serve the model. `fetch` it from the
-    object store or the machine's cache, `load` it into the engine, `check` its first token. Empty until one runs."""
+    """Cold start: seconds by phase of the running replica that took longest to serve the model. `fetch`: from the
+    object store or the machine's cache; `load`: into the engine; `check`: its first token. Empty until a replica
+    runs."""
     url: str
-    """Address below which `/generate` answers."""
+    """Base URL; requests go to `{url}/generate`."""
 
     @classmethod
     def of(cls, deployment: Deployment, serve_url: str) -> Self:

@@ -1,4 +1,4 @@
-"""A served model, as the control plane keeps it. Knows no cluster."""
+"""Deployments, as the control plane stores them. Knows no cluster."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class DeploymentStatus(StrEnum):
     DEPLOYING = "deploying"
     RUNNING = "running"
     SWAPPING = "swapping"
-    """The version before answers; the one that is wanted is being loaded beside it."""
+    """The previous version answers while the wanted one is loaded beside it."""
     REFUSED = "refused"
-    """The version before answers; the one that is wanted was refused."""
+    """The previous version answers; the wanted one was refused."""
     UNHEALTHY = "unhealthy"
-    """The deployment ran, and some replica does not any more."""
+    """The deployment ran, and some replica no longer does."""
     FAILED = "failed"
     """The deployment could not be started."""
     DELETING = "deleting"
@@ -36,7 +36,7 @@ class DeploymentState:
     status: DeploymentStatus
     message: str = ""
     replicas: int = 0
-    """Running now."""
+    """Replicas running now."""
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase (`fetch`, `load`, `check`) of the replica that took longest to serve the model."""
 
@@ -50,12 +50,12 @@ class Deployment:
     created_at: int
     state: DeploymentState = DeploymentState(DeploymentStatus.PENDING)
     version: int = 1
-    """Rises with every change of `spec`, and with nothing else."""
+    """Increases with every change of `spec`, and only then."""
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Jobs and deployments that a tenant has on the clusters, or may come to have, beside one deployment."""
+    """Jobs and deployments of a tenant, except one deployment, that hold cluster resources or may come to."""
 
     jobs: Sequence[JobSpec]
     """Specs of the jobs whose attempts may be on the cluster."""
@@ -64,30 +64,30 @@ class Holdings:
 
 Admit = Callable[[Holdings], None]
 DeploymentChange = Callable[[Deployment, Holdings], tuple[ResolvedDeployment, DeploymentState]]
-"""Function of a deployment, and of what else its tenant holds, that gives its new spec and state."""
+"""(deployment, its tenant's other holdings) -> its new spec and state."""
 
 
 LONGEST_PREFIX = 200
-"""Characters of a prefix, its tenant's part included."""
+"""Most characters of a prefix, its tenant's part included."""
 REPLICA_PATHS = frozenset({"generate", "v1", "tokenize", "detokenize", "health", "metrics", "openapi.json", "docs"})
-"""First segments of what a replica answers below its prefix."""
+"""First segments of the paths that a replica answers below its prefix."""
 _TENANTS = "t"
 _SERVES_OWN = "-"
-"""First segment of what Serve's proxies answer themselves, such as `/-/healthz`."""
+"""First segment of paths that Serve's proxies answer themselves, such as `/-/healthz`."""
 
 
 @dataclass(frozen=True)
 class RouteRules:
-    """Places the route prefixes that callers ask for."""
+    """Rules on the route prefixes that callers ask for."""
 
     below_tenant: bool = False
-    """Whether a tenant has only what lies below `/t/{tenant}`, and what `policies` grant it beside."""
+    """Whether a tenant is confined to paths below `/t/{tenant}` and the prefixes that `policies` grant it."""
     policies: Tenants = NO_LIMITS
 
     def placed(self, route_prefix: str, tenant: str) -> str:
-        """The prefix that `tenant` gets for `route_prefix`: that one, or the same below its own.
+        """Return the prefix that `tenant` gets for `route_prefix`: the same, or the same below its own.
 
-        Raises `ForbiddenError` for a prefix below another tenant's and `InvalidInputError` for one that is no plain
+        Raises `ForbiddenError` for a prefix below another tenant's, and `InvalidInputError` for a reserved or too long
         path.
         """
         _check_segments(route_prefix)
@@ -114,12 +114,12 @@ class RouteRules:
 
 
 def interferes(one: str, other: str) -> bool:
-    """Whether a deployment at either prefix would get requests that the deployment at the other one answers."""
+    """Whether one of two deployments with these prefixes would get requests meant for the other."""
     return one == other or _shadows(one, other) or _shadows(other, one)
 
 
 def _shadows(inner: str, outer: str) -> bool:
-    """Whether `inner` goes on below `outer` with a path that replicas answer."""
+    """Whether `inner` continues `outer` with a path that replicas answer."""
     start = outer.rstrip("/") + "/"
     return inner.startswith(start) and inner.removeprefix(start).partition("/")[0] in REPLICA_PATHS
 
@@ -139,17 +139,17 @@ class ServeCluster(Protocol):
     """The cluster on which deployments run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
     def apply(self, deployments: Sequence[ResolvedDeployment], *, keep: Collection[str] = ()) -> None:
-        """Make these, and no others, the served applications. Returns before they are ready.
+        """Make exactly these the served applications. Returns before they are ready.
 
         Args:
             keep: ids of applications that stay as they are, if they are served.
 
         Raises:
-            UnreadableRowError: an application to keep is served, and the cluster does not tell as what; nothing is
+            UnreadableRowError: an application to keep is served, but the cluster does not return its config; nothing is
                 changed.
         """
         ...
 
     def status(self) -> Mapping[str, DeploymentState]:
-        """States by deployment id; an application that is gone is absent."""
+        """Return states by deployment id; an application that is gone is absent."""
         ...

@@ -1,4 +1,4 @@
-"""Limits of a deployment: the operator's on each, and a tenant's quotas on all of them beside its jobs."""
+"""Limits of a deployment: the operator's on each, and the tenant's quotas on all its deployments and jobs together."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _NOTHING = Demand()
 
 @dataclass(frozen=True)
 class DeploymentLimits:
-    """Most that a deployment may ask for."""
+    """Limits of what a deployment may ask for."""
 
     max_replicas: int | None = None
-    """Most replicas of one deployment; None: as many as it asks for."""
+    """Most replicas of one deployment; None sets no limit."""
     policies: Tenants = NO_LIMITS
     grants_templates: bool = False
-    """Whether a chat template needs the grant of its tenant."""
+    """Whether a chat template requires a grant to the tenant."""
 
     def check(
         self, spec: ResolvedDeployment, tenant: str, held: Demand, *, before: ResolvedDeployment | None = None
     ) -> None:
-        """Refuse what a deployment would have more than `before`, if that is above a limit.
+        """Refuse a deployment that asks for more than `before`, if that exceeds a limit.
 
         Args:
-            held: what the tenant's jobs and its other deployments hold.
+            held: demand of the tenant's jobs and its other deployments.
 
         Raises `InvalidInputError` above the operator's limit, `ForbiddenError` for a chat template without the grant,
-        `OverQuotaError` where the deployment alone is above its tenant's quota, and `QuotaExceededError` where it is
-        together with what is held.
+        `OverQuotaError` if the deployment alone exceeds its tenant's quota, and `QuotaExceededError` if it does
+        together with `held`.
         """
         self._check_template(spec, tenant, before)
         had = _NOTHING if before is None else Demand.of_deployment(before)

@@ -1,6 +1,5 @@
-"""Deployments as Ray Serve applications, over the declarative REST interface of Ray's dashboard. Knows Ray's
-words, neither models nor torch: what an application is, `swiftkv_platform.serve.app:build_app` knows on the cluster.
-"""
+"""Deployments as Ray Serve applications, over the declarative REST interface of Ray's dashboard. Knows Ray's terms,
+neither models nor torch; the application is `swiftkv_platform.serve.app:build_app` on the cluster."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 from swiftkv_platform.web.origins import is_local_name
 
 APPLICATION = "swiftkv_platform.serve.app:build_app"
-"""Import path of the application of every deployment."""
+"""Import path of every deployment's application."""
 
 TenantAccess = Callable[[str | None], Access]
-"""Sources that a tenant may read; None for a deployment of before there were tenants."""
+"""Sources that a tenant may read; None for a deployment stored before there were tenants."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATH = "/api/serve/applications/"
@@ -44,9 +43,9 @@ _STATUS = {
 
 
 def http_address(serve_url: str) -> tuple[str, int]:
-    """Host and port for Serve's proxies to listen on, from the address clients use. Raises `InvalidInputError`.
+    """Return host and port for Serve's proxies to listen on, from the clients' address. Raises `InvalidInputError`.
 
-    A name that clients reach from elsewhere is rarely one that every node could bind: there they listen on all.
+    Nodes can rarely bind a host name that clients reach from elsewhere: for such a name they listen on all.
     """
     parts = urlsplit(serve_url)
     if parts.scheme != "http" or not parts.hostname or not parts.port:
@@ -62,13 +61,14 @@ class RayServe:
     """`ServeCluster` on Ray Serve.
 
     Args:
-        dashboard_url: where Ray's dashboard answers. No connection is made before the first call.
-        serve_url: `http://host:port` where clients reach Serve's proxies. Ray reads where they are to listen when the
-            first `apply` starts Serve, not later.
-        api_keys_file: of hashed keys, as the cluster's machines see it; None: replicas know no key.
-        oidc_file: of trusted issuers, seen likewise; with neither, replicas let in all callers.
-        allowed_hosts: hosts that clients may ask deployments by, beside that of `serve_url`, where there are no keys.
-        access: sources that a tenant's deployments may read the base models of adapters from.
+        dashboard_url: address of Ray's dashboard. No connection is made before the first call.
+        serve_url: `http://host:port` where clients reach Serve's proxies. Ray reads where they listen when the first
+            `apply` starts Serve, not later.
+        api_keys_file: file of hashed keys, by its path on the cluster's machines; None: replicas know no key.
+        oidc_file: file of trusted issuers, likewise; with neither file, replicas admit all callers.
+        allowed_hosts: further hosts by which clients may address deployments, besides that of `serve_url`, if there are
+            no keys.
+        access: sources from which a tenant's deployments may read the base models of adapters.
 
     Raises:
         InvalidInputError: a `serve_url` that is no such address.
@@ -119,8 +119,8 @@ class RayServe:
         self._revisions.close()
 
     def _state(self, name: str, application: Mapping[str, Any], listening: bool) -> DeploymentState:
-        """Ray's word on an application; it is not running while no proxy takes requests for it, or while replicas serve
-        something else than is wanted."""
+        """Return an application's state. It is not running while no proxy takes requests for it, or while replicas
+        serve another revision than the wanted one."""
         state = _told_by_ray(application, listening)
         replicas = _answering(application)
         if state.status is not DeploymentStatus.RUNNING or not replicas:
@@ -141,10 +141,10 @@ class RayServe:
 def _application(
     deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = OPEN, hosts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A deployment in Serve's config; the application's name is the deployment's id.
+    """Return a deployment in Serve's config; the application's name is the deployment's id.
 
-    A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
-    below.
+    A change of `args` replaces the replicas; settings that live replicas can take over are in the deployment's
+    `user_config`.
     """
     keys: dict[str, Any] = {**files, "tenant": deployment.tenant} if files else {}
     if hosts:
@@ -165,7 +165,7 @@ def _application(
 
 
 def _as_deployed(applications: Mapping[str, Any], keep: Collection[str]) -> list[dict[str, Any]]:
-    """Configurations with which applications were deployed, of those to keep that are served."""
+    """Return the configurations of those applications in `keep` that are served, as they were deployed."""
     kept = []
     for name in sorted(keep):
         application = applications.get(name)
@@ -190,20 +190,20 @@ def _served(deployment: ResolvedDeployment) -> dict[str, Any]:
 
 
 def _base_access(access: Access) -> dict[str, Any]:
-    """Rules for the base models of adapters, where there are any."""
+    """Return the rules for the base models of adapters, if access is restricted."""
     rules = {"roots": access.roots, "hub_organizations": access.hub_organizations}
     closed = {name: list(opened) for name, opened in rules.items() if opened is not None}
     return {"base_access": closed} if closed else {}
 
 
 def _revision(deployment: ResolvedDeployment) -> str:
-    """Digest of what replicas load: equal for deployments that load the same."""
+    """Return a digest of what replicas load; it is equal for deployments that load the same."""
     canonical = json.dumps(_served(deployment), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 def _answering(application: Mapping[str, Any]) -> list[str]:
-    """Ids of the replicas that take requests."""
+    """Return the ids of the replicas that take requests."""
     deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
     replicas = [replica for deployment in deployments for replica in deployment["replicas"]]
     return [replica["replica_id"] for replica in replicas if replica["state"] in ("RUNNING", "UPDATING")]
@@ -212,7 +212,7 @@ def _answering(application: Mapping[str, Any]) -> list[str]:
 def _told_by_ray(application: Mapping[str, Any], listening: bool) -> DeploymentState:
     status = _STATUS[application["status"]]
     replicas = len(_answering(application))
-    # The application's own message only says which deployment failed, where one did.
+    # The application's own message only says which deployment failed, if one did.
     deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
     messages = [*(deployment["message"] for deployment in deployments), application["message"]]
     message = next((last_error(text) for text in messages if text), "")

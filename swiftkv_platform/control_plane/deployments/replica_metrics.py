@@ -13,7 +13,7 @@ from swiftkv_platform.errors import ClusterUnavailableError
 _PREFIX = "swiftkv:"
 _REPLICA = "swiftkv:replica_info"
 _MOST_ASKED = 16
-"""Requests at most; each reaches any replica."""
+"""Most requests; the proxy routes each to any replica."""
 _TIMEOUT = httpx.Timeout(5.0)
 """Seconds."""
 
@@ -31,15 +31,15 @@ class ReplicaMetrics:
 async def read_replica_metrics(
     url: str, num_replicas: int, *, authorization: str | None = None
 ) -> list[ReplicaMetrics]:
-    """The metrics of as many replicas as answer, by name.
+    """Return the metrics of the replicas that answered, ordered by replica name.
 
     Args:
-        url: of the deployment.
-        num_replicas: how many there are; the proxy is asked until all have been met, or often enough.
-        authorization: header of who asks; replicas with keys show their metrics to their tenant.
+        url: address of the deployment.
+        num_replicas: number of replicas; the proxy is asked until all have answered, or a limited number of times.
+        authorization: the caller's header; replicas with keys show their metrics to their tenant.
 
     Raises:
-        ClusterUnavailableError: nothing answers.
+        ClusterUnavailableError: a request gets no answer.
     """
     found: dict[str, ReplicaMetrics] = {}
     headers = {} if authorization is None else {"Authorization": authorization}
@@ -60,7 +60,7 @@ async def read_replica_metrics(
 
 
 def parse(page: str) -> ReplicaMetrics:
-    """A page in Prometheus' text format."""
+    """Parse a page in Prometheus' text format."""
     replica = ""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(page):

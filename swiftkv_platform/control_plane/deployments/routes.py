@@ -1,4 +1,4 @@
-"""`/deployments`: models in service."""
+"""`/deployments`: served models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from swiftkv_platform.specs.deployment import DeploymentSpec
 from swiftkv_platform.web.bodies import BodyRoute
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
-"""Seconds; a replica that is busy keeps silent until the first token."""
+"""Seconds; a busy replica sends nothing before the first token."""
 
 router = APIRouter(prefix="/deployments", tags=["deployments"], route_class=BodyRoute)
 
@@ -70,7 +70,7 @@ def create_deployment(
 def list_deployments(
     parts: Parts, caller: Reader, settings: TheSettings, page: NewestFirst
 ) -> ListAnswer[DeploymentAnswer]:
-    """Deployments, newest first."""
+    """List deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
     return list_answer(
         found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id, page.order
@@ -81,7 +81,7 @@ def list_deployments(
 def get_deployment(
     deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings, response: Response
 ) -> DeploymentAnswer:
-    """One deployment. `ETag` names its version, which `status` and `replicas` do not change."""
+    """Return a deployment. `ETag` names its version, which `status` and `replicas` do not change."""
     found = parts.deployments.get_deployment(deployment_id, tenant=caller.tenant)
     tag(response, found.version)
     return DeploymentAnswer.of(found, settings.serve_url)
@@ -91,7 +91,8 @@ def get_deployment(
 async def get_deployment_metrics(
     deployment_id: str, request: Request, parts: Parts, caller: Fetcher, settings: TheSettings
 ) -> DeploymentMetricsAnswer:
-    """Metrics of the deployment's replicas now, for pages that have no Prometheus to ask. None where none runs."""
+    """Return the present metrics of the deployment's replicas, for pages without a Prometheus server. Empty if none
+    runs."""
     found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
     replicas = []
     if found.state.replicas:
@@ -112,11 +113,12 @@ def change_deployment(
     expected: IfMatch,
     response: Response,
 ) -> DeploymentAnswer:
-    """Serve another model, or with other options, without a failed request. Answers at once: the deployment is
-    `swapping` until all replicas serve it, and `refused` if they would not; they then serve on what they did.
+    """Serve another model, or change options, without a failed request. Returns at once: the deployment is `swapping`
+    until all replicas serve the change, or `refused` if they cannot load it; they then continue to serve the previous
+    version.
 
-    Changes of different fields that are made at the same time both take effect; of two that contradict each other the
-    later one is answered with 409. With `If-Match` a change is made of that version, and of no other (412).
+    Concurrent changes of different fields both take effect; of two that contradict each other the later one is answered
+    with 409. With `If-Match` only that version is changed (else 412).
     """
     changed = service.update(deployment_id, caller, body.changes(), expected=expected)
     tag(response, changed.version)
@@ -133,7 +135,7 @@ async def generate(
     settings: TheSettings,
     _stream: Streamed,
 ) -> StreamingResponse:
-    """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
+    """Forward to a deployment's own `POST /generate`, for pages, which may only send requests to this server."""
     return await _ask(deployment_id, "/generate", body, request, parts, caller, settings)
 
 
@@ -147,13 +149,13 @@ async def complete_chat(
     settings: TheSettings,
     _stream: Streamed,
 ) -> StreamingResponse:
-    """Ask a deployment, as its own `POST /v1/chat/completions` does, with tools for instance: for pages, too."""
+    """Forward to a deployment's own `POST /v1/chat/completions`, for example with tools, for pages as well."""
     return await _ask(deployment_id, "/v1/chat/completions", body, request, parts, caller, settings)
 
 
 @cache
 def _tls() -> SSLContext:
-    """Trusted certificates, which take a tenth of a second to read."""
+    """Load the trusted certificates once, since that takes a tenth of a second."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -166,14 +168,14 @@ async def _ask(
     caller: Caller,
     settings: TheSettings,
 ) -> StreamingResponse:
-    """Pass a request on to a route of the deployment's own, and its answer back as it comes."""
+    """Forward a request to a route of the deployment, and stream its answer back."""
     turns: Turns = request.app.state.turns
     async with turns.turn(caller.tenant, "asking"):
         found = await run_in_threadpool(parts.deployments.get_deployment, deployment_id, tenant=caller.tenant)
         url = DeploymentAnswer.of(found, settings.serve_url).url
     client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False, verify=_tls())
     try:
-        key = await run_in_threadpool(authorization, request)  # replicas ask for it where they have the key file
+        key = await run_in_threadpool(authorization, request)  # replicas ask for it if they have the key file
         headers = {} if key is None else {"Authorization": key}
         asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
         answer = await client.send(asked, stream=True)
@@ -197,5 +199,5 @@ async def _ask(
 def delete_deployment(
     deployment_id: str, service: Service, caller: Deployer, settings: TheSettings
 ) -> DeploymentAnswer:
-    """Stop serving. It is `deleting` until its replicas are gone, and then unknown."""
+    """Stop serving. The deployment is `deleting` until its replicas are gone, and then unknown."""
     return DeploymentAnswer.of(service.delete(deployment_id, caller), settings.serve_url)

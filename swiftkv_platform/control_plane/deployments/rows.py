@@ -1,4 +1,4 @@
-"""Deployments in SQL. Knows rows and the holder of a route, no serving."""
+"""Rows of deployments. Knows the holder of a route, nothing about serving."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class DeploymentRepository(Store):
     """Deployments of all tenants. Each method is one transaction."""
 
     def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
-        """Store a deployment, while no other is stored or changed of the tenant's. `admit`: raises if there is no room
-        for it beside what the tenant holds. Raises `ConflictError` if another deployment's route prefix interferes; it
-        names one of the same tenant."""
+        """Store a deployment; concurrent changes of the tenant's deployments wait. `admit`: raises if the tenant's
+        holdings leave no room for it. Raises `ConflictError` if another deployment's route prefix interferes, naming it
+        only if it is the same tenant's."""
         with self._database.writing() as session:
             self._await_turn(session, deployment.tenant)
             self._database.take_turns(session, "routes of deployments")
@@ -60,7 +60,7 @@ class DeploymentRepository(Store):
         return deployment
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
-        """Raises `NotFoundError`."""
+        """Return a deployment. Raises `NotFoundError`."""
         with self._database.reading() as session:
             return read_deployment(owned(session, DeploymentRow, deployment_id, tenant))
 
@@ -71,22 +71,23 @@ class DeploymentRepository(Store):
             return Slice(deployments, rows.has_more, left_out)
 
     def all_deployments(self) -> Slice[Deployment]:
-        """All tenants', oldest first. Those that cannot be read are named: they are wanted as much as the others."""
+        """Return all deployments, oldest first. Ids of unreadable rows are in `left_out`: they must stay served too."""
         with self._database.reading() as session:
             rows = session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))
             deployments, left_out = readable(rows, read_deployment)
             return Slice(deployments, has_more=False, left_out=left_out)
 
     def demand(self, tenant: str) -> Demand:
-        """Return what a tenant's deployments hold."""
+        """Return the demand of a tenant's deployments."""
         with self._database.reading() as session:
             return deployments_demand(session, tenant)
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
-        """Store what `change` makes of the deployment as it is now, while no other change is made of the tenant's.
+        """Store what `change` returns for the present deployment; other changes of the tenant's deployments wait.
 
-        Its route prefix stays, and one that follows an alias gets the model that the alias stands for now. Raises
-        `NotFoundError`, `ConflictError` for one that is being deleted, and what `change` raises, storing nothing then.
+        Its route prefix stays, and a deployment that follows an alias gets the alias's present model. Raises
+        `NotFoundError`, `ConflictError` for a deployment that is being deleted, and what `change` raises; then nothing
+        is stored.
         """
         with self._database.writing() as session:
             self._await_turn(session, tenant)
@@ -105,8 +106,8 @@ class DeploymentRepository(Store):
     def set_deployment_state(
         self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
     ) -> None:
-        """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free.
-        `of`: what the cluster spoke of; nothing is stored if something else is wanted by now."""
+        """Store the cluster's state of a deployment. One that is being deleted stays so; a state of deleting frees its
+        route prefix. `of`: the spec that the state is about; nothing is stored if another one is wanted by now."""
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _state(row.state).status is DeploymentStatus.DELETING:
@@ -118,11 +119,11 @@ class DeploymentRepository(Store):
                 row.held_route = None
 
     def _await_turn(self, session: Session, tenant: str) -> None:
-        """Wait until no other transaction changes what the tenant's deployments are to be, or its aliases."""
+        """Wait until no other transaction changes the tenant's wanted deployments or its aliases."""
         self._database.take_turns(session, deployments_turn(tenant))
 
     def remove_deployment(self, deployment_id: str) -> None:
-        """Forget a deployment that is no longer served."""
+        """Delete the row of a deployment that is no longer served."""
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id)
             if row is not None:
@@ -130,18 +131,18 @@ class DeploymentRepository(Store):
 
 
 def deployments_turn(tenant: str) -> str:
-    """Name of the turn in which it is decided what a tenant's deployments are to be."""
+    """Return the name of the turn in which a tenant's wanted deployments are changed."""
     return f"deployments of {tenant}"
 
 
 def deployments_demand(session: Session, tenant: str) -> Demand:
-    """Sum of what a tenant's deployments hold, as they are in this transaction."""
+    """Return the summed demand of a tenant's deployments, as seen in this transaction."""
     rows = session.scalars(select(DeploymentRow).where(DeploymentRow.tenant == tenant))
     return sum((Demand.of_deployment(item.spec) for item in readable(rows, read_deployment)[0]), Demand())
 
 
 def _check_route(session: Session, wanted: Deployment) -> None:
-    """Raises `ConflictError` if a deployment's route interferes; another tenant's is not named."""
+    """Raise `ConflictError` if a deployment's route interferes; another tenant's is not named."""
     route_prefix = wanted.spec.route_prefix
     held = select(DeploymentRow.id, DeploymentRow.tenant, DeploymentRow.held_route)
     for holder, tenant, held_route in session.execute(held):
@@ -160,7 +161,8 @@ def _check_route(session: Session, wanted: Deployment) -> None:
 
 
 def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
-    """Deployments that are being deleted count: their replicas have yet to go. Rows that cannot be read do not."""
+    """Return the tenant's other holdings. Deployments being deleted count, since their replicas still run; unreadable
+    rows do not."""
     jobs = select(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(ON_CLUSTER))
     deployments = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.id != deployment_id)
     return Holdings(
@@ -170,7 +172,7 @@ def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
 
 
 def _job_spec(row: JobRow) -> JobSpec:
-    """Raises `UnreadableRowError`."""
+    """Return the row's value. Raises `UnreadableRowError`."""
     try:
         return JobSpec.model_validate(row.spec, context=STORED)
     except (ValidationError, TypeError) as error:
@@ -178,7 +180,7 @@ def _job_spec(row: JobRow) -> JobSpec:
 
 
 def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:
-    """The spec with the model that its alias stands for in this transaction."""
+    """Return the spec with the model that its alias points to in this transaction."""
     if spec.alias is None:
         return spec
     promotions = select(PromotionRow.model).where(PromotionRow.tenant == tenant, PromotionRow.alias == spec.alias)
@@ -194,7 +196,7 @@ def _state(document: dict[str, Any]) -> DeploymentState:
 
 
 def read_deployment(row: DeploymentRow) -> Deployment:
-    """Raises `UnreadableRowError`."""
+    """Return the row's value. Raises `UnreadableRowError`."""
     try:
         spec = ResolvedDeployment.model_validate(row.spec, context=STORED)
         return Deployment(spec, row.tenant, row.created_at, _state(row.state), row.version)
@@ -203,7 +205,7 @@ def read_deployment(row: DeploymentRow) -> Deployment:
 
 
 def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
-    """Something else is wanted of it; its route prefix stays."""
+    """Write a changed spec and state into the row; its route prefix stays."""
     document = spec.model_dump(mode="json")
     if document != row.spec:
         row.version += 1

@@ -1,7 +1,7 @@
-"""Replicas that serve what was last asked for, as their own `/health` says. Knows no Ray.
+"""Replicas that serve the wanted revision, as their own `/health` reports. Knows no Ray.
 
-Ray knows what it has told a replica, not what became of it: a replica loads a new version beside the one that serves,
-or refuses it.
+Ray knows which version it has sent to a replica, but not whether the replica serves it: a replica loads a new version
+beside the one that serves, or refuses it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import httpx
 from swiftkv_platform.contract.serving import REVISION_HEADER
 
 _TIMEOUT = httpx.Timeout(2.0)
-"""Seconds; the reconciler's round waits meanwhile."""
+"""Seconds; they delay the reconciler's round."""
 
 _MOST_ASKED = 16
-"""Requests a round; each reaches any replica."""
+"""Most requests in a round; the proxy routes each to any replica."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Progress:
 
     revision: str
     settled: dict[str, str | None] = field(default_factory=dict)
-    """Replicas that have settled: None where one serves the revision, else why it was refused."""
+    """By replica that has settled: None if it serves the revision, else why it refused it."""
     load_seconds: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds by phase that loading took those that serve it."""
+    """Seconds by phase of loading, by replica that serves the revision."""
 
     def settle(self, replica: str, swap: Mapping[str, str], load_seconds: Mapping[str, float]) -> None:
-        """Take down what a replica says of the revision, and how long loading what it serves has taken."""
+        """Record that a replica serves or has refused the revision, and how long loading took."""
         if swap["status"] == "refused":
             self.settled[replica] = swap["message"]
         else:
@@ -40,21 +40,21 @@ class Progress:
             self.load_seconds[replica] = load_seconds
 
     def refusal(self, replicas: Collection[str]) -> str | None:
-        """Reason for which one of these replicas refused the revision; None where none did."""
+        """Return why one of these replicas refused the revision; None if none did."""
         return next((why for replica in replicas if (why := self.settled.get(replica)) is not None), None)
 
     def num_serving(self, replicas: Collection[str]) -> int:
         return sum(replica in self.settled and self.settled[replica] is None for replica in replicas)
 
     def longest_load(self, replicas: Collection[str]) -> Mapping[str, float]:
-        """Seconds by phase of the one of these replicas that took longest to load the revision; none if none has."""
+        """Return seconds by phase of the replica that took longest to load the revision; empty if none has."""
         loads = [seconds for replica, seconds in self.load_seconds.items() if replica in replicas]
         return max(loads, key=lambda seconds: sum(seconds.values()), default={})
 
 
 class ServedRevisions:
-    """Asks the replicas of each deployment until all have settled; then no more, until something else is wanted.
-    `serve_url`: where Serve's HTTP proxies answer."""
+    """Polls the replicas of each deployment until all have settled, and again when another revision is wanted.
+    `serve_url`: address of Serve's HTTP proxies."""
 
     def __init__(self, serve_url: str) -> None:
         self._url = serve_url.rstrip("/")
@@ -62,7 +62,7 @@ class ServedRevisions:
         self._progress: dict[str, Progress] = {}
 
     def want(self, revisions: Mapping[str, str]) -> None:
-        """These, by deployment, and no others are wanted from now on."""
+        """Set the wanted revisions by deployment; all others are forgotten."""
         known = self._progress
         self._progress = {
             name: known[name] if name in known and known[name].revision == revision else Progress(revision)
@@ -70,7 +70,8 @@ class ServedRevisions:
         }
 
     def ask(self, name: str, route_prefix: str, replicas: Collection[str]) -> Progress | None:
-        """The progress of a deployment whose running replicas are these; None if nothing is known to be wanted."""
+        """Ask the running replicas of a deployment, and return its progress; None if no revision of it is known to be
+        wanted."""
         progress = self._progress.get(name)
         if progress is None:
             return None
@@ -80,11 +81,11 @@ class ServedRevisions:
             said = self._health(route_prefix, progress.revision)
             if said is None:
                 break
-            if "swap" not in said:  # a replica that has not heard of the revision yet
+            if "swap" not in said:  # this replica has not received the revision yet
                 continue
             swap = said["swap"]
             if swap["revision"] == progress.revision and swap["status"] != "loading":
-                progress.settle(said["replica"], swap, said.get("load_seconds", {}))  # older ones tell no seconds
+                progress.settle(said["replica"], swap, said.get("load_seconds", {}))  # older replicas report no seconds
         return progress
 
     def close(self) -> None:

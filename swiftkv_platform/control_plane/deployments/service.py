@@ -1,4 +1,4 @@
-"""Callers' operations on deployments. Knows rules and ports; the reconciler does what takes time."""
+"""Operations on deployments that routes offer, and the reconciler that applies them to the cluster."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ UNLIMITED = DeploymentLimits()
 
 @dataclass
 class DeploymentService:
-    """Putting models into service and taking them out."""
+    """Creates, changes and deletes deployments for callers."""
 
     deployments: DeploymentRepository
     registry: RegistryService
     _: KW_ONLY
     clock: Clock
     routes: RouteRules = ONE_TENANT
-    """Where deployments may answer."""
+    """Rules on route prefixes."""
     limits: DeploymentLimits = UNLIMITED
     access: Callable[[str], Access] = lambda _: OPEN
-    """Sources that a tenant may read, the base models of adapters among them."""
+    """Sources that a tenant may read, including base models of adapters."""
 
     def create(self, caller: Caller, wanted: DeploymentSpec) -> Deployment:
-        """Store a deployment; the reconciler brings it up.
+        """Store a deployment; the reconciler starts it.
 
         Args:
-            wanted: its `model` as `RegistryService.resolve` takes it; an alias is followed from then on.
+            wanted: `model` is resolved by `RegistryService.resolve`; an alias is followed from then on.
 
-        Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or in the way
-        of another deployment's, and as `RouteRules.placed` and `DeploymentLimits.check`.
+        Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or interferes
+        with another deployment's, and as `RouteRules.placed` and `DeploymentLimits.check`.
         """
         spec = _valid(
             {
@@ -79,19 +79,19 @@ class DeploymentService:
     def update(
         self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
     ) -> Deployment:
-        """Want something else of a deployment: another `model`, `engine` or number of replicas.
+        """Change a deployment's wanted `model`, `engine`, number of replicas or other fields.
 
-        The reconciler hands it to the cluster, where another model or engine is loaded beside the one that serves, and
-        swapped in. Changes that are made at the same time both take effect where they are of different fields.
+        The reconciler applies the change to the cluster, where another model or engine is loaded beside the one that
+        serves, and swapped in. Concurrent changes of different fields both take effect.
 
         Args:
-            changes: a JSON merge patch: of `engine`, `candidate` and `shadow` too only what is given changes.
-            expected: versions of the deployment that may be changed; None: the one it is at when this is called, and
-                any that differs from that in other fields.
+            changes: a JSON merge patch; within `engine`, `candidate` and `shadow` too, only given fields change.
+            expected: versions of the deployment that may be changed. None: the present one, or a later one that differs
+                in other fields.
 
         Raises `NotFoundError`, `InvalidInputError` for an unknown model or options that would be refused,
-        `PreconditionFailedError` for a deployment at another version than `expected`, `StaleVersionError` where a field
-        is changed to something else at the same time, `ConflictError` for a deployment that is being deleted, and as
+        `PreconditionFailedError` for a deployment at another version than `expected`, `StaleVersionError` if a field is
+        changed to another value at the same time, `ConflictError` for a deployment that is being deleted, and as
         `DeploymentLimits.check`.
         """
         seen = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
@@ -109,7 +109,7 @@ class DeploymentService:
         return self.deployments.change_deployment(deployment_id, change, tenant=caller.tenant)
 
     def _resolved(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
-        """The changes with the artifacts of the models that they name."""
+        """Return the changes with ids and artifact addresses of the models that they name."""
         patch = dict(changes)
         if "model" in changes:
             found, alias = self.registry.resolve(changes["model"], caller.tenant)
@@ -131,12 +131,12 @@ class DeploymentService:
         return {**candidate, "model": found.id, "artifact_uri": found.artifact_uri}
 
     def _check_base(self, model: Model, caller: Caller, field: str) -> None:
-        """Raises `InvalidInputError` for an adapter whose base the tenant may not read, or no longer."""
+        """Raise `InvalidInputError` for an adapter whose base model the tenant may not, or no longer, read."""
         if ADAPTER_LINEAGE in model.lineage:
             self.access(caller.tenant).model(str(model.lineage["teacher"]), f"{field}.base")
 
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:
-        """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""
+        """Mark a deployment for deletion; repeating is harmless. Raises `NotFoundError` once it is gone."""
         deployment = self.deployments.get_deployment(deployment_id, tenant=caller.tenant)
         deleting = DeploymentState(DeploymentStatus.DELETING)
         self.deployments.set_deployment_state(deployment_id, deleting)
@@ -163,7 +163,7 @@ def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: D
 
 
 def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
-    """Raises `InvalidInputError` for what does not fit together."""
+    """Return the document as a spec. Raises `InvalidInputError` for fields that do not fit together."""
     check_engine_options(document.get("engine", {}))
     candidate, shadow = document.get("candidate"), document.get("shadow")
     if candidate is not None and "model" not in candidate:
@@ -185,7 +185,7 @@ def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
 
 
 def check_engine_options(options: Mapping[str, Any]) -> None:
-    """Raises `InvalidInputError` for the first option that no engine knows, or with a value that none takes."""
+    """Raise `InvalidInputError` for the first unknown option, or the first invalid value."""
     try:
         EngineConfig.model_validate(options)
     except ValidationError as error:
@@ -200,43 +200,44 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
 
 _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")
 _PATIENCE_S = 600.0
-"""Seconds for which nodes that are gone still count: most come back, and what serves on the others goes on."""
+"""Seconds for which lost nodes still count: most come back, and deployments on the others go on meanwhile."""
 
 _DRAIN_S = 150.0
-"""Seconds after which replicas that are to go are gone; they answer what they have begun for up to 120 s."""
+"""Seconds after which stopped replicas are gone; they finish the requests they have begun for up to 120 s."""
 
 
 @dataclass
 class DeploymentReconciler:
-    """Applies the set of wanted deployments, as far as there are places, whenever it or what is served has changed."""
+    """Applies the wanted deployments, as far as the cluster has room, whenever they or the served applications have
+    changed."""
 
     deployments: DeploymentRepository
     cluster: ServeCluster
     lease: Lease = UNDISPUTED
-    """The right to change anything; without one there is no other control plane."""
+    """Lease to hold for any change; the default is for the only control plane."""
     _: KW_ONLY
     nodes: Callable[[], Sequence[Node] | None] = lambda: None
-    """Nodes that replicas run on; None where nothing tells, and then all replicas are applied that are wanted."""
+    """Nodes that replicas run on; None if they are unknown, and then all wanted replicas are applied."""
     share: float = 1.0
     """Share of these nodes that is open to deployments."""
     policies: Tenants = NO_LIMITS
     clock: Clock = time.time
     unreadable: Sequence[str] = field(default=(), init=False)
-    """Ids of the deployments whose rows cannot be read; they are served on as they are."""
+    """Ids of deployments whose rows cannot be read; they stay served as they are."""
     _applied: Sequence[ResolvedDeployment] | None = field(default=None, init=False)
     """Deployments that this process last applied; None before it has applied any."""
     _served: Sequence[ResolvedDeployment] = field(default=(), init=False)
     """Deployments that were last applied, whatever has failed since."""
     _draining: list[tuple[float, ResolvedDeployment, Demand]] = field(default_factory=list, init=False)
-    """Until when, by which deployment's replicas, and how much is held of those that were applied before."""
+    """(Unix seconds of its end, spec, demand) of replicas that still hold resources after a later `apply`."""
     _believed: Sequence[Bundle] | None = field(default=None, init=False)
-    """Nodes that count; None before any were told."""
+    """Nodes that count; None before any were reported."""
     _believed_at: float = field(default=0.0, init=False)
-    """Unix seconds at which they were last told."""
+    """Unix seconds at which they were last reported."""
 
     def tick(self) -> None:
-        """Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next tick makes up for
-        it."""
+        """Run one round. Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next
+        round catches up."""
         found = self.deployments.all_deployments()
         deployments, kept = found.items, found.left_out
         if kept and list(kept) != list(self.unreadable):
@@ -254,7 +255,7 @@ class DeploymentReconciler:
         ]
         stale: Collection[str] = ()
         if wanted != self._applied or _differ(wanted, states, kept):
-            # What the cluster has said of these is no word on what it is only now told to serve.
+            # The states of these are older than the spec that is applied only now.
             stale = {spec.id for spec in wanted if spec not in (self._applied or ()) and spec.id in states}
             self._applied = None
             self.lease.check()  # another control plane may have applied something newer
@@ -271,7 +272,7 @@ class DeploymentReconciler:
                 self._store_state(deployment, state)
 
     def _granted(self, wanted: Sequence[Deployment]) -> Mapping[str, Granted]:
-        """Replicas of each deployment that may be started, by id."""
+        """Return the replicas that each deployment may start, by id."""
         nodes = self._nodes()
         if nodes is None:
             return {item.spec.id: Granted(item.spec.max_replicas) for item in wanted}
@@ -283,13 +284,14 @@ class DeploymentReconciler:
         return shares.granted(wanted, present={spec.id: spec for spec in self._served}, draining=draining)
 
     def _drain(self, applied: Sequence[ResolvedDeployment]) -> None:
-        """Note what has been applied, and what is held for a while of what was before."""
+        """Record what was applied, and what replicas of the previous set hold while they drain."""
         until = self.clock() + _DRAIN_S
         self._draining += [(until, spec, demand) for spec, demand in released(self._served, applied)]
         self._served = applied
 
     def _drained(self, states: Collection[str]) -> None:
-        """Forget what has had its time, or is gone with its application. `states`: ids of applications there are."""
+        """Forget drained replicas whose time is over or whose application is gone. `states`: ids of present
+        applications."""
         now = self.clock()
         self._draining = [item for item in self._draining if item[0] > now and item[1].id in states]
 
@@ -312,6 +314,6 @@ class DeploymentReconciler:
 
 
 def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState], kept: Collection[str]) -> bool:
-    """Whether something wanted is not served, or something else is, is not to be kept and not on its way out."""
+    """Whether a wanted deployment is not served, or another is that is neither to be kept nor being deleted."""
     served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
     return {spec.id for spec in wanted} != served - set(kept)

@@ -1,6 +1,5 @@
-"""Replicas that each deployment may have of the cluster: tenants share what is open to deployments, so that none keeps
-another's deployment, nor all of them the jobs, from a place. A function of what is wanted and of the nodes.
-"""
+"""Replicas that each deployment may have: tenants share the resources open to deployments, so that no tenant shuts out
+another's deployment, nor deployments all jobs. A function of the wanted deployments and the nodes."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ _NOTHING = Demand()
 
 @dataclass(frozen=True)
 class Granted:
-    """Most replicas that Serve may start of a deployment, and why that is less than it asks for."""
+    """Most replicas of a deployment that Serve may start, and why that is fewer than it asks for."""
 
     replicas: int = 0
     why: str = ""
 
     def of(self, spec: ResolvedDeployment) -> ResolvedDeployment:
-        """The deployment with bounds within this."""
+        """Return the deployment with its bounds reduced to the granted replicas."""
         bounds = {name: min(getattr(spec, name), self.replicas) for name in ("min_replicas", "max_replicas")}
         return spec.model_copy(update=bounds)
 
 
 class Shares:
-    """Shares of nodes that have this much, `share` of it open to deployments."""
+    """Division of the nodes' resources, of which `share` is open to deployments."""
 
     def __init__(self, nodes: Sequence[Bundle], share: float, policies: Tenants) -> None:
         self._nodes = nodes
@@ -48,16 +47,16 @@ class Shares:
         present: Mapping[str, ResolvedDeployment] = {},
         draining: Mapping[str, Demand] = {},
     ) -> Mapping[str, Granted]:
-        """Give places to one replica after the other, by id of the deployment.
+        """Grant places replica by replica. Returns the grants by deployment id.
 
-        The next is of the tenant with the smallest dominant share relative to its weight, where these are equal of the
-        one with the oldest deployment. A tenant's own go in turn: one replica of each, oldest first, then up to the
-        fewest that each asks for, then up to the most.
+        The next replica goes to the tenant with the smallest dominant share relative to its weight; on a tie, to the
+        one with the oldest deployment. Within a tenant, deployments take turns: one replica of each, oldest first, then
+        up to `min_replicas`, then up to `max_replicas`.
 
         Args:
             deployments: those that are wanted, oldest first.
-            present: those that have been applied, by id, which keep their replicas whatever drains.
-            draining: what replicas that are to go still hold, by tenant; its others do not get that as well.
+            present: those that have been applied, by id; they keep their replicas whatever drains.
+            draining: demand that draining replicas still hold, by tenant; its new replicas do not get that as well.
         """
         free, left = [plain(node) for node in self._nodes], dict(self._open)
         whole = Demand(0, self._open["GPU"], self._open["CPU"])
@@ -107,7 +106,7 @@ class Shares:
 def released(
     before: Iterable[ResolvedDeployment], after: Iterable[ResolvedDeployment]
 ) -> Iterator[tuple[ResolvedDeployment, Demand]]:
-    """Yield deployments of which replicas are to go when others are applied in their place, and what these hold."""
+    """Yield deployments that lose replicas when `after` replaces `before`, and what these replicas hold."""
     now = {spec.id: spec for spec in after}
     for spec in before:
         then, held = now.get(spec.id), Demand.of_deployment(spec)
@@ -126,7 +125,7 @@ def _needs(spec: ResolvedDeployment) -> Bundle:
 
 
 def _in_turn(specs: Sequence[ResolvedDeployment], full: set[str]) -> Iterator[ResolvedDeployment]:
-    """Yield a tenant's deployments, once for each replica, without those that are full by then."""
+    """Yield a tenant's deployments, once for each replica, skipping those that are full by then."""
     fewest = {spec.id: max(spec.min_replicas, 1) for spec in specs}
     for bounds in ({}, fewest), (fewest, {spec.id: spec.max_replicas for spec in specs}):
         number, rest = 1, specs

@@ -23,32 +23,32 @@ from swiftkv_platform.specs.training import ParentReference
 
 
 class CreateModel(FiniteModel):
-    """A model made of a checkpoint."""
+    """Request for a model that is made of a checkpoint."""
 
     from_checkpoint: ParentReference
     """`job_...:STEP`, or the name that OpenAI's API gives the checkpoint (`fine_tuned_model_checkpoint`)."""
     name: JobName | None = None
     """Name of the model; by default that of the checkpoint's job and the step."""
     evaluation: EvaluationSpec | None = None
-    """Fields of the evaluation that differ from the job's; the others stay."""
+    """Fields of the evaluation to change; the others are those of the checkpoint's job."""
     resources: ResourcesSpec | None = None
-    """Fields of the resources that differ, likewise."""
+    """Fields of the resources to change; the others are those of the checkpoint's job."""
     metadata: Annotated[dict[Label, LabelValue], Field(max_length=32)] | None = None
     """Metadata instead of the job's."""
 
     def changes(self) -> dict[str, Any]:
-        """Return what the request names of a job spec."""
+        """Return the fields of a job spec that the request sets."""
         given = self.model_dump(mode="json", exclude={"from_checkpoint"}, exclude_unset=True)
         return {name: value for name, value in given.items() if value is not None}
 
 
 class ImportModel(FiniteModel):
-    """A student that was made outside of the platform's jobs."""
+    """Request to import a student that was made outside of the platform's jobs."""
 
     source: Annotated[str, Field(min_length=1, max_length=1000)]
     """Directory on the control plane's machine, or `s3://` prefix, that the caller's jobs may read."""
     name: JobName | None = None
-    """Name of the model; by default that of the spec that trained it, or its directory's."""
+    """Name of the model; by default the name in the spec that trained it, or its directory's."""
 
 
 class ModelAnswer(Answer):
@@ -59,9 +59,9 @@ class ModelAnswer(Answer):
     name: str
     created_at: int
     job_id: str | None
-    """Job that made it; null of an imported model, whose `lineage.imported_from` names its source."""
+    """Job that made it; null for an imported model, whose `lineage.imported_from` names its source."""
     attempt: int
-    """0 of an imported model."""
+    """0 for an imported model."""
     artifact_uri: str
     manifest_digest: str
     size: int
@@ -69,7 +69,7 @@ class ModelAnswer(Answer):
     lineage: dict[str, Any]
     metrics: dict[str, Any]
     verdict: str | None
-    """Sentence on what was measured of the model; null where nothing was."""
+    """One-sentence summary of the model's evaluation; null if it was not evaluated."""
 
     @classmethod
     def of(cls, model: Model) -> Self:
@@ -85,7 +85,8 @@ class PromotionRequest(FrozenModel):
     reason: Reason
     """Reason of the promotion; kept with its author and time."""
     accept_undecided: bool = False
-    """Promote a model although its samples do not decide every quality gate; without it that is answered with 409."""
+    """Promote a model even if its samples do not decide every quality gate; otherwise such a request is answered with
+    409."""
 
 
 class RollbackRequest(FrozenModel):
@@ -94,32 +95,32 @@ class RollbackRequest(FrozenModel):
 
 
 class PromotionAnswer(Answer):
-    """One change of what an alias stands for."""
+    """One change of an alias: a promotion or a rollback."""
 
     id: str
     object: Literal["promotion"] = "promotion"
     alias: str
     action: Literal["promote", "rollback"]
     model: str
-    """Model that the alias stands for from then on."""
+    """Model that the alias points to from then on."""
     previous: str | None
-    """Model that it stood for before."""
+    """Model that it pointed to before."""
     reason: str
     by: str
     """Name of the key that asked."""
     created_at: int
     version: int
-    """Version of the alias from then on; `ETag` has it too, for `If-Match`."""
+    """Version of the alias from then on; also in `ETag`, for `If-Match`."""
 
 
 class AliasAnswer(Answer):
-    """Model that an alias stands for, and its history."""
+    """An alias, the model that it points to, and its history."""
 
     id: str
     """The alias."""
     object: Literal["alias"] = "alias"
     version: int
-    """Rises with every promotion and rollback; `ETag` has it too, for `If-Match`."""
+    """Increases with every promotion and rollback; also in `ETag`, for `If-Match`."""
     model: str
     history: list[PromotionAnswer]
     """Oldest first."""
@@ -143,7 +144,7 @@ class AncestorAnswer(Answer):
     name: str
     """`mdl_...` or `job_...:ckpt_...`."""
     job_id: str | None
-    """Job that made it; null of an imported model."""
+    """Job that made it; null for an imported model."""
 
 
 class LineageAnswer(Answer):
@@ -166,7 +167,7 @@ class LineageAnswer(Answer):
     artifact_uri: str
     manifest_digest: str
     aliases: list[str]
-    """Aliases that stand for it now."""
+    """Aliases that point to it now."""
     promotions: list[PromotionAnswer]
     """Promotions that concern it, oldest first."""
     deployments: list[LineageDeployment]
@@ -216,7 +217,7 @@ class ComparisonAnswer(Answer):
     b: str
     figures: list[FigureAnswer]
     differences: list[DifferenceAnswer]
-    """Differences of teacher, revision and data: where there are any, quality was not measured alike."""
+    """Differences of teacher, revision and data; if there are any, quality was not measured on equal terms."""
     spec_differences: list[DifferenceAnswer]
     """Differences by dotted path of the spec."""
 

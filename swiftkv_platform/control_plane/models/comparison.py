@@ -1,4 +1,4 @@
-"""Two models side by side: quality, prefill compute and cache, and what was done differently. A function of models."""
+"""Comparison of two models: quality, prefill compute and cache size, and differences of their jobs. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from swiftkv_platform.control_plane.models.model import Model
 
 _STUDENT = ".student"
-"""Ends the name of a student's score on a task."""
+"""Suffix of the name of a student's score on a task."""
 _BETTER: Mapping[str, Literal["lower", "higher"]] = {
     "distilled.perplexity": "lower",
     "distilled.kl": "lower",
@@ -30,7 +30,7 @@ class Figure:
     a: float | None
     b: float | None
     better: Literal["a", "b"] | None
-    """Side with the better value; None where they are equal or one does not have it."""
+    """Side with the better value; None if they are equal or one is missing."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class ModelComparison:
     b: Model
     figures: Sequence[Figure]
     differences: Mapping[str, tuple[Any, Any]]
-    """Differences of lineage: where teacher, revision or data differ, quality was not measured alike."""
+    """Differences of lineage; if teacher, revision or data differ, quality was not measured on equal terms."""
     spec_differences: Mapping[str, tuple[Any, Any]]
     """Differences of the specs, by dotted path."""
 
 
 def compare(a: Model, b: Model) -> ModelComparison:
-    """Quality, prefill compute and cache of two models, and what was done differently to make them."""
+    """Compare quality, prefill compute and cache size of two models, and the lineage and specs they were made from."""
     specs = [_flat(model.lineage.get("spec") or {}) for model in (a, b)]
     return ModelComparison(
         a,
@@ -69,7 +69,7 @@ def _figure(name: str, a: Model, b: Model) -> Figure:
 
 
 def _task_scores(a: Model, b: Model) -> list[str]:
-    """Scores of tasks that both have answered."""
+    """Return the names of student scores on tasks that both models were evaluated on."""
     flat = [_flat(model.metrics) for model in (a, b)]
     return sorted(name for name in flat[0].keys() & flat[1].keys() if name.endswith(_STUDENT))
 

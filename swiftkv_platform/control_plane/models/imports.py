@@ -1,7 +1,7 @@
-"""Students that were made elsewhere: copied, checked, and registered as models without a job.
+"""Import of students that were made elsewhere: they are copied, checked, and registered as models without a job.
 
-The objects are written before the row, so that a model always has its objects; before them goes a note by which the
-sweeper removes what an import that died has left.
+The objects are written before the row, so that a model always has its objects. Before the objects, a deletion is noted,
+with which the sweeper removes what an interrupted import has left.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ADAPTER = "swiftkv_adapter.json"
 
 @dataclass(frozen=True)
 class ModelImports:
-    """Bringing students in."""
+    """Imports students for a tenant."""
 
     registry: Registry
     objects: ObjectStore
@@ -56,9 +56,9 @@ class ModelImports:
         """Copy the student at `source`, a directory or an `s3://` prefix, into the store and register it.
 
         Raises:
-            InvalidInputError: a source that is closed to the tenant, is no student, or differs from its manifest.
+            InvalidInputError: a source that the tenant may not read, is no student, or differs from its manifest.
             QuotaExceededError: more bytes than the tenant may store.
-            StorageError, DatabaseUnavailableError: not kept.
+            StorageError, DatabaseUnavailableError: not stored.
         """
         access = self.access(caller.tenant)
         place = access.location(source, _FIELD)
@@ -103,7 +103,7 @@ class ModelImports:
             most = self.policies.policy(caller.tenant).max_stored_bytes
             self.registry.add_model(stored, max_bytes=most, now=self.clock())
         except DatabaseUnavailableError:
-            raise  # The row may be there although its answer is not.
+            raise  # The row may be stored although no answer came.
         except Exception:
             delete_directory(self.objects, prefix)
             raise
@@ -111,7 +111,7 @@ class ModelImports:
 
 
 def _copy(source: Path, target: Path, boundary: Boundary) -> None:
-    """Copy what lies within the boundary, to where nothing changes it while it is looked at."""
+    """Copy a directory within the boundary, so that nothing changes the files while they are checked."""
     if not source.is_dir():
         raise _unusable(
             str(source),
@@ -127,7 +127,7 @@ def _copy(source: Path, target: Path, boundary: Boundary) -> None:
 
 
 def _checked(directory: Path, source: str) -> Manifest:
-    """The manifest of a student, an empty one where it has none. Raises `InvalidInputError`."""
+    """Check a student, and return its manifest, or an empty one if it has none. Raises `InvalidInputError`."""
     check_model_files(directory, Boundary.of(directory), _FIELD)
     if (directory / _ADAPTER).is_file():
         raise _unusable(source, "an adapter; import the whole model that `swiftkv export` makes of it")
@@ -154,7 +154,7 @@ def _checked(directory: Path, source: str) -> Manifest:
 
 
 def _check_readable(model: Model, source: str) -> None:
-    """Refuse a lineage or report that what shows models could not read: it is another program's, or anybody's."""
+    """Refuse a lineage or report that pages and answers could not read: any program may have written it."""
     try:
         plain = "\\u0000" not in json.dumps([model.lineage, model.metrics], allow_nan=False)
         model_card(model.lineage, model.metrics, licence=None).encode()

@@ -1,4 +1,4 @@
-"""A distilled model, as the control plane keeps it."""
+"""Distilled models and promotions, as the control plane stores them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Model:
     tenant: str
     name: str
     job_id: str | None
-    """None of an imported model."""
+    """None for an imported model."""
     attempt: int
-    """0 of an imported model."""
+    """0 for an imported model."""
     created_at: int
     artifact_uri: str
     manifest_digest: str
-    """SHA-256 of its manifest, which in turn names each file's."""
+    """SHA-256 of its manifest, which in turn has the SHA-256 of each file."""
     size: int
     """Bytes."""
     lineage: Mapping[str, Any]
@@ -49,16 +49,16 @@ def imported_prefix(model_id: str) -> str:
 
 @dataclass(frozen=True)
 class Promotion:
-    """One change of what an alias stands for."""
+    """One change of an alias: a promotion or a rollback."""
 
     id: str
     tenant: str
     alias: str
     action: Literal["promote", "rollback"]
     model: str
-    """Model that the alias stands for from then on."""
+    """Model that the alias points to from then on."""
     previous: str | None
-    """Model that it stood for before."""
+    """Model that it pointed to before."""
     reason: str
     by: str
     """Name of the key that asked."""
@@ -68,4 +68,4 @@ class Promotion:
 
 
 Change = Callable[[Deployment, Model], tuple[ResolvedDeployment, DeploymentState]]
-"""Function that gives the new state of a deployment whose alias stands for another model now."""
+"""Returns the new spec and state of a deployment whose alias now points to another model."""

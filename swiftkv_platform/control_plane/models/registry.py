@@ -1,7 +1,7 @@
-"""Names for models in use: which model an alias such as `production` stands for, who put it there and why. Knows the
+"""Aliases of models in use: which model an alias such as `production` points to, and who set it and why. Knows the
 registry alone.
 
-A deployment made of an alias follows it: what is promoted is swapped in, what is rolled back as well.
+A deployment made of an alias follows it: a promotion or a rollback swaps its model.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
 
 @dataclass(frozen=True)
 class RegistryService:
-    """Promoting, rolling back and looking up."""
+    """Operations to promote, roll back and look up models."""
 
     registry: Registry
     clock: Clock
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
-        """The model that a `mdl_` id, a `job_` id, an alias or a name stands for, and the alias. An alias goes before a
-        name, and a name counts where one model of the tenant alone has it. Raises `InvalidInputError`.
-        """
+        """Return the model that `name` refers to, and the alias if it is one. `name`: a `mdl_` id, a `job_` id, an
+        alias, or the name of a single model of the tenant; an alias takes precedence over a name. Raises
+        `InvalidInputError`."""
         try:
             return self._find(name, tenant)
         except NotFoundError as error:
             raise InvalidInputError(error.message, field=error.field, value=name) from error
 
     def find(self, name: str, tenant: str) -> Model:
-        """The model as `resolve` finds it. Raises `NotFoundError`, and `InvalidInputError` for an ambiguous name."""
+        """Return the model as `resolve` finds it. Raises `NotFoundError`, and `InvalidInputError` for an ambiguous
+        name."""
         return self._find(name, tenant)[0]
 
     def _find(self, name: str, tenant: str) -> tuple[Model, str | None]:
@@ -62,14 +63,14 @@ class RegistryService:
         return found[0], None
 
     def aliases(self, tenant: str) -> Mapping[str, Sequence[Promotion]]:
-        """History by alias."""
+        """Return the history of each alias."""
         found: dict[str, list[Promotion]] = {}
         for promotion in self.registry.promotions(tenant=tenant):
             found.setdefault(promotion.alias, []).append(promotion)
         return found
 
     def history(self, alias: str, tenant: str) -> Sequence[Promotion]:
-        """Raises `NotFoundError` for an alias that nothing was ever promoted to."""
+        """Return an alias's history. Raises `NotFoundError` for an alias that nothing was ever promoted to."""
         found = self.registry.promotions(tenant=tenant, alias=alias)
         if not found:
             raise NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
@@ -86,12 +87,12 @@ class RegistryService:
         expected: Expected | None = None,
         accept_undecided: bool = False,
     ) -> Promotion:
-        """Let `alias` stand for the model; promoting what it stands for already changes nothing. `expected` are the
-        versions of the alias that may be changed (0: it stands for nothing yet), None the one it is at now.
+        """Point `alias` to the model; if it already does, nothing changes. `expected`: versions of the alias that may
+        be changed (0: it does not exist yet); None: the version it has now.
 
         Raises `NotFoundError` for an unknown model, `InvalidInputError` for an ambiguous name, `ConflictError` for a
         model with an undecided gate unless `accept_undecided`, `PreconditionFailedError` for an alias at another
-        version than `expected`, and `StaleVersionError` where another model is promoted at the same time.
+        version than `expected`, and `StaleVersionError` if another model is promoted at the same time.
         """
         found = self.find(model_name, tenant)
         _check_gates(found, accept_undecided=accept_undecided)
@@ -112,9 +113,8 @@ class RegistryService:
         return self._store(alias, tenant, decide)
 
     def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
-        """Let `alias` stand for what it stood for before its present model was promoted. Raises `NotFoundError` for an
-        unknown alias, `ConflictError` where there is nothing before, and as `promote`.
-        """
+        """Point `alias` to the model that it pointed to before the present one was promoted. Raises `NotFoundError` for
+        an unknown alias, `ConflictError` if there is no earlier model, and as `promote`."""
         seen, now = _version(self.history(alias, tenant)), int(self.clock())
 
         def decide(history: Sequence[Promotion]) -> Promotion:
@@ -163,7 +163,7 @@ def _swap(deployment: Deployment, model: Model) -> tuple[ResolvedDeployment, Dep
 
 
 def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
-    """A deployment of which something else is wanted, until the cluster has its say."""
+    """Return spec and state of a deployment after a change, before the cluster has applied it."""
     if spec == deployment.spec:
         return spec, deployment.state
     status = deployment.state.status
@@ -189,7 +189,7 @@ def _check_unchanged(alias: str, seen: int, history: Sequence[Promotion]) -> Non
 
 
 def _stack(history: Sequence[Promotion]) -> list[str]:
-    """Models that the alias has stood for and could be rolled back to, the present one last."""
+    """Return the models that the alias could be rolled back to, the present one last."""
     stack: list[str] = []
     for promotion in history:
         if promotion.action == "promote":
@@ -200,8 +200,8 @@ def _stack(history: Sequence[Promotion]) -> list[str]:
 
 
 def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
-    """Number of promotions, from the first on, that are older than `before` and not needed to roll back. `keep`: newest
-    models that the alias has stood for, the present one included, which it can go back to afterwards."""
+    """Return how many promotions, counted from the first, are older than `before` and not needed to roll back. `keep`:
+    number of the newest models, including the present one, that must stay reachable by rollback."""
     stack: list[int] = []
     for place, promotion in enumerate(history):
         if promotion.action == "promote":

@@ -1,4 +1,4 @@
-"""`/models` and `/aliases`: distilled models, what became of them, and which of them is in use."""
+"""`/models` and `/aliases`: distilled models, their lineage, promotion and publication."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
 
 _MOST_DEPLOYMENTS = 1000
 _NEWEST_CHANGES = 20
-"""Changes of an alias that a list shows."""
+"""Newest changes of each alias that a list shows."""
 
 
 @router.get("/models")
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
-    """Models, newest first."""
+    """List models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
     return list_answer(found, ModelAnswer.of, lambda model: model.id)
 
@@ -63,10 +63,10 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 def create_model(
     body: CreateModel, parents: TheParents, caller: Submitter, submit: Submit, present: Present, response: Response
 ) -> JobAnswer:
-    """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
+    """Submit a job that evaluates a checkpoint and publishes it as a model. Returns the job.
 
-    It trains nothing, takes the checkpoint's spec for the rest, and counts as any other job. Its model is the job's
-    `distilled_model` once it has succeeded.
+    The job trains nothing, takes the rest of its spec from the checkpoint's job, and counts as any other job. Its model
+    is the job's `distilled_model` once it has succeeded.
     """
     found = parents.find(body.from_checkpoint, caller.tenant)
     try:
@@ -82,8 +82,8 @@ def import_model(
 ) -> ModelAnswer:
     """Copy a student that no job of this platform made into the object store, and register it as a model.
 
-    A directory with a `manifest.json`, as `swiftkv distill` writes one, is held to its sums and keeps its lineage and
-    report. The request lasts as long as the copy.
+    A directory with a `manifest.json`, as `swiftkv distill` writes one, is checked against its digests and keeps its
+    lineage and report. The request lasts as long as the copy.
     """
     imports = ModelImports(
         parts.registry,
@@ -99,14 +99,14 @@ def import_model(
 
 @router.get("/models/{model_id}")
 def get_model(model_id: str, caller: Reader, service: Service) -> ModelAnswer:
-    """One model. Its alias, its job's id, or a name that one model alone has, is accepted in place of its id, here and
-    wherever a model is named but in `DELETE`."""
+    """Return a model. Wherever a route takes a model, except `DELETE`, its alias, its job's id, or a name that only one
+    model has, is accepted instead of its id."""
     return ModelAnswer.of(service.find(model_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/lineage")
 def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader, service: Service) -> LineageAnswer:
-    """Lineage from the data and the teacher to what serves the model."""
+    """Return a model's lineage, from the data and the teacher to the deployments that serve it."""
     model = service.find(model_id, caller.tenant)
     deployments = parts.deployments.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
     history = [item for items in service.aliases(caller.tenant).values() for item in items]
@@ -116,7 +116,7 @@ def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader
 
 @router.get("/models/{model_id}/compare/{other_id}")
 def compare_models(model_id: str, other_id: str, caller: Reader, service: Service) -> ComparisonAnswer:
-    """Quality, prefill compute and cache of two models side by side, and how their jobs differ."""
+    """Compare quality, prefill compute and cache size of two models, and how their jobs differ."""
     a, b = (service.find(each, caller.tenant) for each in (model_id, other_id))
     return ComparisonAnswer.of(compare(a, b))
 
@@ -132,10 +132,10 @@ def publish_model(
     present: Present,
     response: Response,
 ) -> JobAnswer:
-    """Submit a job that copies the model to a hub repository, a bucket or a directory; copying it again changes
-    nothing. It is the job's answer that is returned.
+    """Submit a job that copies the model to a hub repository, a bucket or a directory. Returns the job. Copying a model
+    again changes nothing.
 
-    Where the operator opens no such place, the request is answered with 422.
+    If the operator allows no such target, the request is answered with 422.
     """
     model = service.find(model_id, caller.tenant)
     return place(response, present(submit(copying_spec(parents.find(model.id, caller.tenant), body))))
@@ -145,11 +145,11 @@ def publish_model(
 def promote_model(
     model_id: str, body: PromotionRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
 ) -> PromotionAnswer:
-    """Let an alias stand for the model. Deployments made of the alias swap it in, without a failed request.
+    """Point an alias to the model. Deployments made of the alias swap it in, without a failed request.
 
-    Where another model is promoted to it at the same time, the later request is answered with 409, and so is a model
-    with an undecided quality gate, unless the request has `accept_undecided`. With `If-Match` the
-    alias is changed at that version, and at no other (412).
+    If another model is promoted to it at the same time, the later request is answered with 409. So is a model with an
+    undecided quality gate, unless the request has `accept_undecided`. With `If-Match` the alias is changed only at that
+    version (else 412).
     """
     promotion = service.promote(
         model_id,
@@ -166,9 +166,9 @@ def promote_model(
 
 @router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
 def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Deployer) -> None:
-    """Delete a model; its job stays, and its objects go with the next round of the sweeper.
+    """Delete a model. Its job stays, and its objects are removed in the sweeper's next round.
 
-    A model that is deployed, in the history of an alias, or read by a job is kept: the 409 names what holds it.
+    A model that is deployed, in the history of an alias, or read by a job is kept: the 409 names the holder.
     """
     deletions.delete_model(model_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)
 
@@ -177,14 +177,14 @@ def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Depl
 def list_aliases(
     parts: Parts, caller: Reader, page: Annotated[Page, Depends(paged(100, "asc"))]
 ) -> ListAnswer[AliasAnswer]:
-    """List the model that each alias stands for, by name, and the newest changes of it; one alias has them all."""
+    """List aliases by name, with their model and newest changes; `GET /aliases/{alias}` returns all changes."""
     found = parts.registry.list_aliases(page, tenant=caller.tenant, newest=_NEWEST_CHANGES)
     return list_answer(found, lambda history: AliasAnswer.of(history[-1].alias, history), lambda alias: alias.id)
 
 
 @router.get("/aliases/{alias}")
 def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasAnswer:
-    """One alias."""
+    """Return an alias with its whole history."""
     found = AliasAnswer.of(alias, service.history(alias, caller.tenant))
     tag(response, found.version)
     return found
@@ -194,9 +194,9 @@ def get_alias(alias: Alias, caller: Reader, service: Service, response: Response
 def roll_back(
     alias: Alias, body: RollbackRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
 ) -> PromotionAnswer:
-    """Let the alias stand for the model before the present one again, and swap that in.
+    """Point the alias to the model before the present one again, and swap that in.
 
-    `If-Match` as in a promotion.
+    `If-Match` works as in a promotion.
     """
     promotion = service.rollback(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
     tag(response, promotion.version)

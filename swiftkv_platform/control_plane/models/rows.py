@@ -1,4 +1,4 @@
-"""Models and promotions in SQL: what is promoted is swapped into the deployments that follow its alias."""
+"""Rows of models and promotions. A promotion also swaps the model of deployments that follow its alias."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from swiftkv_platform.control_plane.models.model import Change, Model, Promotion
 from swiftkv_platform.errors import StorageError
 
 MOST_CANDIDATES = 5
-"""Models that a refusal of an ambiguous name lists."""
+"""Most models that a refusal of an ambiguous name lists."""
 IMPORT_S = 86400.0
-"""Seconds after which the objects of an import that has not been registered are removed."""
+"""Seconds after which the objects of an unregistered import are removed."""
 
 
 class Registry(DeploymentRepository):
-    """Promotions and the models they are about. Each method is one transaction."""
+    """Models and their promotions. Each method is one transaction."""
 
     def get_model(self, model_id: str, *, tenant: str) -> Model:
-        """Raises `NotFoundError`."""
+        """Return a model. Raises `NotFoundError`."""
         with self._database.reading() as session:
             return value_of(Model, owned(session, ModelRow, model_id, tenant))
 
     def note_import(self, prefix: str, *, by: str, now: float) -> None:
-        """Note that the objects of an import are to go in a day, unless `add_model` keeps them before."""
+        """Schedule the removal of an import's objects in a day, unless `add_model` registers the model before."""
         with self._database.writing() as session:
             session.add(DeletionRow(prefix=prefix, created_at=int(now + IMPORT_S), by=by))
 
     def add_model(self, model: Model, *, max_bytes: int | None, now: float) -> None:
-        """Register an imported model, whose objects stay from then on. Raises `StorageError` where they are about to
-        go: half a day lies between the last import that is accepted and the removal, so the two never meet."""
+        """Register an imported model and cancel the removal of its objects. Raises `StorageError` if they are due
+        within half a day, so that registration and removal never overlap."""
         noted = (DeletionRow.prefix == model.prefix, DeletionRow.created_at >= now + IMPORT_S / 2)
         with self._database.writing() as session:
             if session.connection().execute(delete(DeletionRow).where(*noted)).rowcount != 1:
@@ -56,20 +56,18 @@ class Registry(DeploymentRepository):
             return Slice([value_of(Model, row) for row in rows.items], rows.has_more)
 
     def models(self, *, tenant: str, **columns: str) -> Sequence[Model]:
-        """The tenant's models with these values of columns, newest first, and no more than tell that there are more
-        than `MOST_CANDIDATES`.
-        """
+        """Return the tenant's models with these values of columns, newest first, at most `MOST_CANDIDATES` + 1."""
         query = select(ModelRow).filter_by(tenant=tenant, **columns).order_by(ModelRow.id.desc())
         with self._database.reading() as session:
             return [value_of(Model, row) for row in session.scalars(query.limit(MOST_CANDIDATES + 1))]
 
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
-        """Promotions in the order in which they happened."""
+        """Return promotions in the order in which they happened."""
         with self._database.reading() as session:
             return promotions_of(session, tenant, alias)
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
-        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
+        """Return a page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
         with self._database.reading() as session:
@@ -92,7 +90,8 @@ class Registry(DeploymentRepository):
     def promote(
         self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
     ) -> None:
-        """Store what `decide` makes of the alias's history, and change the deployments that follow it, or nothing."""
+        """Store the promotion that `decide` returns for the alias's history, and change the deployments that follow the
+        alias, in one transaction. If the history already has that promotion, nothing changes."""
         with self._database.writing() as session:
             self._await_turn(session, tenant)
             history = promotions_of(session, tenant, alias)

@@ -1,4 +1,4 @@
-"""The JSON that callers see of jobs, made from domain values. Knows no route and no database."""
+"""The JSON of jobs, made from domain values. Knows no route and no database."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class JobError(Answer):
     code: str
     message: str
     param: str | None = None
-    """Dotted path of the field to blame, where one is."""
+    """Dotted path of the field that caused it, if there is one."""
     cure: str
-    """Advice on what to change: fields with their values and what to use instead."""
+    """How to fix it: the fields to change, with their values and what to use instead."""
 
 
 class JobProgress(Answer):
@@ -46,12 +46,12 @@ class JobProgress(Answer):
 
 class JobPhaseProgress(Answer):
     part: str
-    """Part of the phase: prompts of a worker, `sources` of the data, `layers` that calibrate, a task of the evaluation,
+    """Part of the phase: a worker's prompts, `sources` of the data, `layers` that calibrate, a task of the evaluation,
     `bytes` of the model."""
     done: int
     total: int
     seconds_remaining: int | None
-    """Seconds until the part is done, from when it was told; null before a piece of it was."""
+    """Seconds from the report until the part is done; null before anything of it is done."""
 
 
 class JobAnswer(Answer):
@@ -65,14 +65,14 @@ class JobAnswer(Answer):
     """Cause of a failed job and its cure; null for others."""
     status_reason: StatusReason | None
     phase: str | None
-    """Phase that a job on the cluster is in: `write` (the teacher's answers), `prepare`, `calibrate`, `train`,
-    `evaluate` or `publish`; null before the first, and off the cluster."""
+    """Phase of a job on the cluster: `write` (the teacher's answers), `prepare`, `calibrate`, `train`, `evaluate` or
+    `publish`; null before the first, and off the cluster."""
     phase_progress: JobPhaseProgress | None
-    """Progress of the phase, as far as its workers tell it; `progress` has the steps of `train`."""
+    """Progress of the phase, if its workers report it; `progress` has the steps of `train`."""
     queue_place: int | None
-    """Place of a queued job among its tenant's, which start in this order; the first has 1."""
+    """Position of a queued job among its tenant's, which start in this order; the first has 1."""
     waiting_since: int | None
-    """Time since which a queued job waits for places on the cluster; `status_reason` says for which."""
+    """Time since which a queued job waits for resources of the cluster; `status_reason` says for which."""
     created_at: int
     started_at: int | None
     finished_at: int | None
@@ -85,15 +85,15 @@ class JobAnswer(Answer):
     result: dict[str, Any] | None
     """The evaluation report."""
     verdict: str | None
-    """Sentence on what was measured of the model; null where nothing was."""
+    """One-sentence summary of the model's evaluation; null if it was not evaluated."""
     tracking: dict[str, Any] | None
     artifact_uri: str | None
     cost: float | None
     """Cost so far, over all attempts, at the operator's prices; null without prices."""
     estimated_cost: float | None
-    """Cost when its training has ended, at its present speed."""
+    """Cost at the end of its training, at its present speed."""
     submission_id: str | None
-    """Ray's id of the present attempt."""
+    """Ray's submission id of the present attempt."""
     metadata: dict[str, str]
     tenant: str
     created_by: str
@@ -102,7 +102,7 @@ class JobAnswer(Answer):
     def of(
         cls, job: Job, prices: Prices, now: float, queue_place: int | None = None, waits: Reason | None = None
     ) -> Self:
-        """The answer. `waits`: why a queued job has not started."""
+        """Return the answer. `waits`: why a queued job has not started."""
         error = None
         if (cause := job.error) is not None:
             cure = what_to_change(cause.code, cause.field, job.spec)
@@ -127,16 +127,15 @@ class JobAnswer(Answer):
 
 
 class ResumeRequest(FiniteModel):
-    """Terms on which a paused job goes on."""
+    """Options for resuming a paused job."""
 
     cost_cap: Positive | None = None
     """Replaces `limits.cost_cap`."""
 
 
 class EstimateAnswer(JobEstimate):
-    """Estimate of the job's cost and of its student, of a sweep its first trial's; null but for sources and gates where
-    the teacher's configuration is on the hub.
-    """
+    """Estimate of the job's cost and of its student; for a sweep, of its first trial. If the teacher's configuration is
+    on the hub, only sources and gates are set, and the rest is null."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
@@ -182,11 +181,11 @@ class CheckpointAnswer(Answer):
     size: int
     """Bytes."""
     sha256: str
-    """SHA-256 of its manifest, which names each file's."""
+    """SHA-256 of its manifest, which has the SHA-256 of each file."""
     held_out_kl: float | None
-    """Held-out KL of its state, in nats; null where it was not measured at this step."""
+    """Held-out KL at this step, in nats; null if it was not measured."""
     distilled_model: str | None
-    """The job's model (`mdl_...`) where it is made of this checkpoint, else null."""
+    """The job's model (`mdl_...`) if it is made of this checkpoint, else null."""
 
     @classmethod
     def of(cls, checkpoint: StoredCheckpoint, *, model: str | None = None) -> Self:
@@ -195,7 +194,8 @@ class CheckpointAnswer(Answer):
 
     @classmethod
     def all_of(cls, job: Job, checkpoints: Sequence[StoredCheckpoint]) -> list[Self]:
-        """Answers on all of a job, by step, then attempt; of the model's step the newest attempt's is marked."""
+        """Return answers on all checkpoints of a job, by step, then attempt; at the model's step, the newest attempt's
+        names the model."""
         step = ((job.result or {}).get("training") or {}).get("step")
         chosen = next((each for each in reversed(checkpoints) if each.step == step), None)
         return [cls.of(each, model=job.distilled_model if each is chosen else None) for each in checkpoints]
@@ -215,7 +215,7 @@ class ArtifactFileAnswer(Answer):
 
 
 class TrackingFileAnswer(Answer):
-    """One file of a W&B run that W&B has not taken yet."""
+    """One file of a W&B run that has not been uploaded to W&B yet."""
 
     object: Literal["tracking.file"] = "tracking.file"
     path: str
@@ -227,7 +227,7 @@ class TrackingFileAnswer(Answer):
 
 
 def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:
-    """Part of a list that is at hand as a whole."""
+    """Return a page of a list that is in memory."""
     descending = page.order == "desc"
     ordered = sorted(items, key=cursor, reverse=descending)
     after = page.after

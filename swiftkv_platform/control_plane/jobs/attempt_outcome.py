@@ -1,4 +1,4 @@
-"""Outcome of a job whose attempt has ended: success, another attempt, or the end. Submits nothing."""
+"""Outcome of a job whose attempt has ended: success, another attempt, or its final status. Submits nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 
 _LONGEST_DELAY_S = 60.0
 _OF_THE_CLUSTER = (ReasonCode.PREEMPTED, ReasonCode.NOT_PLACED)
-"""Ends of an attempt that are the cluster's doing and use up no retry."""
+"""Reasons for an attempt's end that are caused by the cluster and use up no retry."""
 _TO_TRY_AGAIN = (ReasonCode.NOT_PLACED, ReasonCode.PREEMPTED, ReasonCode.WORKER_LOST)
-"""Reasons of the control plane to end an attempt after which another one is made."""
+"""Reasons for which the control plane ends an attempt, but makes another one."""
 
 
 @dataclass(frozen=True)
 class AttemptOutcomes:
-    """Decides what an ended attempt means."""
+    """Decides what happens to a job once its attempt has ended."""
 
     store: AttemptStore
     digest: Callable[[Manifest], str]
@@ -34,9 +34,9 @@ class AttemptOutcomes:
     """Pause before the second attempt; it doubles with every further one."""
 
     def decide(self, reading: Reading, submission: Submission | None) -> Model | None:
-        """Move the job of `reading` on; returns the model if it has made one.
+        """Change the status of the job of `reading`; returns the model if the attempt has made one.
 
-        `submission` None means that Ray has forgotten it, as a restarted head does.
+        `submission`: None means that Ray has forgotten it, as a restarted head does.
         """
         job = reading.job
         cancelling = job.status is JobStatus.CANCELLING
@@ -48,7 +48,7 @@ class AttemptOutcomes:
         unexplained = job.attempt.stopping is None and job.attempt.failure is None
         damage: Failure | None = None
         if ended_well or (unexplained and not cancelling):
-            # The manifest is written last: with it the work is done, whatever became of the process afterwards.
+            # The manifest is written last: if it exists, the work is done, even if the process failed afterwards.
             try:
                 manifest = self.store.artifact_manifest(job.attempt_id)
             except ArtifactCorruptError as error:
@@ -61,7 +61,7 @@ class AttemptOutcomes:
         elif job.status is JobStatus.PAUSING:
             self._settle_pause(reading, damage or job.attempt.failure)
         elif submission is None and unexplained and damage is None:
-            # Ray does not follow the attempt any more. That is no fault of the job's and uses up no retry.
+            # Ray no longer knows the attempt. The job did not cause that, so it uses up no retry.
             message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
             self._requeue(reading, Reason(ReasonCode.WORKER_LOST, message), counts=False)
         else:
@@ -69,7 +69,7 @@ class AttemptOutcomes:
         return None
 
     def _settle_publication(self, reading: Reading) -> None:
-        """A model was copied, and none was made."""
+        """Mark a job that copied a model as succeeded; no model was made."""
         if reading.job.status is JobStatus.STARTING:
             reading.move(JobStatus.RUNNING)
         result = {"published": {"model": reading.job.spec.training.from_, "to": reading.job.spec.publish.to}}
@@ -77,7 +77,8 @@ class AttemptOutcomes:
         reading.move(JobStatus.SUCCEEDED)
 
     def _settle_pause(self, reading: Reading, failure: Failure | None) -> None:
-        """An attempt that ended for another cause is off the cluster as well, unless trying again is no use."""
+        """Mark the job as paused, even if its attempt ended for another cause; as failed if that cause is not
+        retryable."""
         stopping = reading.job.attempt.stopping
         if stopping is not None and stopping.code not in _TO_TRY_AGAIN:
             reading.move(JobStatus.FAILED, stopping)
@@ -106,7 +107,7 @@ class AttemptOutcomes:
         reading.events.append(event)
 
     def _promote(self, reading: Reading, manifest: Manifest) -> Model:
-        """The artifact becomes the job's model; the update that stores both is refused if the job has moved on."""
+        """Make the artifact the job's model; the update that stores both is refused if the job has changed."""
         if reading.job.status is JobStatus.STARTING:
             reading.move(JobStatus.RUNNING)
         job = reading.job
@@ -136,7 +137,7 @@ class AttemptOutcomes:
 
 
 def _cause(job: Job, submission: Submission | None) -> Failure:
-    """Reason of the failure: the control plane's decision, else the attempt's own last word, else what Ray says."""
+    """Return the failure: the control plane's decision, else the attempt's own last error, else what Ray reports."""
     if job.attempt.stopping is not None:
         return Failure(job.attempt.stopping, retryable=job.attempt.stopping.code in _TO_TRY_AGAIN)
     if job.attempt.yields is not None and (job.attempt.failure is None or job.attempt.failure.retryable):
@@ -156,7 +157,7 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
             message = f"{name} was stopped, not by this control plane"
             return Failure(Reason(ReasonCode.PREEMPTED, message), retryable=True)
         case _:
-            # The log's tail follows in Ray's message; the whole log is kept beside the attempt.
+            # Ray's message ends with the log's tail; the whole log is stored with the attempt.
             explanation = submission.message.partition("\n")[0].strip() or "no reason given"
             return Failure(
                 Reason(ReasonCode.WORKER_LOST, f"{name} failed without saying why; Ray: {explanation}"), retryable=True

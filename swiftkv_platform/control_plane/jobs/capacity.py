@@ -1,7 +1,7 @@
-"""Places on the cluster: those that a job's workers need, and those that are left beside the jobs that run.
+"""Places on the cluster: those that a job's workers need, and those that running jobs leave free.
 
-A job that runs takes its places one phase after the other: a worker prepares, all train, all measure. What it has not
-taken yet is kept for it, so that none starts beside it for which it would have to wait.
+A running job takes its places phase by phase: one worker prepares, all train, all evaluate. Places that it has not
+taken yet are reserved for it, so that no job starts that would make it wait.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from swiftkv_platform.specs import JobSpec
 
 GIB = 1 << 30
 _LAG_S = 10.0
-"""Seconds after which Ray's report has what was taken; it is renewed every 5 s."""
+"""Seconds after which Ray's report includes what was taken; it is renewed every 5 s."""
 WHOLE = ("train", "evaluate")
-"""Phases in which all workers have a place; in others one has."""
+"""Phases in which all workers have a place; in other phases one worker has."""
 _MOST_NEEDS = 10_000
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Places that a job begins with."""
+    """Places that a job needs to start."""
 
     bundles: Sequence[Bundle]
     words: str
 
     @classmethod
     def of(cls, spec: JobSpec, driver: Bundle) -> Needs:
-        """Needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's driver."""
+        """Return the needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's
+        driver."""
         workers = workers_of(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.described(len(workers)))
 
     @property
     def nowhere(self) -> Reason:
-        """The reason of a job that the nodes there are would not hold if nothing else were on them."""
+        """Reason of a job that the present nodes could not hold even if they were empty."""
         message = f"waits for {self.words}: no node has such places, or too few have; some have to join"
         return Reason(ReasonCode.WAITING_FOR_RESOURCES, message, field="resources")
 
@@ -63,17 +64,17 @@ def workers_of(spec: JobSpec) -> list[Bundle]:
 
 
 def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
-    """Places that a job has still to take on the cluster, as far as Ray's report tells."""
+    """Return the places that a job has yet to take on the cluster, beyond those in Ray's report."""
     attempt = job.attempt
     if not job.status.holds_cluster or job.status in (JobStatus.PAUSING, JobStatus.CANCELLING) or attempt.stopping:
         return ()
-    if not attempt.cursor:  # nothing was heard of it
+    if not attempt.cursor:  # it has reported nothing yet
         return Needs.of(job.spec, driver).bundles
     phases = [*map(phase_of, (*attempt.placed, *attempt.waiting))]
     if job.spec.sweep is not None and attempt.has_trained:
-        return ()  # trials that run leave their places to those that wait
+        return ()  # running trials leave their places to waiting ones
     workers = workers_of(job.spec)
-    phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers tell of no places
+    phase = phases[-1] if phases else "train" if attempt.has_trained else ""  # old workers report no places
     needed = 1 if phase == "publish" else len(workers)
     if not phase or attempt.waiting or now < (attempt.placed_at or 0.0) + _LAG_S:
         return workers[:needed]
@@ -81,13 +82,13 @@ def outstanding(job: Job, driver: Bundle, now: float) -> Sequence[Bundle]:
 
 
 def most_of(spec: JobSpec) -> Bundle:
-    """Return what a job holds when it has grown to the most that its spec allows, over all trials."""
+    """Return the resources that a job holds at the most workers that its spec allows, over all trials."""
     trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
     return {name: amount * spec.resources.max_workers * trials for name, amount in workers_of(spec)[0].items()}
 
 
 class ClusterPlaces:
-    """Places that are free in one round of the queue, taken one job after the other."""
+    """Free places in one round of the queue, taken job by job."""
 
     def __init__(
         self,
@@ -101,13 +102,13 @@ class ClusterPlaces:
         self._admission = admission
         self._possible: set[str] = set()
         self.refused: dict[str, Reason] = {}
-        """Reasons of the jobs that have found none."""
+        """By job that found no place: the reason."""
         for bundles in kept:
             for bundle in bundles:
                 take(self._free, [bundle])
 
     def could_fit(self, job_id: str) -> bool:
-        """Whether the nodes would hold the job if nothing else were on them."""
+        """Whether the nodes could hold the job if they were empty."""
         needs = self._admission.needs(job_id)
         if job_id in self._possible or needs is None or self._empty.hold(needs.bundles):
             self._possible.add(job_id)
@@ -117,7 +118,7 @@ class ClusterPlaces:
         return False
 
     def fits(self, job_id: str) -> bool:
-        """Whether the job finds its places now."""
+        """Whether the job's places are free now."""
         needs = self._admission.needs(job_id)
         if job_id in self.refused:
             return False
@@ -136,15 +137,15 @@ class ClusterPlaces:
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """Bounds of a cluster that an autoscaler enlarges. One whose groups are not named has none: nodes come and go."""
+    """Bounds of a cluster with an autoscaler. Without named node groups there are none: nodes come and go."""
 
     groups: Mapping[str, NodeGroup]
     driver: Bundle
     told: Callable[[], Sequence[Node] | None]
-    """Nodes that Ray tells of, of which some may be of no group; asked for what the groups do not hold."""
+    """Nodes that Ray reports, some of which may be in no group; called only for needs that the groups do not hold."""
 
     def check(self, spec: JobSpec) -> None:
-        """Raises `InvalidInputError` for a job that neither the groups nor the nodes there can ever hold."""
+        """Raise `InvalidInputError` for a job that neither the full groups nor the present nodes can hold."""
         needs = Needs.of(spec, self.driver)
         most = len(needs.bundles)
         full = [group.resources for group in self.groups.values() for _ in range(min(group.max_nodes, most))]
@@ -165,15 +166,15 @@ NO_GROUPS = GroupLimits({}, {}, lambda: None)
 
 
 def nodes_of(cluster: JobCluster) -> Sequence[Node] | None:
-    """Return the nodes that a cluster tells of, if it does."""
+    """Return the nodes that a cluster reports; None if it does not report them or does not answer."""
     try:
         return cluster.capacity()
-    except ClusterUnavailableError:  # the start of a job meets it as well
+    except ClusterUnavailableError:  # starting a job raises it as well
         return None
 
 
 class Admission:
-    """Knows what runs, from round to round; another control plane that takes over begins anew."""
+    """Running jobs and their needs, remembered between rounds; a control plane that takes over begins anew."""
 
     def __init__(self, jobs: JobRepository, cluster: JobCluster, driver: Bundle) -> None:
         self._jobs = jobs
@@ -183,11 +184,11 @@ class Admission:
         self._needs: dict[str, Needs] = {}
         self._nodes: Sequence[Bundle] = ()
         self.never: set[str] = set()
-        """Jobs that the nodes there are cannot hold. They are not asked about again before the nodes change, and keep
-        no other job of their tenant waiting: it takes nothing that they could have."""
+        """Jobs that the present nodes cannot hold. They are skipped until the nodes change, and other jobs of their
+        tenant may start before them, since those take nothing that they could have."""
 
     def saw(self, jobs: Iterable[Job]) -> None:
-        """Note how far these jobs are."""
+        """Record the present state of these jobs."""
         self._running |= {job.id: job for job in jobs}
 
     @property
@@ -196,15 +197,15 @@ class Admission:
         return [*self._running.values()]
 
     def told(self) -> Sequence[Node] | None:
-        """Return the nodes that the cluster tells of, if it does."""
+        """Return the nodes that the cluster reports; None if it does not report them or does not answer."""
         return nodes_of(self._cluster)
 
     def places(self, now: float, *, stuck: Sequence[Job] = (), over: Sequence[Job] = ()) -> ClusterPlaces | None:
-        """Return the places that are free now; None where the cluster does not tell.
+        """Return the places that are free now; None if the cluster does not report its nodes.
 
         Args:
-            stuck: jobs for which none are kept.
-            over: jobs that count as gone; what they hold, as if it were on one node.
+            stuck: jobs for which no outstanding places are reserved.
+            over: jobs that count as gone: what each holds is free, as if it were on one node.
         """
         nodes = self.told()
         there = [] if nodes is None else [node.total for node in nodes]
@@ -221,7 +222,7 @@ class Admission:
         return ClusterPlaces(nodes, kept, self, [most_of(job.spec) for job in over])
 
     def needs(self, job_id: str) -> Needs | None:
-        """Return the needs of a job; None for one that is gone, or cannot be read."""
+        """Return the needs of a job; None for one that is gone or unreadable."""
         if job_id not in self._needs:
             if len(self._needs) >= _MOST_NEEDS:
                 self._needs.clear()
@@ -229,7 +230,7 @@ class Admission:
         return self._needs.get(job_id)
 
     def untold(self, places: ClusterPlaces | None, now: int) -> Sequence[tuple[Job, Event]]:
-        """Return the jobs that have been refused places and do not say so yet, as they are to be stored."""
+        """Return, ready to be stored, queued jobs that were refused places, if their reason is not stored yet."""
         if places is None or not places.refused:
             return ()
         waiting = self._jobs.load([*places.refused])

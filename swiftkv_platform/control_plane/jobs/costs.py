@@ -1,4 +1,4 @@
-"""Cost and duration of jobs: money from time on the cluster, time from jobs that were measured. No I/O."""
+"""Cost and duration of jobs: cost from time on the cluster, durations from measured jobs. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of an hour, in the operator's currency. None: nothing is priced, and nothing has a cost."""
+    """Prices per hour, in the operator's currency. None: unpriced; if both are None, nothing has a cost."""
 
     gpu_hour: float | None = None
     cpu_hour: float | None = None
@@ -27,7 +27,7 @@ class Prices:
         return self.gpu_hour is not None or self.cpu_hour is not None
 
     def cost(self, spec: JobSpec, seconds: float) -> float | None:
-        """Cost of `seconds` with all workers that the spec may have."""
+        """Return the cost of `seconds` with the most workers that the spec allows; None without prices."""
         if not self.are_known:
             return None
         demand = Demand.of(spec)
@@ -35,11 +35,11 @@ class Prices:
         return hourly * seconds / _HOUR
 
     def cost_of(self, job: Job, now: float) -> float | None:
-        """Cost of a job so far, over all its attempts."""
+        """Return the cost of a job so far, over all its attempts."""
         return self.cost(job.spec, job.seconds_on_cluster(now))
 
     def final_cost_of(self, job: Job, now: float) -> float | None:
-        """Cost of a job when its training has ended, at its present speed; None where that is not known."""
+        """Return the cost of a job at the end of its training, at its present speed; None if that is not known."""
         if job.status.is_terminal:
             return self.cost_of(job, now)
         if job.progress.seconds_remaining is None:
@@ -51,12 +51,12 @@ FREE = Prices()
 
 
 def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
-    """The lower of the job's own cap and its tenant's."""
+    """Return the lower of the job's own cap and its tenant's; None if there is neither."""
     return min((cap for cap in (spec.limits.cost_cap, policy.cost_cap) if cap is not None), default=None)
 
 
 def over_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reason | None:
-    """Reason to pause a job that runs and has cost more than it may; None where it has not."""
+    """Return the reason to pause a running job that has cost more than its cap; None if it has not."""
     cap, cost = cost_cap(job.spec, policy), prices.cost_of(job, now)
     if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
         return None
@@ -65,7 +65,8 @@ def over_cap(job: Job, policy: TenantPolicy, prices: Prices, now: float) -> Reas
 
 
 def measured_speed(job: Job, now: float) -> Speed | None:
-    """Speed of a job whose present attempt has just succeeded; None where it told too little."""
+    """Return the speed of a job whose present attempt has just succeeded; None if it reported too little to measure
+    it."""
     attempt, pace = job.attempt, job.attempt.pace
     if attempt.submitted_at is None or attempt.resume_from is not None or pace is None or job.flops_per_step is None:
         return None
@@ -87,7 +88,7 @@ def _process_memory(job: Job) -> int | None:
 
 
 def speed_for(spec: JobSpec, jobs: Iterable[Job]) -> tuple[Speed, str] | None:
-    """The speed of the newest job on the same kind of workers, of the same teacher if there is one, and its id."""
+    """Return the speed of the newest job on the same kind of workers, preferably with the same teacher, and its id."""
     alike = [job for job in jobs if job.speed is not None and _workers(job.spec) == _workers(spec)]
     same = [job for job in alike if job.spec.model.name_or_path == spec.model.name_or_path]
     newest = max(same or alike, key=lambda job: job.id, default=None)

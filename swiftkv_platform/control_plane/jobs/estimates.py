@@ -34,19 +34,18 @@ from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, reso
 DEFAULT_MACHINES = Machines()
 
 PROCESS_MEMORY = 710 << 20
-"""Bytes of a worker's process beside its model, where none has been measured: Linux, torch 2.13 for CPUs."""
+"""Bytes of a worker's process in addition to its model, if none was measured: Linux, torch 2.13 for CPUs."""
 
 
 class JobEstimate(FrozenModel):
-    """Estimate of the job's cost and of its student, of a sweep its first trial's; all None but sources and gates where
-    the teacher's configuration is on the hub.
-    """
+    """Estimate of the job's cost and of its student; for a sweep, of its first trial. If the teacher's configuration is
+    on the hub, only sources and gates are set, and the rest is None."""
 
     num_hidden_layers: int | None = None
     num_key_value_layers: int | None = None
     num_kv_cache_layers: int | None = None
     prefill_flops_ratio: float | None = None
-    """Prompts of `data.max_length` tokens, SwiftKV relative to the teacher, as executed."""
+    """Prefill FLOPs of SwiftKV relative to the teacher, as executed, for prompts of `data.max_length` tokens."""
     kv_bytes_per_token: float | None = None
     """Bytes of the student's cache per token, in bfloat16."""
     kv_bytes_ratio: float | None = None
@@ -57,18 +56,18 @@ class JobEstimate(FrozenModel):
     flops_per_token: float | None = None
     """FLOPs of training per token, forward and backward."""
     memory_per_worker: int | None = None
-    """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
+    """Peak bytes of a step on each worker's device; without GPUs, in its process, in addition to `process_memory`."""
     process_memory: int | None = None
-    """Bytes that a worker's process holds beside its model, as the newest job on such workers measured it, else what is
-    usual; None with GPUs, whose memory it does not take."""
+    """Bytes of a worker's process in addition to its model, as measured by the newest job on such workers, else a
+    typical value; None with GPUs, whose memory it does not use."""
     max_tokens: int | None = None
-    """Tokens trained with `training.max_steps` full batches; None where epochs decide."""
+    """Tokens of `training.max_steps` full batches; None if the number of epochs limits training."""
     total_flops: float | None = None
     """FLOPs of those tokens."""
     flops_per_step: float | None = None
     """FLOPs of a step over all workers."""
     seconds: float | None = None
-    """Seconds from submission to the model, once it starts; None without `training.max_steps` or without a speed."""
+    """Seconds from submission to Ray until the model is there; None without `training.max_steps` or without a speed."""
     speed_source: str | None = None
     """Source of the speed: the id of the job that was measured, or `configured`."""
     cost: float | None = None
@@ -80,11 +79,11 @@ class JobEstimate(FrozenModel):
     assumptions: Assumptions | None = None
     """Nodes and rates that `phases` assume."""
     gates: tuple[TaskForecast, ...] = ()
-    """Losses that the samples of each task can exclude, by their numbers."""
+    """By task: the losses that its number of samples can exclude."""
 
 
 def machines(settings: Settings) -> Machines:
-    """Nodes and rates as the operator has set them."""
+    """Return nodes and rates as the operator has set them."""
     return Machines(**settings.model_dump(include=set(Machines.model_fields)))
 
 
@@ -96,11 +95,10 @@ def estimate(
     *,
     num_tokens: int | None = None,
 ) -> JobEstimate:
-    """The estimate of a job without a sweep; `num_tokens` of an epoch, where they are known better than from sizes of
-    the sources.
+    """Estimate a job without a sweep. `num_tokens`: tokens of an epoch, if known better than from the sources' sizes.
 
     Raises:
-        InvalidInputError: l, g or a batch size that does not fit, more memory than the GPU named has or than is asked
+        InvalidInputError: l, g or a batch size that does not fit, more memory than the named GPU has or than is asked
             for, or more disk than a node has.
         ModelError: a family without a row, or a configuration that lacks a key.
     """
@@ -145,7 +143,7 @@ def estimate(
 
 
 def _student(spec: JobSpec, config: dict[str, Any]) -> tuple[Architecture, LayerMap, Parameters, TrainingSetup]:
-    """Shape of a job's student, and the settings of its training."""
+    """Return the shape of a job's student, and the settings of its training."""
     model, setup = read_architecture(config), training_setup(spec)
     l, size = _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size  # noqa: E741  # the paper's l
     layer_map = LayerMap(len(model.layers), l, size, spec.swiftkv.bypassed)
@@ -153,7 +151,7 @@ def _student(spec: JobSpec, config: dict[str, Any]) -> tuple[Architecture, Layer
 
 
 def _planned(spec: JobSpec, config: dict[str, Any], inputs: Inputs, machines: Machines) -> JobPlan:
-    """All phases of a spec whose defaults are resolved, unless one cannot fit."""
+    """Plan all phases of a spec whose defaults are resolved. Raises if one cannot fit."""
     model, layer_map, parameters, setup = _student(spec, config)
     refuse_what_cannot_fit(
         model,
@@ -168,7 +166,7 @@ def _planned(spec: JobSpec, config: dict[str, Any], inputs: Inputs, machines: Ma
 
 
 def _origin(spec: JobSpec) -> Origin:
-    """Place of the teacher, by its name."""
+    """Return where the teacher is stored, by its name."""
     match parse_source(spec.model.name_or_path, field="model.name_or_path"):
         case HubSource():
             return "hub"
@@ -179,13 +177,13 @@ def _origin(spec: JobSpec) -> Origin:
 
 
 def _text_bytes(sources: tuple[SourceEstimate, ...]) -> int | None:
-    """Bytes of all sources; None unless all are known."""
+    """Return the bytes of all sources; None unless all are known."""
     sizes = [source.num_bytes for source in sources if source.num_bytes is not None]
     return sum(sizes) if sizes and len(sizes) == len(sources) else None
 
 
 def _resolved(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
-    """Resolve defaults as preparation will, but for the batch size of few data, which are not read here."""
+    """Resolve defaults as preparation will, except the batch size for little data, which is not read here."""
     fields = Fields(config)
     context_length = fields.optional_count("max_position_embeddings")
     hidden_size = fields.optional_count("hidden_size")
@@ -200,7 +198,7 @@ def _num_key_value_layers(spec: JobSpec, config: dict[str, Any]) -> int:
 
 
 def _shared_heads(spec: JobSpec, config: dict[str, Any]) -> int | None:
-    """Key-value heads of the student's groups, where they are not the teacher's."""
+    """Return the number of key-value heads of the student's groups; None if it is the teacher's."""
     query_heads = config.get("num_attention_heads")
     if spec.swiftkv.sharing == "gqa" or not isinstance(query_heads, int):
         return None

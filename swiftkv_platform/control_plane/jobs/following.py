@@ -23,12 +23,12 @@ Turn = Callable[[], AbstractAsyncContextManager[None]]
 _POLL_S = 0.5
 _EVENTS_PER_READ = 100
 _KEPT = 1000
-"""Newest events of a job that wait for slow followers."""
+"""Most events of a job that are kept for slow followers."""
 
 
 class EventTail:
     """The newest events of one job, for as long as it has followers. `turn`: a turn of its tenant, in which it reads.
-    `after`: id of the event before the first one that it reads."""
+    `after`: id of the event after which it starts to read."""
 
     def __init__(self, read: ReadEvents, turn: Turn, job_id: str, after: str | None) -> None:
         self._read = read
@@ -36,15 +36,14 @@ class EventTail:
         self._job_id = job_id
         self._newest = after
         self._next: dict[str | None, Event] = {}
-        """Events by the id of the one before, in their order."""
+        """Events by the id of the preceding one, in order."""
         self._error: Exception | None = None
         self._has_read = asyncio.Event()
         self.followers = 0
 
     async def after(self, last: str | None) -> Sequence[Event] | None:
-        """Return the events after the event `last`: none, where a while brings none; None where only the database can
-        tell. Raises what reading has raised.
-        """
+        """Return the events after the event `last`, possibly none; None if `last` is no longer kept, so that the
+        database must be read. Waits for the next read if there is nothing new. Raises what reading has raised."""
         if self._error is None and not self._since(last):
             await self._has_read.wait()
         if self._error is not None:
@@ -61,7 +60,7 @@ class EventTail:
         return found
 
     async def run(self) -> None:
-        """Read until that fails; every follower is told why."""
+        """Read until that fails; every follower then gets the error."""
         while self._error is None:
             await asyncio.sleep(_POLL_S)
             page = Page(self._newest, _EVENTS_PER_READ, order="asc")
@@ -84,7 +83,7 @@ class EventTail:
 
 
 class Followers:
-    """Followers of jobs through this process. Belongs to one event loop."""
+    """Followers of jobs in this process. Belongs to one event loop."""
 
     def __init__(self, read: ReadEvents, turns: Turns) -> None:
         self._read = read
@@ -94,8 +93,8 @@ class Followers:
     async def follow(
         self, job_id: str, tenant: str, after: str | None, *, has_ended: bool
     ) -> AsyncGenerator[Event, None]:
-        """Events of a tenant's job after the event `after`, until the one that ends the job is out. Raises as the
-        reading does. `has_ended`: whether the job has ended already, and its last event is there."""
+        """Yield the events of a tenant's job after the event `after`, up to the one that ends the job. Raises what
+        reading raises. `has_ended`: whether the job has already ended, and its last event is stored."""
         turn = partial(self._turns.turn, tenant, "following")
         while True:
             async with turn():
@@ -115,7 +114,7 @@ class Followers:
 
     @contextmanager
     def _tail(self, job_id: str, turn: Turn, after: str | None) -> Iterator[EventTail]:
-        """The job's tail, which begins with its first follower and ends with its last."""
+        """Open the job's tail, which lives from its first follower to its last."""
         if job_id not in self._tails:
             tail = EventTail(self._read, turn, job_id, after)
             self._tails[job_id] = tail, asyncio.create_task(tail.run())
@@ -138,20 +137,21 @@ _WATCHED_S = 60.0
 """Seconds for which a job counts as followed after a caller has asked for it."""
 _AGAIN_S = 20.0
 _MOST = 1000
-"""Jobs remembered; of more, some are told of more often than needed."""
+"""Most jobs remembered; beyond that, some are marked more often than needed."""
 
 
 class Watches:
-    """Tells of each job at most once in a while, however often callers ask."""
+    """Marks jobs as followed, each at most once every 20 s, however often callers ask."""
 
     def __init__(self, jobs: JobRepository, clock: Clock) -> None:
         self._jobs = jobs
         self._clock = clock
         self._told: dict[str, float] = {}
-        """When each job was told of, the latest one last."""
+        """When each job was last marked, the latest one last."""
 
     def note(self, job_id: str) -> None:
-        """Have the job's events read often for a while. A database that is away is told of by what is asked of it."""
+        """Have the job's events read often for a minute. If the database is away, only logs it: the caller's own query
+        fails as well."""
         now = self._clock()
         if now - self._told.get(job_id, float("-inf")) < _AGAIN_S:
             return
@@ -166,6 +166,6 @@ class Watches:
             self._told.pop(oldest, None)
 
     def events(self, job_id: str, page: Page) -> Slice[Event]:
-        """A job's events, as `JobRepository.events` has them."""
+        """Return a job's events, as `JobRepository.events` does, and mark the job as followed."""
         self.note(job_id)
         return self._jobs.events(job_id, page)

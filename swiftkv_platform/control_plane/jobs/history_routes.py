@@ -1,4 +1,4 @@
-"""`/jobs/{id}/events`, `/metrics` and `/logs`: what a job says, as a list or followed live."""
+"""`/jobs/{id}/events`, `/metrics` and `/logs`: what a job reports, as a list or followed live."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def list_events(
     page: OldestFirst,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> ListAnswer[EventAnswer] | Response:
-    """A job's events. With `Accept: text/event-stream` they are followed live, from after `Last-Event-ID` on."""
+    """List a job's events. With `Accept: text/event-stream` they are streamed live, starting after `Last-Event-ID`."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     if not wants_events(request):
         return list_answer(parts.jobs.events(job_id, page), EventAnswer.model_validate, lambda event: event.id)
     after = last_event_id or page.after
-    parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # an unknown `after` is told before the stream begins
+    parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # refuse an unknown `after` before the stream begins
     stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
     return stream
 
@@ -54,9 +54,10 @@ def list_events(
 async def _follow_events(
     parts: Components, followers: Followers, caller: Caller, job_id: str, after: str | None
 ) -> AsyncIterator[dict[str, str]]:
-    """Server-sent events until the job has ended and its last event is out; clients ask again for what is missing."""
+    """Yield server-sent events until the job's last one; if the database fails, the stream ends and clients
+    reconnect."""
     try:
-        # The job is read before its events: when it has ended, its last event is there.
+        # The job is read before its events: if it has ended, its last event is stored.
         job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
         following = followers.follow(job_id, caller.tenant, after, has_ended=job.status.is_terminal)
         async with aclosing(following) as events:
@@ -70,7 +71,7 @@ async def _follow_events(
 def list_metrics(
     job_id: str, parts: Parts, caller: Reader, watches: TheWatches, page: OldestFirst
 ) -> ListAnswer[MetricPointAnswer]:
-    """The time series, by ascending step; `after` is a step."""
+    """Return the time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
@@ -81,8 +82,8 @@ async def _hold_follower(
     _stream: Streamed,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
 ) -> AsyncIterator[bool]:
-    """Whether the logs are followed; then the caller holds a place of a follower until the answer is sent. Raises
-    `OverloadedError` where it gets none."""
+    """Return whether the logs are followed; if so, hold one of the caller's places for followers until the answer is
+    sent. Raises `OverloadedError` if none is free."""
     followers: LogFollowers = request.app.state.log_followers
     caller: Caller = request.state.caller
     with followers.places.place(caller.tenant, caller.name) if follow else nullcontext():
@@ -102,7 +103,8 @@ async def get_logs(
     offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte that is sent")] = 0,
     limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="most bytes that are sent")] = None,
 ) -> Response:
-    """Output of the attempts, one after the other, sent as it is read; the middle of a long one is left out."""
+    """Return the output of the attempts, one after the other, streamed as it is read; the middle of a long log is left
+    out."""
     job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
     if tail_lines is not None and (follow or offset or limit is not None):
         raise InvalidInputError(
@@ -117,6 +119,6 @@ async def get_logs(
         read = read_tail(parts, job, tail_lines)
     else:
         read = read_logs(parts, job, offset=offset, limit=limit)
-    # What cannot be read at all is told with a status of its own, so the first piece is read before there is one.
+    # The first piece is read before the answer begins, so that a failure still gets its own status.
     first = await run_in_threadpool(next, read, b"")
     return StreamingResponse(chain([first], read), media_type=_TEXT)

@@ -1,4 +1,4 @@
-"""Jobs, their events and what they leave behind, as frozen values, and the one table of transitions. Knows no I/O.
+"""Jobs, their events and metrics, as frozen values, and the one table of transitions. Knows no I/O.
 
 queued ──▶ starting ──▶ running ──▶ evaluating ──▶ succeeded
    ▲          │            │            │
@@ -66,7 +66,7 @@ _OFF_CLUSTER = frozenset(
     {JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
 )
 LIVE = [status.value for status in JobStatus if not status.is_terminal]
-"""Statuses of jobs that have not ended, as rows have them."""
+"""Statuses of jobs that have not ended, as stored in rows."""
 WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
@@ -79,7 +79,7 @@ class Reason:
     """A `ReasonCode`, or the code of an error of `errors.py`."""
     message: str
     field: str | None = None
-    """Dotted path of the spec's field to blame."""
+    """Dotted path of the spec's field that caused it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Failure:
 
     reason: Reason
     retryable: bool
-    """Whether another attempt can mend it."""
+    """Whether another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,21 @@ class Progress:
     step: int = 0
     total_steps: int | None = None
     tokens: int = 0
-    """Trained on so far."""
+    """Tokens trained on so far."""
     percent: float = 0.0
     seconds_remaining: int | None = None
 
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """Progress of a part of a phase, as its worker told it last; training's steps are `Progress`."""
+    """Progress of a part of a phase, as its worker last reported it; training's steps are `Progress`."""
 
     part: str
     """Name of the part: a task of an evaluation, `layers` of a calibration, `bytes` of a model, ..."""
     done: int
     total: int
     seconds_remaining: int | None = None
-    """Seconds from when it was told to the part's end; None before a piece was done."""
+    """Seconds from the report to the part's end; None before anything of it is done."""
 
 
 @dataclass(frozen=True)
@@ -124,50 +124,51 @@ class Speed:
     finish_s: float
     """Seconds from the last step to the end: evaluation and publishing."""
     process_memory: int | None = None
-    """Bytes that a worker's process has held beside what was planned for its model; None with GPUs."""
+    """Bytes of a worker's process beyond what was planned for its model; None with GPUs."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try of a job; a new one starts from these defaults."""
+    """One try of a job; each new attempt starts with these defaults."""
 
     number: int = 1
     submission_id: str | None = None
-    """Set before anything is submitted, so that after a crash Ray can be asked."""
+    """Set before the submission, so that after a crash Ray can be asked for it."""
     submitted_at: float | None = None
-    """Unix seconds at which Ray was first known to have it."""
+    """Unix seconds at which Ray was first known to have the submission."""
     resume_from: str | None = None
-    """Key of the checkpoint the attempt goes on from."""
+    """Key of the checkpoint that the attempt continues from."""
     cursor: Mapping[str, int] = field(default_factory=dict)
-    """Last sequence number read of each event writer."""
+    """Last sequence number read, by event writer."""
     pace: Pace | None = None
     failure: Failure | None = None
-    """Newest reason that the attempt itself gave for its failure."""
+    """Latest failure that the attempt itself reported."""
     pause_requested: bool = False
     """Whether the attempt has been asked to pause."""
     peak_memory: int = 0
-    """The most bytes that a worker has said it held."""
+    """Most bytes that any worker has reported to hold."""
     phase: str | None = None
-    """Phase that was told of last."""
+    """Phase that was reported last."""
     parts: Mapping[str, PhaseProgress] = field(default_factory=dict)
-    """Progress of that phase: of each worker's part where all work at the same, else of the part told of last."""
+    """Progress of that phase, by part: each worker's part if all do the same work, else only the part reported last."""
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """Needs of the workers that have not found a place yet, by phase."""
+    """Resource needs of workers that have not been placed yet, by phase."""
     waiting_since: float | None = None
-    """Time at which workers began to wait, or others last made progress; Unix seconds, by the control plane's clock."""
+    """Unix seconds, by the control plane's clock, at which workers began to wait, or others last made progress."""
     placed: tuple[str, ...] = ()
-    """Phases whose workers have found a place."""
+    """Phases whose workers have been placed."""
     placed_at: float | None = None
-    """Unix seconds at which the last of them was heard of."""
+    """Unix seconds at which the last of these placements was read."""
     waited_s: float = 0.0
-    """Seconds that its workers have waited for places, waits that go on not counted."""
+    """Seconds that its workers have waited for places, without a wait that still lasts."""
     paused: bool = False
-    """Whether the attempt says that it has: its checkpoint is complete."""
+    """Whether the attempt has reported that it paused: its checkpoint is complete."""
     stopping: Reason | None = None
-    """Reason for which the control plane ends it; the job then fails, or is queued again where none found a place."""
+    """Reason for which the control plane ends the attempt; the job then fails, or is queued again if the reason allows
+    it."""
 
     yields: Reason | None = None
-    """Reason for which it has been asked to checkpoint and to end; the job is then queued again."""
+    """Reason for which the attempt was asked to checkpoint and end; the job is then queued again."""
     yields_at: float = 0.0
     """Unix seconds at which it was asked."""
 
@@ -195,17 +196,17 @@ class Job:
     progress: Progress = Progress()
     attempt: Attempt = Attempt()
     flops_per_step: float | None = None
-    """FLOPs of a step over all workers; None where the teacher's configuration was not at hand."""
+    """FLOPs of a step over all workers; None if the teacher's configuration was not available."""
     planned_memory: int | None = None
     """`JobEstimate.memory_per_worker`."""
     earlier_seconds: float = 0.0
-    """Seconds that attempts before the present one, or all of a job off the cluster, were on the cluster."""
+    """Seconds on the cluster of earlier attempts, or of all attempts if the job is off the cluster."""
     speed: Speed | None = None
     """Measured speed, once the job has succeeded."""
     retries: int = 0
     """Attempts that count against `fault_tolerance.max_retries`."""
     not_before: float = 0.0
-    """A retry waits in the queue until then."""
+    """Unix seconds before which a queued retry does not start."""
     waiting_since: int | None = None
     """Unix seconds since which a queued job waits for places on the cluster."""
     tracking: Mapping[str, Any] | None = None
@@ -220,17 +221,17 @@ class Job:
 
     @property
     def attempt_id(self) -> AttemptId:
-        """Name of the present attempt."""
+        """Id of the present attempt."""
         return AttemptId(self.id, self.attempt.number)
 
     @property
     def phase(self) -> str | None:
-        """Phase that the present attempt has told of last."""
+        """Phase that the present attempt reported last; None off the cluster."""
         return self.attempt.phase if self.status.holds_cluster else None
 
     @property
     def phase_progress(self) -> PhaseProgress | None:
-        """Progress of that phase, over all workers that have told of theirs."""
+        """Progress of that phase, summed over all workers that report theirs."""
         parts = [*self.attempt.parts.values()] if self.status.holds_cluster else []
         if len(parts) < 2:
             return parts[0] if parts else None
@@ -240,7 +241,7 @@ class Job:
         return PhaseProgress(f"{len(parts)} parts", sum(part.done for part in parts), total, seconds)
 
     def seconds_on_cluster(self, now: float) -> float:
-        """Seconds on the cluster over all attempts, the present one included."""
+        """Return the seconds on the cluster over all attempts, the present one included."""
         since = self.attempt.submitted_at
         running = now - since if since is not None and self.status.holds_cluster else 0.0
         return self.earlier_seconds + max(running, 0.0)
@@ -273,7 +274,7 @@ class MetricPoint:
 
 
 def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Event:
-    """The event that tells a job's present status."""
+    """Return the event that reports a job's present status."""
     data: dict[str, Any] = {"status": job.status.value, "attempt": job.attempt.number}
     message = f"{job.status}, attempt {job.attempt.number}"
     if previous is not None:
@@ -290,9 +291,9 @@ def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Ev
 
 
 def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None = None) -> tuple[Job, Event]:
-    """The job in another status, and the event that says so. No other code changes a status.
+    """Return the job in another status, and the event that reports it. No other code changes a status.
 
-    Raises `IllegalTransitionError` where the table does not allow it.
+    Raises `IllegalTransitionError` if the table does not allow it.
     """
     if status not in TRANSITIONS[job.status]:
         allowed = ", ".join(sorted(TRANSITIONS[job.status])) or "nothing: it is final"
@@ -316,23 +317,23 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
 
 
 def start(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, Event]:
-    """Give the present attempt its submission id; what is submitted under it can be found again after a crash."""
+    """Move a job to `starting` with its attempt's submission id, by which Ray can be asked for it after a crash."""
     name = job.attempt_id.submission_id
     attempt = replace(job.attempt, submission_id=name, resume_from=resume_from)
     return transition(replace(job, attempt=attempt), JobStatus.STARTING, now=now)
 
 
 def wait(job: Job, *, now: int, reason: Reason) -> tuple[Job, Event]:
-    """The queued job with what it waits for on the cluster, and the event that says so."""
+    """Return the queued job with what it waits for on the cluster, and the event that reports it."""
     since = now if job.waiting_since is None else job.waiting_since
     event = Event(new_id("evt"), job.id, now, "message", reason.message, data={"code": str(reason.code)})
     return replace(job, status_reason=reason, waiting_since=since), event
 
 
 def requeue(job: Job, *, now: int, reason: Reason, delay_s: float = 0.0, counts: bool = False) -> tuple[Job, Event]:
-    """Queue the next attempt, at the earliest after `delay_s` seconds; `counts` says whether it uses up a retry.
+    """Queue the next attempt, to start after `delay_s` seconds at the earliest. `counts`: whether it uses up a retry.
 
-    An attempt that has not been started is still the next one.
+    An attempt that was never started is reused.
     """
     queued, event = transition(job, JobStatus.QUEUED, now=now, reason=reason)
     retries = job.retries + 1 if counts else job.retries

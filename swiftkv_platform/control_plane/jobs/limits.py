@@ -16,7 +16,7 @@ from swiftkv_platform.specs.limits import MAX_SPEC_BYTES
 
 @dataclass(frozen=True)
 class JobLimits:
-    """Most that the operator lets one job ask for; None is no limit."""
+    """The operator's limits of one job; None is no limit."""
 
     max_workers: int | None = None
     """Workers at a time, over all trials of a sweep."""
@@ -26,7 +26,7 @@ class JobLimits:
     """Seconds of an attempt."""
 
     def check(self, spec: JobSpec) -> None:
-        """Raises `InvalidInputError`, with field, value and limit."""
+        """Raise `InvalidInputError`, with field, value and limit, for a spec above a limit."""
         trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
         training = spec.training
         asked = (
@@ -45,7 +45,7 @@ class JobLimits:
 
 
 def check_spec_bytes(spec: JobSpec) -> None:
-    """Raises `InvalidInputError` for a spec that is too long to be kept, read and listed with all others."""
+    """Raise `InvalidInputError` for a spec that is too long to be stored, read and listed with others."""
     parts = {name: len(to_json(value)) for name, value in spec.model_dump(mode="json").items()}
     size = sum(parts.values())
     if size > MAX_SPEC_BYTES:
@@ -62,19 +62,19 @@ UNLIMITED = JobLimits()
 
 @dataclass(frozen=True)
 class AttemptLimits:
-    """Time that the operator grants every attempt."""
+    """The operator's time limits of every attempt."""
 
     placement_s: float = 1800.0
-    """Seconds that an attempt that has not trained may hold a slot while its workers find no place."""
+    """Seconds that an attempt that has not trained may hold a slot while its workers are not placed."""
     max_runtime_s: int | None = None
-    """Seconds that it may run, waits for places not counted, whatever its spec says; None leaves it to the spec."""
+    """Seconds that an attempt may run, without waits for places, whatever its spec says; None leaves it to the spec."""
 
     turn_s: float | None = None
-    """Seconds that it may hold a slot for which another tenant's job waits; None is no limit."""
+    """Seconds that an attempt may hold a slot for which another tenant's job waits; None is no limit."""
 
     def has_had_its_turn(self, job: Job, now: float) -> bool:
-        """Whether the job's attempt is to make room for others. What is not training begins anew after that, so a next
-        attempt has twice the time for it, up to 16 times."""
+        """Whether the job's attempt should make room for others. Work other than training starts over after that, so
+        each further attempt gets twice the time for it, up to 16 times."""
         attempt = job.attempt
         if self.turn_s is None or attempt.submitted_at is None:
             return False
@@ -83,10 +83,10 @@ class AttemptLimits:
         return now - attempt.submitted_at > self.turn_s * longer
 
     def exceeded(self, job: Job, now: float, submission: Submission | None = None) -> Reason | None:
-        """Why the job's attempt must end; None if it may go on."""
+        """Return why the job's attempt must end; None if it may go on."""
         attempt = job.attempt
         if attempt.yields is not None and now - attempt.yields_at > self.placement_s:
-            return attempt.yields  # it has not ended as it was asked to
+            return attempt.yields  # it was asked to end and has not
         return self._not_placed(job, now, submission) or self._overdue(job, now)
 
     def _overdue(self, job: Job, now: float) -> Reason | None:
@@ -102,7 +102,8 @@ class AttemptLimits:
         return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
 
     def _not_placed(self, job: Job, now: float, submission: Submission | None) -> Reason | None:
-        """An attempt that has trained waits as long as it lasts."""
+        """Return the reason to end an attempt that is not placed in time. An attempt that has trained may wait without
+        limit."""
         attempt, code = job.attempt, ReasonCode.NOT_PLACED
         waiting = f"has found no place on the cluster for {self.placement_s:g} s"
         if attempt.has_trained or job.status is JobStatus.EVALUATING:

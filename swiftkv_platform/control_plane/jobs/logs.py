@@ -1,4 +1,4 @@
-"""Logs of a job's attempts, one after the other: read in pieces, from any byte on, or followed. Knows no HTTP."""
+"""Logs of a job's attempts, one after the other: read in pieces from any byte, or followed. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 0.5
 
 
 def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None = None) -> Iterator[bytes]:
-    """Bytes `offset` to `offset + limit` of all attempts' logs. What is skipped in the store is not read."""
+    """Yield bytes `offset` to `offset + limit` of all attempts' logs. Skipped bytes are not read from the store."""
     left = limit
     for piece in filter(None, _from(parts, job, offset)):
         if left is None:
@@ -49,28 +49,28 @@ def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
 
 
 def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
-    """The last lines of the newest attempt's log."""
+    """Return the last lines of the newest attempt's log."""
     saved = parts.attempts.saved_logs(job.attempt_id)
     return _live(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.tail(lines)
 
 
 def _live(parts: Components, job: Job, number: int, *, tail_lines: int | None = None) -> Iterator[bytes]:
-    """Read a log from Ray, where the attempt is there; yield nothing where it is not."""
+    """Read a log from Ray, if the attempt is there; else yield nothing."""
     if number == job.attempt.number and job.attempt.submission_id is not None and job.status.holds_cluster:
         yield from parts.cluster.logs(job.attempt.submission_id, tail_lines=tail_lines)
 
 
 class LogFollowers:
-    """The followers of logs through this process. Belongs to one event loop."""
+    """Followers of logs in this process. Belongs to one event loop."""
 
     def __init__(self, parts: Components, share: Share, turns: Turns) -> None:
         self._parts = parts
         self._turns = turns
         self.places = Places("followed logs", share)
-        """Places of followers; each holds a connection to Ray."""
+        """Limit of followers; each holds a connection to Ray."""
 
     async def follow(self, job_id: str, tenant: str, *, offset: int = 0) -> AsyncIterator[bytes]:
-        """The logs from byte `offset` on, as they are written, until the job has ended."""
+        """Yield the logs from byte `offset`, as they are written, until the job has ended."""
         async with aclosing(self._pieces(job_id, tenant)) as pieces:
             async for piece in pieces:
                 if len(piece) > offset:
@@ -103,7 +103,7 @@ class LogFollowers:
                 await asyncio.sleep(_POLL_S)
 
     def _look(self, job_id: str, tenant: str, number: int) -> tuple[Job, SavedLog | None]:
-        # The job is read first: when an attempt is over, its log is complete.
+        # The job is read first: if its attempt is over, the log is complete.
         job = self._parts.jobs.get(job_id, tenant=tenant)
         return job, self._parts.attempts.saved_logs(AttemptId(job.id, number))
 
@@ -114,7 +114,7 @@ async def _aiter(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 def _followed(parts: Components, job: Job, number: int, sent: int) -> AsyncGenerator[bytes, None] | None:
-    """Stream what Ray has after the first `sent` bytes, until the attempt has ended; None where it is not there."""
+    """Stream Ray's log after its first `sent` bytes, until the attempt has ended; None if Ray does not have it."""
     submission_id = job.attempt.submission_id
     if number != job.attempt.number or submission_id is None or not job.status.holds_cluster:
         return None
@@ -130,7 +130,7 @@ async def _after(pieces: AsyncGenerator[bytes, None], skipped: int) -> AsyncGene
 
 
 def _has_ended(parts: Components, job: Job) -> bool:
-    """Whether Ray has sent all there is: its stream ends as well when its dashboard is restarted."""
+    """Whether Ray has sent the whole log: its stream also ends when its dashboard restarts."""
     assert job.attempt.submission_id is not None
     submission = parts.cluster.status(job.attempt.submission_id)
     return submission is None or submission.status.is_terminal

@@ -1,6 +1,5 @@
-"""Attempts that have to end for others: those that find no place, those that have had their turn, and those that hold
-what is open to other tenants' deployments. Chooses them; ends nothing.
-"""
+"""Choice of attempts that must end for others: attempts that are not placed, that have had their turn, or that hold
+resources open to other tenants' deployments. Ends nothing itself."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ Nodes = Callable[[], Sequence[Node] | None]
 _GOES_ON = (JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING)
 _COMES_UP = (DeploymentStatus.DEPLOYING, DeploymentStatus.UNHEALTHY)
 _PATIENCE_S = 30.0
-"""Seconds for which a phase looks for its places before it is said to find none."""
+"""Seconds that a phase may look for places before it counts as not placed."""
 _REPLICA_PATIENCE_S = 60.0
-"""Seconds for which a deployment's first replica does."""
+"""The same for a deployment's first replica."""
 
 
 @dataclass
@@ -36,23 +35,23 @@ class MakingRoom:
     queue: FairQueue
     limits: AttemptLimits
     deployments: Callable[[], Sequence[Deployment]]
-    """All tenants', which count against quotas."""
+    """Deployments of all tenants, which count against quotas."""
     share: float
-    """Share of the jobs' nodes that is open to deployments; where that is all, jobs make no room for them."""
+    """Share of the jobs' nodes that is open to deployments; if it is 1, jobs make no room for them."""
     _lacking: dict[str, float] = field(default_factory=dict, init=False)
-    """Unix seconds since which a deployment that has been applied has had no replica, by id."""
+    """Unix seconds since which an applied deployment has had no replica, by id."""
 
     def endings(self, now: float, resting: Collection[str]) -> list[tuple[Job, Reason]]:
-        """Return the jobs whose attempts are to end, and why: `not_placed` at once, `preempted` at a checkpoint.
-        `resting`: jobs of the queue that do not start now."""
+        """Return the jobs whose attempts must end, and why: `not_placed` at once, `preempted` at a checkpoint.
+        `resting`: queued jobs that do not start now."""
         going = [job for job in self.admission.running if job.status in _GOES_ON and job.attempt.stopping is None]
-        nodes = cache(self.admission.told)  # which asks Ray
+        nodes = cache(self.admission.told)  # asks Ray
         return [*self._overtaken(going, nodes, now, resting), *self._displaced(going, nodes, now)]
 
     def _overtaken(
         self, going: Sequence[Job], nodes: Nodes, now: float, resting: Collection[str]
     ) -> list[tuple[Job, Reason]]:
-        """Jobs in whose place another tenant's would start."""
+        """Return the jobs in whose place another tenant's job would start."""
         staying = [job for job in going if job.attempt.yields is None]
         over = [job for job in staying if not job.attempt.waiting and self.limits.has_had_its_turn(job, now)]
         stuck = [job for job in staying if job.attempt.waiting and self._is_stuck(job, nodes, now)]
@@ -66,20 +65,20 @@ class MakingRoom:
         return [(job, _not_placed(job) if job in stuck else _had_its_turn(job, now)) for job in chosen]
 
     def _is_stuck(self, job: Job, nodes: Nodes, now: float) -> bool:
-        """Whether a phase waits for places that others hold, and no part of the job goes on."""
+        """Whether a phase waits for places that others hold, and no part of the job makes progress."""
         waited = now - (now if job.attempt.waiting_since is None else job.attempt.waiting_since)
         if waited < _PATIENCE_S:
             return False
         told = nodes()
-        if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may come, other trials may go on
+        if told is None or (job.spec.sweep and job.attempt.has_trained):  # nodes may join, other trials may go on
             return waited > self.limits.placement_s
         phase = phase_of([*job.attempt.waiting][-1])
         needed = workers_of(job.spec)[: None if phase in WHOLE else 1]
         return not fit([node.free for node in told], needed)
 
     def _displaced(self, going: Sequence[Job], nodes: Nodes, now: float) -> list[tuple[Job, Reason]]:
-        """A job that holds what another tenant's deployment needs for its first replica. What has been applied is
-        within the share of its tenant. One at a time, and none where jobs hold no more than is theirs."""
+        """Return a job that holds what another tenant's deployment needs for its first replica. Applied deployments are
+        within their tenant's share. At most one at a time, and none if jobs hold no more than their share."""
         waiting = [
             item
             for item in (self.deployments() if going and self.share < 1.0 else ())

@@ -1,7 +1,7 @@
-"""Stops attempts on the cluster that no job has any more, and has it forget those that ended.
+"""Removal of attempts that belong to no job: running ones are stopped, ended ones are deleted from the cluster.
 
-Attempts run for no job after the database was restored from a backup, and after a submission that was cancelled arrived
-late. An attempt that ended leaves its job once its log is saved; Ray keeps its submission for ever.
+An attempt runs without a job after the database was restored from a backup, or if its submission was cancelled but
+arrived late. An ended attempt is no longer needed once its log is saved; Ray keeps its submission for ever.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from swiftkv_platform.logs import get_logger
 
 _INTERVAL_S = 60.0
 _FORGOTTEN_AFTER_S = 24 * 3600.0
-"""A day to look at it in Ray's dashboard. An id that Ray knows is started once, also by a process that was frozen in
-the middle of a submission."""
+"""A day, to look at it in Ray's dashboard. A known id cannot be started again, so it must outlast a submission by a
+process that was frozen in the middle of it."""
 _MOST_FORGOTTEN = 100
-"""Submissions that are forgotten at a time."""
+"""Most submissions that are deleted in a round."""
 
 
 @dataclass
 class Orphans:
-    """Compares what runs with what should, every minute."""
+    """Compares running attempts with stored jobs, every minute."""
 
     jobs: JobRepository
     cluster: JobCluster
     store_uri: str
-    """Address of this control plane's store. Attempts of another store are another control plane's."""
+    """Address of this control plane's store. Attempts with another store belong to another control plane."""
     clock: Clock
     stopped: int = field(default=0, init=False)
     """Attempts that this process has stopped."""
     _next: float = field(default=0.0, init=False)
 
     def tick(self) -> None:
-        """Look, if it is time. A cluster that is away is asked again next time. Raises `DatabaseUnavailableError`."""
+        """Run once a minute. An unavailable cluster is asked again next time. Raises `DatabaseUnavailableError`."""
         now = self.clock()
         if now < self._next:
             return
@@ -50,11 +50,11 @@ class Orphans:
             get_logger().info("orphans not looked for", reason=error.message)
 
     def stop(self) -> None:
-        """Stop every attempt that runs for no job, and forget those that ended a day ago. Raises
+        """Stop every attempt that runs for no job, and delete those that ended a day ago. Raises
         `ClusterUnavailableError` and `DatabaseUnavailableError`.
 
-        A job is stored as starting before it is submitted: what is seen to run first, and is in no job afterwards, is
-        in none.
+        A job is stored as starting before it is submitted, so an attempt that was listed before the jobs were read, and
+        belongs to none of them, has no job.
         """
         forgotten_before = self.clock() - _FORGOTTEN_AFTER_S
         listed = self.cluster.listed()
@@ -77,7 +77,7 @@ class Orphans:
 
 
 def attempt_of(submission: ListedSubmission, store_uri: str) -> AttemptId | None:
-    """The attempt that a submission is; None for one of another store, or of other people."""
+    """Return the attempt of a submission; None if it has another store, or is no attempt."""
     try:
         words = shlex.split(submission.entrypoint)
     except ValueError:

@@ -30,7 +30,7 @@ _URL_LIFETIME_S = 3600
 
 @router.get("/checkpoints")
 def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
-    """Complete checkpoints of all attempts, by step, with held-out KL where it was measured."""
+    """List complete checkpoints of all attempts, by step, with held-out KL if it was measured."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     found = CheckpointAnswer.all_of(job, parts.attempts.list_checkpoints(job_id))
     kept = page_of(found, lambda checkpoint: checkpoint.id, page)
@@ -41,7 +41,7 @@ def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFir
 def list_artifacts(
     request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
 ) -> ListAnswer[ArtifactFileAnswer]:
-    """The files of the distilled model, by path; none before the job has succeeded."""
+    """List the files of the distilled model, by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
 
     def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
@@ -56,7 +56,7 @@ def list_artifacts(
 
 @router.get("/artifacts/{path:path}", response_class=StreamingResponse)
 def download_artifact(job_id: str, path: str, parts: Parts, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
-    """One file of the distilled model."""
+    """Return one file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _files(parts, job).get(path)
     if file is None:
@@ -73,7 +73,7 @@ def download_artifact(job_id: str, path: str, parts: Parts, _stream: Streamed, c
 def list_tracking_files(
     request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
 ) -> ListAnswer[TrackingFileAnswer]:
-    """Files of W&B runs that W&B has not taken yet, by path: `swiftkv jobs wandb-sync` uploads them."""
+    """List files of W&B runs that are not uploaded to W&B yet, by path; `swiftkv jobs wandb-sync` uploads them."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     kept = page_of(list(parts.attempts.tracking_files(job_id).items()), lambda item: item[0], page)
 
@@ -90,18 +90,18 @@ def list_tracking_files(
 def download_tracking_file(
     job_id: str, tracking_path: str, parts: Parts, _stream: Streamed, caller: Fetcher
 ) -> StreamingResponse:
-    """One file of a W&B run."""
+    """Return one file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     file = parts.attempts.tracking_files(job_id).get(tracking_path)
     if file is None:
         message = f"job {job_id} has no tracking file {tracking_path!r}; GET /jobs/{job_id}/tracking lists them"
         raise NotFoundError(message, field="tracking_path", value=tracking_path)
-    # A run that goes on replaces its files, so the size is not told.
+    # A run in progress replaces its files, so no size is sent.
     return StreamingResponse(parts.objects.stream(file.key), media_type="application/octet-stream")
 
 
 def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
-    """Files by path, the manifest itself included."""
+    """Return the files by path, the manifest itself included."""
     if job.status is not JobStatus.SUCCEEDED or job.artifact_uri is None:  # its model may have been deleted
         return {}
     manifest = read_manifest(parts.objects, job.attempt_id.artifact_prefix)

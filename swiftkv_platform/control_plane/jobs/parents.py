@@ -1,4 +1,4 @@
-"""Finds what a job continues from, and says whether the job fits it."""
+"""Models and checkpoints that jobs continue from (parents), and checks that a job fits its parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore, StoredCheckpoin
 
 FROM = "training.from"
 _LONGEST_STEM = 80
-"""Characters of a job's name that go into the name of a model of its checkpoint."""
+"""Characters of a job's name that are used in the name of a model of its checkpoint."""
 _LAYERS = "swiftkv.num_key_value_layers"
 _LISTED = "swiftkv.prefill_layers"
 _ALIKE = (
@@ -41,12 +41,12 @@ _ALIKE = (
     "swiftkv.own_output_projection",
     "swiftkv.decode_key_value",
 )
-"""Fields in which a job does not differ from its parent's."""
+"""Fields that must be equal in a job and its parent."""
 _TRAINED = ("qkv", "tail", "all")
-"""Values of `distillation.trainable`, each of which trains what those before it train."""
+"""Values of `distillation.trainable`; each includes what the values before it train."""
 _MOST_ANCESTORS = 64
 _MOST_NAMED = 20
-"""Checkpoints that a message lists."""
+"""Most steps that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class FoundParent:
 
     parent: Parent
     job: Job | None
-    """None of an imported model."""
+    """None for an imported model."""
     spec: JobSpec
-    """Spec that it was trained by: of a sweep's model, that of its trial."""
+    """Spec that it was trained by; for a sweep's model, the spec of its trial."""
     attempt: int
 
 
@@ -67,7 +67,7 @@ class Ancestor:
 
     name: str
     job_id: str | None
-    """Job that made it; None of an imported model."""
+    """Job that made it; None for an imported model."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ class Parents:
     objects: AttemptStore
 
     def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
-        """Find what a spec continues from; None for one that starts from its teacher. Raises as `find`."""
+        """Find a spec's parent; None for a spec that starts from its teacher. Raises as `find`."""
         return None if spec.training.from_ is None else self.find(spec.training.from_, tenant)
 
     def find(self, reference: str, tenant: str) -> FoundParent:
-        """Find what a reference names. Raises `InvalidInputError` for what is not the tenant's, and `StorageError`."""
+        """Find a parent by its name. Raises `InvalidInputError` if the tenant does not have it, and `StorageError`."""
         name = ParentName.parse(reference)
         return self._model(name.model, tenant) if name.model is not None else self._checkpoint(name, tenant)
 
     def ancestors(self, job_id: str | None, tenant: str) -> list[Ancestor]:
-        """List what a job continued from, what that one's job continued from, and so on, as far as jobs are known."""
+        """List a job's parent, the parent of that parent's job, and so on, as far as jobs are stored."""
         found: list[Ancestor] = []
         while job_id is not None and len(found) < _MOST_ANCESTORS:
             try:
@@ -146,10 +146,10 @@ class Parents:
 
 
 def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
-    """The spec of a job that makes a model of a checkpoint: its own job's, without a step. Of an object that `changes`
-    names, the fields that it does not name stay, but for `metadata`.
+    """Return the spec of a job that makes a model of a checkpoint: the checkpoint's own spec with no steps. `changes`
+    replace `metadata` as a whole, and single fields of other objects.
 
-    Raises `InvalidInputError` for a model, which is one already, and `ValidationError` for changes that do not fit.
+    Raises `InvalidInputError` for a parent that is already a model, and `ValidationError` for changes that do not fit.
     """
     parent, theirs = found.parent, found.spec
     if parent.kind == "model":
@@ -168,11 +168,11 @@ def publishing_spec(found: FoundParent, changes: Mapping[str, Any]) -> JobSpec:
 
 
 ParentOf = Callable[[JobSpec, str], FoundParent | None]
-"""(spec, tenant) -> what the spec continues from."""
+"""(spec, tenant) -> the parent that the spec continues from."""
 
 
 def no_parents(spec: JobSpec, _tenant: str) -> None:
-    """Find nothing. Raises `InvalidInputError` for a spec that continues from something."""
+    """Return None. Raises `InvalidInputError` for a spec that continues from a parent."""
     if spec.training.from_ is not None:
         raise _refused(
             spec.training.from_,
@@ -181,8 +181,9 @@ def no_parents(spec: JobSpec, _tenant: str) -> None:
 
 
 def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | None) -> None:
-    """Refuse a job that cannot continue from its parent, with an `InvalidInputError` that names the field to change.
-    Without the teacher's `num_hidden_layers` l is compared as it was given.
+    """Raise `InvalidInputError`, naming the field to change, for a job that cannot continue from its parent.
+
+    Without the teacher's `num_hidden_layers`, l is compared as it was given.
     """
     parent, theirs = found.parent, found.spec
     readers: dict[str, Callable[[JobSpec], Any]] = {
@@ -243,7 +244,7 @@ def _layers(spec: JobSpec, num_hidden_layers: int | None) -> Any:
 
 
 def _listed(spec: JobSpec) -> list[int] | None:
-    """A list of all layers below l says no more than l."""
+    """Return the listed prefill layers; None if they are all layers below l, which says no more than l."""
     return spec.swiftkv.prefill_layers if spec.swiftkv.bypassed else None
 
 
@@ -279,24 +280,25 @@ def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str =
 _TENANT = "{tenant}"
 _FIELD = "publish.to"
 _LONGEST_PUBLISHED = 90
-"""Characters of a model's name that go into the name of a job that publishes it."""
+"""Characters of a model's name that are used in the name of a job that publishes it."""
 
 
 @dataclass(frozen=True)
 class PublishRules:
-    """Places that the operator opens, since the platform writes there with its own credentials."""
+    """Targets that the operator allows, since the platform writes there with its own credentials."""
 
     targets: Sequence[str] = ()
-    """Prefixes of `publish.to`, in which `{tenant}` stands for the caller's tenant."""
+    """Prefixes of `publish.to`, in which `{tenant}` is replaced by the caller's tenant."""
 
     def opened(self, tenant: str) -> tuple[str, ...]:
-        """Places that are open to a tenant, which its workers hold what they write to."""
+        """Return the targets that a tenant may publish to; its workers check their writes against them."""
         return tuple(target.replace(_TENANT, tenant).rstrip("/") for target in self.targets)
 
     def check(self, publish: PublicationSpec, tenant: str) -> str:
-        """The place itself, a directory without links. Raises `InvalidInputError` for one that is closed."""
+        """Return the target, a directory with its links resolved. Raises `InvalidInputError` for one that is not
+        allowed."""
         opened = self.opened(tenant)
-        if publish.to.startswith("/"):  # a link on the way leads wherever its maker wants
+        if publish.to.startswith("/"):  # a symbolic link may lead anywhere
             real = os.path.realpath(publish.to)
             if Boundary.of(*(each for each in opened if each.startswith("/"))).contains(real):
                 return real
@@ -314,7 +316,7 @@ NOWHERE = PublishRules()
 
 
 def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
-    """The spec of a job that copies a model, and neither trains nor measures."""
+    """Return the spec of a job that copies a model, and neither trains nor evaluates."""
     theirs = found.spec
     training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})
     return JobSpec(

@@ -1,8 +1,8 @@
-"""Choice of the running jobs that are looked at in a tick. A function of what was heard of them; knows no port.
+"""Choice of the running jobs that are polled in a tick. A function of what they reported; knows no port.
 
-A look costs a request to Ray and one to the object store, and more where there is something to read. A job that is
-followed, or is to end, is looked at often; one that speaks, now and then; a silent one less and less often. With few
-jobs all are looked at in every tick.
+A poll costs a request to Ray and one to the object store, and more if there is something to read. A job that is
+followed, or must end, is polled often; one that reports, now and then; a silent one less and less often. With few jobs
+all are polled in every tick.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _AT_ONCE = float("-inf")
 
 @dataclass(frozen=True)
 class PollIntervals:
-    """Intervals between looks at a job, in seconds. They grow with the number of jobs, up to these."""
+    """Intervals between polls of a job, in seconds. They grow with the number of jobs, up to these values."""
 
     watched_s: float = 4.0
     busy_s: float = 6.0
     quiet_s: float = 30.0
     watched_for_longest: int = 200
-    """Watched jobs from which on `watched_s` holds."""
+    """Number of watched jobs from which `watched_s` applies in full."""
     jobs_for_longest: int = 100
-    """Jobs on the cluster from which on `busy_s` and `quiet_s` hold."""
+    """Number of jobs on the cluster from which `busy_s` and `quiet_s` apply in full."""
 
 
 EVERY_TICK = PollIntervals(0.0, 0.0, 0.0)
 SPARING = PollIntervals()
-"""At 1,000 jobs, of which a tenth says something each second, some 9 requests to the store a job and minute."""
+"""With 1,000 jobs, of which a tenth reports each second, some 9 requests to the store per job and minute."""
 
 
 @dataclass
@@ -40,23 +40,23 @@ class _Look:
     at: float
     version: int
     silent: int
-    """Looks in a row that brought nothing."""
+    """Polls in a row that found nothing."""
     has_more: bool
     number: int
 
 
 @dataclass
 class PollSchedule:
-    """Remembers when each job was looked at; another control plane that takes over looks at all of them. `most`: looks
-    in a tick, which bounds what it takes. Jobs for which a caller waits come first, three quarters of them at most;
-    then those that are due longest."""
+    """Remembers when each job was polled; a control plane that takes over polls all of them. `most`: polls in a tick,
+    which bounds its time. Jobs for which a caller waits come first, up to three quarters of these; then those that have
+    been due for longest."""
 
     intervals: PollIntervals = EVERY_TICK
     most: int = 128
     _looks: dict[str, _Look] = field(default_factory=dict)
 
     def due(self, placed: Sequence[Placed], now: float) -> list[str]:
-        """Ids of the jobs to look at, and forget all jobs that are not named."""
+        """Return the ids of jobs to poll, and forget all jobs that are not in `placed`."""
         present = {job.id for job in placed}
         self._looks = {job_id: look for job_id, look in self._looks.items() if job_id in present}
         watched = sum(job.watched_until > now for job in placed)
@@ -68,16 +68,16 @@ class PollSchedule:
         return [*first, *(job_id for _, job_id in due if job_id not in taken)][: self.most]
 
     def turn(self, job_id: str) -> int:
-        """Number of the job's next look."""
+        """Return the number of the job's next poll."""
         look = self._looks.get(job_id)
         return 0 if look is None else look.number
 
     def looked(self, job_id: str, *, now: float, version: int, heard: bool, has_more: bool) -> None:
-        """Note a look.
+        """Record a poll.
 
         Args:
-            version: the job's, as the look left it: a change by another is a reason to look at once.
-            heard: whether it brought anything.
+            version: the job's version after the poll; if another process changes it, the job is polled at once.
+            heard: whether the poll found anything.
             has_more: whether there is more to read.
         """
         before = self._looks.get(job_id)
@@ -85,7 +85,7 @@ class PollSchedule:
         self._looks[job_id] = _Look(now, version, silent, has_more, self.turn(job_id) + 1)
 
     def _is_pressing(self, job: Placed, now: float) -> bool:
-        """Whether a caller waits for what a look brings."""
+        """Whether a caller waits for the result of a poll."""
         look = self._looks.get(job.id)
         is_changed = look is not None and look.version != job.version
         return is_changed or job.watched_until > now or job.status in _URGENT

@@ -1,4 +1,4 @@
-"""The cluster that jobs run on, as a protocol, and what callers ask the rows of jobs for. Knows no implementation.
+"""The cluster that jobs run on, as a protocol, and arguments of queries for rows of jobs. Knows no implementation.
 
 Every method may raise the errors its docstring names and no other; network and database failures arrive as
 `ClusterUnavailableError`, `StorageError` and `DatabaseUnavailableError`.
@@ -25,7 +25,7 @@ class JobFilter:
     model: str | None = None
     """The teacher's `name_or_path`."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """All of these pairs."""
+    """Pairs that a job must all have."""
 
 
 EVERYTHING = JobFilter()
@@ -33,13 +33,13 @@ EVERYTHING = JobFilter()
 
 @dataclass(frozen=True)
 class Idempotency:
-    """A caller's promise that requests with this key are one request."""
+    """Idempotency key of a request: requests with the same key count as one."""
 
     key: str
     body_hash: str
 
     def check(self, body_hash: str, job_id: str) -> None:
-        """Raises `IdempotencyConflictError` where the key stands for a job whose body was another."""
+        """Raise `IdempotencyConflictError` if the key was used for a job with another body."""
         if body_hash != self.body_hash:
             raise IdempotencyConflictError(
                 f"Idempotency-Key {self.key!r} was used for job {job_id} with another body; "
@@ -51,17 +51,17 @@ class Idempotency:
 
 @dataclass(frozen=True)
 class StoredJobs:
-    """Jobs that a tenant may have at a time, a new one included; None is no limit."""
+    """Most jobs that a tenant may have, a new one included; None is no limit."""
 
     waiting: int | None = None
-    """Queued or paused."""
+    """Jobs that are queued or paused."""
     unfinished: int | None = None
     stored: int | None = None
-    """Those that have ended included."""
+    """All jobs, including those that have ended."""
 
     def check(self, tenant: str, count: Callable[[Sequence[str] | None], int]) -> None:
-        """Raises `QuotaExceededError` where the tenant has as many jobs of a kind as it may have. `count` counts those
-        in some statuses; None: in any."""
+        """Raise `QuotaExceededError` if the tenant is at a limit. `count`: counts its jobs in given statuses; None: in
+        any."""
         kinds = (
             ("max_queued_jobs", self.waiting, WAITING, "that wait or are paused", "when one has started, or cancel"),
             ("max_unfinished_jobs", self.unfinished, LIVE, "that have not ended", "when one has ended, or cancel"),
@@ -82,14 +82,14 @@ UNLIMITED = StoredJobs()
 
 @dataclass(frozen=True)
 class Entrypoint:
-    """The command that an attempt is."""
+    """Command that runs an attempt."""
 
     command: Sequence[str]
     """Program and first arguments, e.g. `("python", "-m", "swiftkv_platform.jobs.distill")`."""
     store_uri: str
-    """Address of the store in which the attempt finds `attempt.json` and leaves everything."""
+    """Address of the store from which the attempt reads `attempt.json` and to which it writes its results."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables; Ray shows them to all that may see its dashboard: no secrets."""
+    """Environment variables. They must hold no secrets: Ray shows them to everyone with access to its dashboard."""
 
     def shell(self, attempt: AttemptId) -> str:
         """Join the command and its arguments to one line for a shell."""
@@ -98,7 +98,7 @@ class Entrypoint:
 
 
 class SubmissionStatus(StrEnum):
-    """Ray's view of a submission."""
+    """Statuses of a submission in Ray."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -133,11 +133,11 @@ class JobCluster(Protocol):
     """The cluster on which attempts run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
-        """Start a command under an id that can be used once; does nothing if that id is already known."""
+        """Start a command under an id that can be used once; do nothing if the id is already known."""
         ...
 
     def status(self, submission_id: str) -> Submission | None:
-        """Return the submission as it stands; None where the cluster does not know the id."""
+        """Return the submission's present state; None if the cluster does not know the id."""
         ...
 
     def listed(self) -> Sequence[ListedSubmission]:
@@ -145,28 +145,28 @@ class JobCluster(Protocol):
         ...
 
     def stop(self, submission_id: str) -> None:
-        """Ask for the end of a submission; harmless for one that has ended or is unknown."""
+        """Ask the cluster to stop a submission; harmless for one that has ended or is unknown."""
         ...
 
     def remove(self, submission_id: str) -> None:
-        """Have the cluster forget a submission that has ended; harmless for one that is unknown. Raises
+        """Delete an ended submission from the cluster; harmless for one that is unknown. Raises
         `ClusterUnavailableError` for one that has not ended."""
         ...
 
     def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
-        """Return what the entrypoint has printed so far (its last lines, where a number is given), as UTF-8 in pieces
-        and without this process's credentials; nothing for an unknown id."""
+        """Return the entrypoint's output so far, or its last `tail_lines` lines, as UTF-8 in pieces and without this
+        process's credentials; nothing for an unknown id."""
         ...
 
     def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
-        """Stream what the entrypoint prints, as `logs` has it, from its beginning until the submission has ended."""
+        """Stream the entrypoint's output, in the form of `logs`, from its beginning until the submission has ended."""
         ...
 
     def capacity(self) -> Sequence[Node] | None:
-        """Return the nodes that run, as they were seconds ago; None where the cluster does not tell, or grows by itself
+        """Return the running nodes, as of seconds ago; None if the cluster does not report them, or grows by itself
         when an attempt asks for more."""
         ...
 
     def check(self) -> None:
-        """Returns if the cluster answers and has a node that is alive."""
+        """Return if the cluster answers and has a live node, else raise."""
         ...

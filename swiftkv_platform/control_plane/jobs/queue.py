@@ -1,9 +1,9 @@
 """Choice of the job that starts next: fair between tenants, by priority and age within one. A function of what is held
 and what waits; starts nothing.
 
-Between tenants it is dominant resource fairness (Ghodsi et al., NSDI 2011): the tenant with the smallest share of what
-it holds most of goes first, relative to its weight. Where shares are equal, as in a cluster that runs one job at a
-time, the tenant that has been given the least since this process began goes first.
+Between tenants it is dominant resource fairness (Ghodsi et al., NSDI 2011): the tenant with the smallest dominant
+share, relative to its weight, goes first. If shares are equal, as in a cluster that runs one job at a time, the tenant
+that has been given the least since this process began goes first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
 
 def held_by(jobs: Iterable[Job], deployments: Iterable[Deployment] = ()) -> dict[str, Demand]:
-    """Return what each tenant's jobs and deployments hold of the cluster; a deployment, until its replicas are gone."""
+    """Return each tenant's demand of jobs on the cluster and of deployments; these count until their replicas are
+    gone."""
     held: dict[str, Demand] = {}
     for job in jobs:
         if job.status.holds_cluster:
@@ -36,20 +37,20 @@ def held_by(jobs: Iterable[Job], deployments: Iterable[Deployment] = ()) -> dict
 
 
 class FairQueue:
-    """Remembers what it has given to whom; another control plane that takes over begins anew."""
+    """Fair choice between tenants, which remembers what each was given; a control plane that takes over begins anew."""
 
     def __init__(self, policies: Tenants) -> None:
         self._policies = policies
         self._given: dict[str, float] = {}
-        """Shares started so far over the tenant's weight."""
+        """Shares given so far, relative to the tenant's weight."""
 
     def next(
         self, standing: Standing, *, room: int, deployments: Sequence[Deployment] = (), places: FreePlaces | None = None
     ) -> list[Waiting]:
-        """Choose at most `room` of the jobs that wait, in the order in which they should start beside the deployments.
+        """Choose at most `room` waiting jobs, in the order in which they should start.
 
-        Of a tenant whose first job does not fit its quota, or finds no places, none is taken: a smaller one that
-        overtook it could keep it waiting for ever. One that the nodes cannot hold is left out.
+        If the first job of a tenant does not fit its quota or finds no places, none of that tenant is chosen: smaller
+        jobs that overtake it could keep it waiting for ever. A job that the nodes could never hold is skipped.
         """
         held, queues = dict(standing.held), {tenant: deque(jobs) for tenant, jobs in standing.waiting.items()}
         for tenant, demand in held_by((), deployments).items():
@@ -87,8 +88,8 @@ class FairQueue:
         deployments: Sequence[Deployment] = (),
         places: FreePlaces | None = None,
     ) -> list[Job]:
-        """Choose those of the jobs on the cluster, which get no further, in whose place another tenant's would start.
-        Their own tenants go behind it."""
+        """Choose those of the `stuck` jobs in whose place another tenant's would start. Their tenants go behind the
+        others after that."""
         held = held_by((), deployments)
         self._catch_up(standing.waiting)
         chosen, taken = list[Job](), set[str]()
@@ -106,21 +107,22 @@ class FairQueue:
         return chosen
 
     def fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
-        """Whether a tenant that holds this much may have this much more."""
+        """Whether a tenant that holds `held` may have `demand` in addition."""
         return (held + demand).exceeded_limit(self._policies.policy(tenant), adding=demand) is None
 
     def _rank(self, tenant: str, held: Demand, total: Demand, first: Waiting) -> tuple[float, float, str]:
         return held.share(total) / self._policies.policy(tenant).weight, self._given[tenant], first.id
 
     def _catch_up(self, queues: Collection[str]) -> None:
-        """A tenant that did not wait until now has saved nothing up."""
+        """Raise each tenant's given share to the least of those waiting: time in which a tenant did not wait earns no
+        credit."""
         least = min((self._given[tenant] for tenant in queues if tenant in self._given), default=0.0)
         self._given = {tenant: max(self._given.get(tenant, least), least) for tenant in queues}
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A job that may have an attempt on the cluster, as the columns of its row tell."""
+    """Columns of a job that may have an attempt on the cluster."""
 
     id: str
     status: JobStatus
@@ -139,7 +141,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Standing:
-    """The queue, and what is held of the cluster."""
+    """The queue, and what jobs hold of the cluster."""
 
     held: Mapping[str, Demand]
     """Sum over each tenant's jobs on the cluster."""
@@ -159,21 +161,21 @@ class Usage:
 
 
 class FreePlaces(Protocol):
-    """Places on the cluster that are free in a round of the queue."""
+    """Free places on the cluster in a round of the queue."""
 
     def could_fit(self, job_id: str) -> bool:
-        """Whether the nodes would hold the job if nothing else were on them."""
+        """Whether the nodes could hold the job if they were empty."""
         ...
 
     def fits(self, job_id: str) -> bool:
-        """Whether the job finds its places now."""
+        """Whether the job's places are free now."""
         ...
 
     def take(self, job_id: str) -> None: ...
 
 
 Claim = Callable[[str, Demand, Demand], bool]
-"""(tenant, held, demand) -> whether a tenant that holds this much of the cluster may have this much more."""
+"""(tenant, held, demand) -> whether a tenant that holds `held` may have `demand` in addition."""
 
 
 def why_waiting(
@@ -187,15 +189,15 @@ def why_waiting(
     away: str | None = None,
     lacking: Reason | None = None,
 ) -> Reason:
-    """Return why a queued job has not started, beside what was stored of it.
+    """Return why a queued job has not started, with the reason that was stored.
 
     Args:
-        place: its place among its tenant's.
-        running: all tenants' jobs on the cluster.
-        slots: most of them.
+        place: its position among its tenant's queued jobs.
+        running: number of all tenants' jobs on the cluster.
+        slots: most jobs on the cluster.
         exceeded: its tenant's limit that it would exceed: name, what would be held, and the limit.
         away: what is wrong with the cluster.
-        lacking: the reason of a job that no nodes there are would hold.
+        lacking: the reason if the present nodes could not hold it even if they were empty.
     """
     said = job.status_reason
     parts = [away] if away is not None else []

@@ -1,4 +1,4 @@
-"""`/quota`: what the caller's tenant is granted, and what of it is in use."""
+"""`/quota`: the quotas of the caller's tenant, and their use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HeldAnswer(Answer):
 
 
 class ClusterAnswer(Answer):
-    """GPUs and CPUs of the cluster of jobs, as Ray told them seconds ago, and those in use by all tenants together.
+    """GPUs and CPUs of the jobs' cluster, as Ray reported them seconds ago, and those in use by all tenants together.
 
     Nodes that the operator's node groups may still add count as well.
     """
@@ -42,9 +42,9 @@ class ClusterAnswer(Answer):
 
 
 class QuotaAnswer(Answer):
-    """Limits of a tenant, null where there is none, and what its jobs and deployments hold.
+    """Limits of a tenant, null if there is none, and what its jobs and deployments hold.
 
-    Both count with the most they may grow to, and a deployment until its replicas are gone.
+    Both count at the most they may grow to, and a deployment until its replicas are gone.
     """
 
     object: Literal["quota"] = "quota"
@@ -65,17 +65,17 @@ class QuotaAnswer(Answer):
     """GPUs of jobs and deployments together."""
     cpus: float
     stored_bytes: int
-    """Bytes of its uploaded files together."""
+    """Bytes of its uploaded files and imported models together."""
     max_stored_bytes: int | None
     held_by_jobs: HeldAnswer
     held_by_deployments: HeldAnswer
     cluster: ClusterAnswer | None
-    """Null where Ray does not answer, or does not tell its nodes."""
+    """Null if Ray does not answer, or does not report its nodes."""
 
 
 @router.get("/quota")
 def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
-    """Quota of the caller's tenant, its use, and the use of the whole cluster."""
+    """Return the quota of the caller's tenant, its use, and the use of the whole cluster."""
     usage = parts.jobs.usage(caller.tenant)
     jobs, deployments = usage.held, parts.deployments.demand(caller.tenant)
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)

@@ -1,4 +1,4 @@
-"""Attempts as Ray Jobs, over the REST interface of Ray's dashboard. Knows Ray's words, no job of ours."""
+"""Attempts as Ray Jobs, over the REST interface of Ray's dashboard. Knows Ray's terms, no job of ours."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _TIMEOUT_S = 15.0
 _ALL_LINES = -1
 _LONGEST_SILENCE_S = 60.0
 _GROUP = "ray.io/node-group"
-"""Label of a node of a group."""
+"""Label of a node that names its node group."""
 _USAGE = re.compile(r"(\S+)/\S+ (\S+)(?: \((\S+) used of (\S+) reserved in placement groups\))?")
 _COUNTED = re.compile(r"(CPU|GPU|memory)$|accelerator")
-"""Names of what jobs ask for; Ray has others, of placement groups, that come and go."""
+"""Names of resources that jobs ask for; Ray has others, of placement groups, that come and go."""
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _LONGEST_READ_S = 3600
-"""Ray breaks off a log that takes longer to read; its own default is 30 s."""
+"""Seconds after which Ray breaks off reading a log; its own default is 30."""
 
 
 class RayJobs:
     """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`. `entrypoint_num_cpus`: CPUs reserved for each
     driver; without any reservation drivers run on Ray's head. `entrypoint_memory`: bytes reserved for each driver.
-    `node_groups`: those that its autoscaler may fill, by name."""
+    `node_groups`: groups that its autoscaler may fill, by name."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RayJobs:
     ) -> None:
         self._clock = clock
         self._report = 0.0, 0.0
-        """Time of the newest report, by Ray's clock, and that at which it was first seen, by this one's."""
+        """Time of the newest report by Ray's clock, and when it was first seen by this process's clock."""
         self._node_groups = node_groups
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         reserved = {"entrypoint_num_cpus": entrypoint_num_cpus, "entrypoint_memory": entrypoint_memory}
@@ -92,7 +92,7 @@ class RayJobs:
             self._dashboard.check(response, f"delete {submission_id}")
 
     def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
-        """Ray reads the log's file in pieces here; its own `/logs` holds all of it in three processes."""
+        """Read the log's file through Ray in pieces; Ray's own `/logs` holds all of it in three processes."""
         response = self._dashboard.request("GET", _path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
             return
@@ -105,7 +105,7 @@ class RayJobs:
         try:
             with self._dashboard.stream("/api/v0/logs/file", params) as response:
                 if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
-                    # The node that kept them may be gone for good, and an attempt has to end without them as well.
+                    # The node with the log may be gone for good, and an attempt must be able to end without it.
                     yield text.feed(f"Ray cannot read the log of {submission_id}: {last_error(response.text)}\n")
                 else:
                     self._dashboard.check(response, f"read the log of {submission_id}")
@@ -116,7 +116,7 @@ class RayJobs:
         yield text.close()
 
     async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
-        """Over the WebSocket that Ray closes when the submission has ended and its log is out."""
+        """Stream the log over a WebSocket, which Ray closes when the submission has ended and its log is sent."""
         text = LogText()
         async with aclosing(self._dashboard.messages(f"{_path(submission_id)}/logs/tail")) as messages:
             async for message in messages:
@@ -124,8 +124,8 @@ class RayJobs:
         yield text.close()
 
     def capacity(self) -> Sequence[Node] | None:
-        """From the report of autoscaler v1, which Ray writes every 5 s, also for a cluster that none enlarges; else,
-        with groups, from what autoscaler v2 says of its nodes."""
+        """Return the nodes from the report of autoscaler v1, which Ray writes every 5 s, also for a cluster of fixed
+        size; else, with node groups, from the state of autoscaler v2."""
         try:
             report = self._data("/api/cluster_status")["clusterStatus"]
             if report is None and self._node_groups:
@@ -133,7 +133,7 @@ class RayJobs:
             if report["time"] != self._report[0]:
                 self._report = report["time"], self._clock()
             return _nodes_of_v1(report) if self._clock() - self._report[1] <= _LONGEST_SILENCE_S else None
-        except (ValueError, LookupError, TypeError, AttributeError):  # of another version, or there is none yet
+        except (ValueError, LookupError, TypeError, AttributeError):  # a report of another version, or none yet
             return None
 
     def _nodes_of_v2(self) -> list[Node]:
@@ -165,13 +165,14 @@ class RayJobs:
 
 def _listed(job: Mapping[str, Any]) -> ListedSubmission:
     ended = SubmissionStatus(job["status"]).is_terminal
-    # Milliseconds. One that was lost before it began has no end.
+    # Milliseconds. A submission that was lost before it began has no end time.
     ended_at = (job.get("end_time") or job.get("start_time") or 0) / 1000 if ended else None
     return ListedSubmission(job["submission_id"], job["entrypoint"], ended_at)
 
 
 def _nodes_of_v1(report: Any) -> list[Node] | None:
-    """None where an autoscaler enlarges the cluster: each node that none has started is a group of its own."""
+    """Return the nodes of a report; None if an autoscaler enlarges the cluster. Without one, each node is its own
+    group."""
     groups = report["autoscalerReport"]["nodeTypeMapping"]
     if not groups or any(group != f"node_{node}" for node, group in groups.items()):
         return None
@@ -185,7 +186,7 @@ def _nodes_of_v1(report: Any) -> list[Node] | None:
 
 
 def _held(line: str) -> Iterator[tuple[str, float]]:
-    """Yield a resource of a node and how much of it is given away, placement groups included, from a line of autoscaler
+    """Yield a resource of a node and how much of it is allocated, placement groups included, from a line of autoscaler
     v2: `CPU` and 2.0 of `1.0/2.0 CPU (0.0 used of 1.0 reserved in placement groups)`."""
     found = _USAGE.fullmatch(line)
     if found is not None:
@@ -194,7 +195,7 @@ def _held(line: str) -> Iterator[tuple[str, float]]:
 
 
 def _amount(text: str) -> float:
-    """A number, or bytes with their unit."""
+    """Parse a number, or bytes with their unit."""
     number = text.rstrip("BKMGTi")
     return float(number) * _UNITS[text[len(number) :]]
 
@@ -204,9 +205,9 @@ def _path(submission_id: str) -> str:
 
 
 class LogText:
-    """Bytes or text in, UTF-8 out: ends of lines are `\\n`, and this process's credentials are gone.
+    """Normalises a log: bytes or text in; UTF-8 out, with `\\n` as line ends and this process's credentials redacted.
 
-    What comes out does not depend on where the pieces ended, so a place in it can be counted in bytes.
+    The output does not depend on where pieces end, so a position in it can be given in bytes.
     """
 
     def __init__(self) -> None:
@@ -220,6 +221,6 @@ class LogText:
         return self._redactor.feed(text).encode(errors="replace")
 
     def close(self) -> bytes:
-        """The end of it."""
+        """Return the rest of the output."""
         rest = self._bytes.decode(b"", final=True) + self._text.decode("", final=True)
         return (self._redactor.feed(rest) + self._redactor.close()).encode(errors="replace")

@@ -1,4 +1,4 @@
-"""An attempt's events, folded into its job: a pure function of job and events. Knows no store and no database."""
+"""Applies an attempt's events to its job: a pure function of job and events. Knows no store and no database."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from swiftkv_platform.storage.attempt_store import StoredEvent
 from swiftkv_platform.traces import NO_SPANS, Spans
 
 _SIDE_BY_SIDE = ("write",)
-"""Phases whose workers each have a part of the same work."""
+"""Phases in which each worker has a part of the same work."""
 _MOST_PARTS = 1000
 _AFTER_TRAINING = ("evaluate", "publish")
 
 
 @dataclass
 class Reading:
-    """A job brought up to date, and the rows that go with it."""
+    """A job with its attempt's events applied, and the rows to store with it."""
 
     job: Job
     now: int
@@ -59,13 +59,13 @@ class Reading:
     points: list[MetricPoint] = field(default_factory=list)
 
     def move(self, status: JobStatus, reason: Reason | None = None) -> None:
-        """Change the status; the event that says so joins the others."""
+        """Change the status, and add the event that reports it."""
         self.job, event = transition(self.job, status, now=self.now, reason=reason)
         self.events.append(event)
 
 
 def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
-    """The job after these events of its present attempt, each counted once: the job's cursor moves with them."""
+    """Apply events of a job's present attempt. The job's cursor moves with them, so that each counts once."""
     reading = Reading(job, now)
     cursor = dict(job.attempt.cursor)
     for item in stored:
@@ -108,7 +108,7 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
 
 
 def _advance(reading: Reading, status: AttemptStatus) -> None:
-    """Follow the attempt from phase to phase; what it says while it is being stopped changes nothing."""
+    """Follow the attempt from phase to phase; what it reports while it is being stopped changes nothing."""
     if status == "paused":
         reading.job = replace(reading.job, attempt=replace(reading.job.attempt, paused=True))
         return
@@ -119,7 +119,7 @@ def _advance(reading: Reading, status: AttemptStatus) -> None:
 
 
 def _place(reading: Reading, told: PlacementData) -> None:
-    """Note who waits for a place. Driver and worker have clocks of their own, so `placed` may be read first."""
+    """Record which workers wait for a place. Driver and worker have their own clocks, so `placed` may be read first."""
     attempt, phase = reading.job.attempt, told["phase"]
     waiting = {name: needs for name, needs in attempt.waiting.items() if name != phase}
     if told["state"] == "placed":
@@ -135,14 +135,14 @@ def _place(reading: Reading, told: PlacementData) -> None:
 
 
 def _enter(reading: Reading, phase: str) -> None:
-    """Note the phase that was told of; the parts of another are over. Trials of a sweep take turns in it."""
+    """Record the reported phase, and drop the parts of another one. Trials of a sweep alternate between phases."""
     attempt = reading.job.attempt
     if phase != attempt.phase:
         reading.job = replace(reading.job, attempt=replace(attempt, phase=phase, parts={}))
 
 
 def _part(reading: Reading, told: ProgressData) -> None:
-    """Note how far a part is. Workers write answers at the same time, and measure one part after the other."""
+    """Record the progress of a part. Workers write answers in parallel, but evaluate one part after the other."""
     _enter(reading, told["phase"])
     attempt, left = reading.job.attempt, told.get("eta_s")
     seconds = None if left is None else math.ceil(left)
@@ -153,7 +153,7 @@ def _part(reading: Reading, told: ProgressData) -> None:
 
 
 def _note_progress(reading: Reading) -> None:
-    """Restart the wait for a place: of several trials, one may wait as long as others get on."""
+    """Restart the wait for a place: one of several trials may wait as long as others make progress."""
     if reading.job.attempt.waiting:
         reading.job = replace(reading.job, attempt=replace(reading.job.attempt, waiting_since=reading.now))
 
@@ -173,7 +173,7 @@ def _measure(reading: Reading, event: MetricsEvent) -> None:
     most = int(max(point.get("memory_bytes", 0) for point in points))
     total = event.data.get("total_steps", job.progress.total_steps)
     pace = Pace.after(job.attempt.pace, step, event.time, last_step=job.progress.step)
-    # Between the steps of two trials lie a calibration and a measurement.
+    # Between the steps of two trials there are a calibration and an evaluation.
     remaining = None if job.spec.sweep is not None else pace.seconds_remaining(step, total)
     reading.job = replace(
         job,
@@ -204,7 +204,8 @@ def _record(reading: Reading, event: AttemptEvent, kind: EventType, *, level: Le
 
 
 def _plain(value: Any) -> Any:
-    """The value in a form every database takes: numbers that are not finite become None, NUL characters vanish."""
+    """Return the value in a form every database accepts: numbers that are not finite become None, NUL characters are
+    removed."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
@@ -217,7 +218,7 @@ def _plain(value: Any) -> Any:
 
 
 Observe = Callable[[float], None]
-"""Takes seconds."""
+"""Function of a duration in seconds."""
 
 
 def _ignore(*_seconds: float) -> None:
@@ -226,26 +227,26 @@ def _ignore(*_seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Instruments:
-    """Listeners to the reconciler; by default there are none."""
+    """Listeners to the reconciler; the defaults do nothing."""
 
     queue_wait: Observe = _ignore
     """Seconds that an attempt was in the queue."""
     event_lag: Observe = _ignore
     """Seconds from an event's time, by its writer's clock, until it is read."""
     untracked: Callable[[], object] = _ignore
-    """Called for each run that its tracker did not take, or not all of it, when it was to."""
+    """Called for each run that its tracker should have recorded, but did not, or not completely."""
 
     spans: Spans = NO_SPANS
 
     def started(self, job: Job, now: float) -> None:
-        """Tell of an attempt that leaves the queue. A delay before a retry is no wait for a place."""
+        """Report an attempt that leaves the queue. A delay before a retry does not count as waiting."""
         since = max(job.created_at, job.not_before)
         self.queue_wait(max(0.0, now - since))
         named = {"job_id": job.id, "attempt": job.attempt.number}
         self.spans.record("queue wait", job.traceparent, min(since, now), now, **named)
 
     def read(self, events: Sequence[StoredEvent], now: float) -> None:
-        """Tell of events that were read."""
+        """Report events that were read."""
         for item in events:
             self.event_lag(max(0.0, now - item.event.time))
             if isinstance(item.event, TrackingEvent) and item.event.level == "warn":

@@ -1,4 +1,4 @@
-"""`/recipes`: job specs that ship with the platform, to begin from."""
+"""`/recipes`: job specs that ship with the platform, as starting points."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RecipeAnswer(Answer):
     id: str
     object: Literal["recipe"] = "recipe"
     description: str
-    """Its purpose, and what is known of its result."""
+    """Its purpose, and known results."""
     text: str
     """The spec as YAML, with comments."""
     spec: JobSpec

@@ -1,16 +1,16 @@
-"""Brings jobs from what they are to what they should be, one step a tick. Knows no Ray, no SQL, no HTTP.
+"""Brings jobs to their wanted state, one step a tick. Knows no Ray, no SQL, no HTTP.
 
-Every step may be the last before a `kill -9`. What is about to happen is stored before it happens, under a name that
-can be asked for afterwards, and each step is harmless when repeated:
+Every step may be the last before a `kill -9`. Each action is stored before it is taken, under an id that Ray or the
+store can be asked for afterwards, and each step may be repeated:
 
     store `starting` and the submission id ─▶ write attempt.json ─▶ submit ─▶ store `submitted_at`
 
 A `starting` job that was not seen submitted is submitted again under the same id if Ray does not know it; Ray refuses
-an id it knows. Events are read after Ray's status, so that all of an ended attempt's are there, and the cursor is
-stored together with what was read, so that each counts once.
+an id it knows. Events are read after Ray's status, so that an ended attempt's events are complete. The cursor is stored
+together with what was read, so that each event counts once.
 
-A tick's work is bounded: jobs on the cluster are looked at when `polls` says so, several at a time, and a
-bounded number of events of each is read. The queue is decided by columns of the database, and places are claimed there.
+A tick's work is bounded: `polls` chooses the jobs on the cluster to poll, several at a time, and the number of events
+read of each is limited. The queue is decided by columns of the database, and places are claimed there.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
 _MOST_SURPRISES = 5
-"""Unexpected failures in a row after which a job is given up: some 15 seconds with the default interval."""
+"""Unexpected failures in a row after which a job is failed: some 15 seconds with the default interval."""
 _LONGEST_CAUSE = 500
 _MOST_STARTS = 64
-"""Jobs that a tick submits."""
+"""Most jobs that a tick submits."""
 _MOST_EVENTS = 256
-"""Events of a job that a look reads."""
+"""Most events of a job that one poll reads."""
 
 
 @dataclass(kw_only=True)
 class Reconciler:
-    """Looks after all jobs, from one thread; of several control planes the one that leads."""
+    """Reconciles all jobs, from one thread; of several control planes only the leader does."""
 
     jobs: JobRepository
     cluster: JobCluster
@@ -79,22 +79,23 @@ class Reconciler:
     clock: Clock
     entrypoint: Entrypoint
     max_running_jobs: int
-    """Attempts on the cluster at the same time."""
+    """Most attempts on the cluster at the same time."""
     driver: Mapping[str, float] = field(default_factory=dict)
     """Resources that Ray reserves for the process of each attempt, by Ray's names."""
     interval_s: InitVar[float]
-    """Seconds that something is left alone after it failed once; more after every further time."""
+    """Pause after a first failure, in seconds; it doubles with every further one."""
     policies: Tenants = NO_LIMITS
     """Quotas and weights of tenants."""
     rules: SourceRules = NO_RULES
-    publishing: PublishRules = NOWHERE
     """Sources that attempts may read, by tenant."""
+    publishing: PublishRules = NOWHERE
+    """Targets that models may be published to."""
     prices: Prices = FREE
     limits: AttemptLimits = DEFAULT_LIMITS
     retry_delay_s: InitVar[float] = 1.0
     """Pause before a job's second attempt; it doubles with every further one."""
     deployments: Callable[[], Sequence[Deployment]] = tuple
-    """All tenants' deployments, whose replicas count against quotas as jobs do."""
+    """Deployments of all tenants, whose replicas count against quotas as jobs do."""
     deployments_share: float = 1.0
     """Share of the jobs' nodes that is open to deployments; jobs that hold more than the rest make room for them."""
     files: FilesOf = no_files
@@ -102,14 +103,14 @@ class Reconciler:
     parents: ParentOf = no_parents
     """Model or checkpoint that a job's spec continues from."""
     polls: PollSchedule = field(default_factory=PollSchedule)
-    """Choice of the jobs that a tick looks at; by default all."""
+    """Choice of the jobs that a tick polls; by default all."""
     concurrency: InitVar[int] = 1
-    """Jobs that are looked at, or submitted, at the same time."""
+    """Jobs that are polled, or submitted, at the same time."""
     lease: Lease = UNDISPUTED
-    """The right to change anything; without one there is no other control plane."""
+    """Lease to hold for any change; the default is for the only control plane."""
     instruments: Instruments = NO_INSTRUMENTS
     jobs_put_off: int = field(default=0, init=False)
-    """Jobs that failed when they were last attended to, after the latest tick."""
+    """Jobs whose last step failed, as of the latest tick."""
 
     def __post_init__(
         self, digest: Callable[[Manifest], str], interval_s: float, retry_delay_s: float, concurrency: int
@@ -127,7 +128,7 @@ class Reconciler:
         self._log = get_logger(loop="jobs")
 
     def tick(self) -> None:
-        """Do the next thing for each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
+        """Do the next step of each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
         placed, now = self.jobs.on_cluster(), self.clock()
         if self._backoff.ready(_CLUSTER, now):
             due = [job_id for job_id in self.polls.due(placed, now) if self._backoff.ready(job_id, now)]
@@ -139,14 +140,14 @@ class Reconciler:
         self._forget_ended()
 
     def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
-        """Read these jobs. One that cannot be read is left alone for a while."""
+        """Read these jobs. An unreadable one is put off for a while."""
         jobs = self.jobs.load(ids) if ids else ()
         for job_id in {*ids} - {job.id for job in jobs}:
             self._backoff.failed(job_id, self.clock())
         return jobs
 
     def _each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
-        """The jobs as the step leaves them, several at a time; the first error that it raised once all are done."""
+        """Run a step for several jobs at a time; raises the first error once all are done."""
         if self._threads is None or len(jobs) < 2:
             return [*map(step, jobs)]
         tasks = [self._threads.submit(step, job) for job in jobs]
@@ -154,7 +155,7 @@ class Reconciler:
         return [task.result() for task in tasks]
 
     def _start_waiting(self, room: int) -> None:
-        """Start jobs of the queue, as room allows. One that is left alone after a failure takes no other's place."""
+        """Start queued jobs, as room allows. One that is put off after a failure takes no other's place."""
         room = min(room, _MOST_STARTS)
         while room > 0:
             now = self.clock()
@@ -172,7 +173,7 @@ class Reconciler:
                 return
 
     def _make_room(self) -> None:
-        """Have attempts end that have to for others: at once those that find no place, at a checkpoint the others."""
+        """End attempts that must make room: those that are not placed at once, the others at a checkpoint."""
         now = self.clock()
         for job, reason in self._room.endings(now, self._backoff.resting(now)):
             step = self._end if reason.code == ReasonCode.NOT_PLACED else self._ask_to_end
@@ -189,7 +190,7 @@ class Reconciler:
         return self._store_change(replace(job, attempt=replace(job.attempt, yields=reason, yields_at=self.clock())))
 
     def _start(self, jobs: Sequence[Job]) -> int:
-        """Claim a place for each job that is prepared for it, and submit it; returns how many have got one."""
+        """Claim places for the jobs that can be prepared, and submit them; returns how many got a place."""
         starts: dict[str, tuple[Job, Event]] = {}
 
         def prepare(job: Job) -> Job:
@@ -213,18 +214,18 @@ class Reconciler:
         return len(claimed)
 
     def _prepared(self, job: Job) -> tuple[Job, Event]:
-        """The job as it starts, not stored yet, and the event that says so."""
+        """Return the job as it starts, not stored yet, and the event that reports it."""
         self.cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
         resume_from = self.store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
         return start(job, now=int(self.clock()), resume_from=resume_from)
 
     def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
-        """The job as its step leaves it; unchanged while it or the cluster is left alone after a failure.
+        """Run a job's step and return the job; unchanged while the job or the cluster is put off after a failure.
 
-        One job's failure, whatever it is, does not stop the others; a cluster that is away stops all, and so does a
-        lease that is lost. What is away comes back, so a job waits for it. Any other failure is a mistake of ours, or a
-        job made to cause one: after a few tries in a row that job has failed.
+        A failure of one job does not stop the others; an unavailable cluster or a lost lease stops all. Unavailable
+        services come back, so the job waits for them. Any other failure is a bug of ours, or a job made to cause one:
+        after a few in a row the job is failed.
         """
         self.lease.check()
         now = self.clock()
@@ -238,7 +239,7 @@ class Reconciler:
         except StaleVersionError as error:
             self._log.info("changed elsewhere; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
-            with self._lock:  # of several calls that fail together one counts
+            with self._lock:  # of several concurrent failures only one counts
                 if self._backoff.ready(_CLUSTER, self.clock()):
                     self._put_off(_CLUSTER, job, error)
         except Exception as error:
@@ -254,7 +255,7 @@ class Reconciler:
         return job
 
     def _give_up(self, job: Job) -> Job:
-        """Fail a job that cannot be handled, and stop what it has on the cluster."""
+        """Fail a job that cannot be handled, and stop its attempt."""
         latest = self.jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
         if latest.status.is_terminal:
             return latest
@@ -268,7 +269,7 @@ class Reconciler:
         return self._store_change(failed, events=[event])
 
     def _store_change(self, job: Job, **told: Any) -> Job:
-        """Store what became of a job, unless another control plane leads by now."""
+        """Store a changed job, unless another control plane leads by now."""
         return self.jobs.update(job, fence=self.lease.fence, **told)
 
     def _stop(self, submission_id: str) -> None:
@@ -323,7 +324,7 @@ class Reconciler:
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
         seen = job if submission is None else self._seen_by_ray(job)
-        # All of an attempt that is over is listed, so that what is not among it will never be.
+        # All events of an ended attempt are listed, so none can appear later.
         over = submission is None or submission.status.is_terminal
         turn = None if over else self.polls.turn(job.id)
         stored = self.store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
@@ -347,14 +348,14 @@ class Reconciler:
         return settled
 
     def _tidy_up(self, job_id: str) -> None:
-        """Discard the job's inputs. A store that is away keeps them; that changes nothing for the job."""
+        """Discard the job's inputs. If the store is away they stay, which does not affect the job."""
         try:
             self.store.discard_inputs(job_id)
         except StorageError as error:
             self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
     def _keep(self, before: Job, reading: Reading, submission: Submission | None) -> Job:
-        """Store what a running attempt has said, and stop it if it must not go on."""
+        """Store what a running attempt has reported, and stop it if it must not go on."""
         reason = reading.job.attempt.stopping or self.limits.exceeded(reading.job, self.clock(), submission)
         if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
@@ -377,19 +378,19 @@ class Reconciler:
 
 
 def _is_to_end(job: Job) -> bool:
-    """Whether the attempt has nothing more to do on the cluster. One that waits for a place has nothing to save."""
+    """Whether the attempt must be stopped now. One that pauses while it waits for a place has nothing to save."""
     waits = job.status is JobStatus.PAUSING and bool(job.attempt.waiting)
     return job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused or waits
 
 
 def _will_pass(error: Exception) -> bool:
-    """Whether something is away, and comes back. An object that is missing or damaged stays so."""
+    """Whether a service is temporarily away. A missing or damaged object stays so."""
     is_lasting = isinstance(error, (ObjectNotFoundError, ArtifactCorruptError))
     return not is_lasting and isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
 
 
 def _described(error: Exception) -> str:
-    """An unexpected error in a form that can be stored and shown."""
+    """Return an unexpected error as text that can be stored and shown."""
     text = redact(f"{type(error).__name__}: {error}")[:_LONGEST_CAUSE]
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")
 

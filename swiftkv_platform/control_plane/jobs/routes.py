@@ -54,8 +54,8 @@ _LABEL = TypeAdapter[str](Label)
 def _present(
     request: Request, parts: Parts, settings: TheSettings, ray: TheRay, nodes: TheNodes
 ) -> Callable[[Job], JobAnswer]:
-    asks_ray = request.method == "GET"  # what changes a job does not wait for Ray
-    # Each is read once for all jobs of an answer.
+    asks_ray = request.method == "GET"  # requests that change a job do not wait for Ray
+    # Each is read at most once for all jobs of an answer.
     away = cache(lambda: ray.within(RAY_ANSWERS_WITHIN_S, "Ray does not answer"))
 
     @cache
@@ -133,24 +133,24 @@ def _submission(
 
 
 Submit = Annotated[Callable[[JobSpec], Job], Depends(_submission)]
-"""Submission of the caller's job, with the headers that every route that submits one takes."""
+"""Function that submits the caller's job, with the headers that all submitting routes accept."""
 
 
 def place(response: Response, job: JobAnswer) -> JobAnswer:
-    """The answer of a new job, which names its place."""
+    """Add a new job's URL to the answer as `Location`."""
     response.headers["Location"] = f"/jobs/{job.id}"
     return job
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_job(spec: JobSpec, submit: Submit, present: Present, response: Response) -> JobAnswer:
-    """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
+    """Submit a job. The same `Idempotency-Key` with the same body returns the same job."""
     return place(response, present(submit(spec)))
 
 
 @router.post("/validate")
 def validate_job(spec: JobSpec, service: Service, caller: Submitter) -> EstimateAnswer:
-    """Check a spec as submitting it would, and say what it would make; stores nothing."""
+    """Check a spec as submitting it would, and return an estimate; nothing is stored."""
     return EstimateAnswer(**dict(service.validate(spec, caller)))
 
 
@@ -164,7 +164,7 @@ def list_jobs(
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
 ) -> ListAnswer[JobAnswer]:
-    """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
+    """List jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, _metadata_asked_for(request))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return list_answer(found, present, lambda job: job.id, page.order)
@@ -181,7 +181,7 @@ def _metadata_asked_for(request: Request) -> dict[str, str]:
 
 
 def check_metadata_keys(keys: Iterable[str]) -> None:
-    """Raises `InvalidInputError` for what is no key of a job's metadata."""
+    """Raise `InvalidInputError` for a name that cannot be a key of a job's metadata."""
     for key in keys:
         try:
             _LABEL.validate_python(key)
@@ -192,7 +192,7 @@ def check_metadata_keys(keys: Iterable[str]) -> None:
 
 @router.get("/{job_id}")
 def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, present: Present) -> JobAnswer:
-    """One job."""
+    """Return a job."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if not job.status.is_terminal:
         watches.note(job_id)
@@ -201,13 +201,13 @@ def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, pres
 
 @router.post("/{job_id}/cancel")
 def cancel_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
-    """Ask for the end of a job; asking again is the same."""
+    """Cancel a job; repeating the request is harmless."""
     return present(service.cancel(job_id, caller))
 
 
 @router.post("/{job_id}/pause")
 def pause_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
-    """Ask a job to checkpoint and free the cluster; asking again is the same."""
+    """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
     return present(service.pause(job_id, caller))
 
 
@@ -215,15 +215,16 @@ def pause_job(job_id: str, service: Service, caller: Writer, present: Present) -
 def resume_job(
     job_id: str, service: Service, caller: Writer, present: Present, body: ResumeRequest | None = None
 ) -> JobAnswer:
-    """Queue a paused job again; it goes on from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
+    """Queue a paused job again; it continues from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
     return present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
 
 
 @router.delete("/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
 def delete_job(job_id: str, deletions: Deletions, parts: Parts, caller: Writer) -> None:
-    """Delete a job that has ended, with its model and all that it has left; its objects go in the sweeper's next round.
+    """Delete a job that has ended, with its model and all its data; its objects are removed in the sweeper's next
+    round.
 
-    A job that is resumable, whose model is deployed or promoted, or from which another one reads is kept: the 409 names
-    what holds it.
+    A job that is resumable, whose model is deployed or promoted, or that another job reads is kept: the 409 names the
+    holder.
     """
     deletions.delete_job(job_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)

@@ -1,4 +1,4 @@
-"""Jobs, events and metrics in SQL. Knows rows and transactions; what may follow a status is the domain's business."""
+"""Rows of jobs, events and metrics. Knows rows and transactions; the domain decides which status may follow another."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 """Fields of `Job` that have a column of their own; the others are in `state`."""
 _OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
 NOBODY_ELSE = recipients(NO_LIMITS)
-"""A job's own webhook alone."""
+"""Recipients without tenants' webhooks: only a job's own."""
 _DIGITS_OF_A_STEP = 18
 """Most digits of a step; a column holds every number of this length."""
 _PARAMETERS = 500
-"""Databases limit the number of parameters of a statement."""
+"""Most parameters of a statement, since databases limit them."""
 
 
 class JobRepository(Store):
-    """Jobs with their events and metrics. Each method is one transaction. `recipients`: the webhooks that are told of a
-    job's changes of status."""
+    """Jobs with their events and metrics. Each method is one transaction. `recipients`: the webhooks that are notified
+    of a job's changes of status."""
 
     def __init__(self, database: Database, recipients: Recipients = NOBODY_ELSE) -> None:
         super().__init__(database)
@@ -76,12 +76,12 @@ class JobRepository(Store):
         """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
 
         Args:
-            limits: jobs that the tenant may have.
+            limits: most jobs that the tenant may have.
 
         Raises:
-            IdempotencyConflictError: the key came with another body.
-            QuotaExceededError: the tenant has as many as it may have.
-            InvalidInputError: the spec names an uploaded file that is not there any more.
+            IdempotencyConflictError: the key was used with another body.
+            QuotaExceededError: the tenant is at its limit.
+            InvalidInputError: the spec names an uploaded file that was deleted.
             ConflictError: it publishes where another tenant does.
         """
         if idempotency is not None and (known := self.recall(job.tenant, idempotency)) is not None:
@@ -111,7 +111,7 @@ class JobRepository(Store):
         return job
 
     def recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
-        """The job that the tenant's key stands for already. Raises `IdempotencyConflictError` for another body."""
+        """Return the job that the tenant's key was used for. Raises `IdempotencyConflictError` for another body."""
         with self._database.reading() as session:
             known = session.get(IdempotencyRow, (tenant, idempotency.key))
             if known is None:
@@ -120,13 +120,13 @@ class JobRepository(Store):
             return _job(session.get_one(JobRow, known.job_id))
 
     def get(self, job_id: str, *, tenant: str) -> Job:
-        """Raises `NotFoundError`, also for another tenant's job, and `UnreadableRowError`."""
+        """Return a job. Raises `NotFoundError`, also for another tenant's job, and `UnreadableRowError`."""
         with self._database.reading() as session:
             return _job(owned(session, JobRow, job_id, tenant))
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = EVERYTHING) -> Slice[Job]:
-        """The page ends early where its jobs come to megabytes. Raises `InvalidInputError` if `page.after` names no job
-        of the tenant."""
+        """Return a page of jobs, of at most `PAGE_BYTES` or one job. Raises `InvalidInputError` if `page.after` names
+        no job of the tenant."""
         wanted = [JobRow.labels[key].as_string() == value for key, value in where.metadata.items()]
         if where.status is not None:
             wanted.append(JobRow.status == where.status.value)
@@ -138,14 +138,14 @@ class JobRepository(Store):
             return Slice(jobs, rows.has_more, left_out)
 
     def on_cluster(self) -> Sequence[Placed]:
-        """All tenants' jobs that may have an attempt on the cluster, oldest first; no spec is read."""
+        """Return all jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
         with self._database.reading() as session:
             rows = session.execute(query.where(JobRow.status.in_(ON_CLUSTER)).order_by(JobRow.id))
             return [Placed(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
 
     def load(self, ids: Sequence[str]) -> Sequence[Job]:
-        """These jobs, in this order; one that is gone, or cannot be read, is left out."""
+        """Return these jobs, in this order; one that is gone, or unreadable, is left out."""
         found: dict[str, Job] = {}
         with self._database.reading() as session:
             for part in _parts(ids):
@@ -154,7 +154,7 @@ class JobRepository(Store):
         return [found[job_id] for job_id in ids if job_id in found]
 
     def live_among(self, ids: Collection[str]) -> set[str]:
-        """Those of the ids whose jobs are not in a final status."""
+        """Return those of the ids whose jobs have not ended."""
         found: set[str] = set()
         with self._database.reading() as session:
             for part in _parts(sorted(ids)):
@@ -163,12 +163,12 @@ class JobRepository(Store):
         return found
 
     def standing(self, *, most: int, now: float, without: Collection[str] = ()) -> Standing:
-        """The queue as it is now, decided by columns alone.
+        """Return the present queue, computed from columns alone.
 
         Args:
-            most: jobs of each tenant that are named.
-            now: retries that are due later are not named.
-            without: ids of jobs that are not named.
+            most: most jobs of each tenant to return.
+            now: Unix seconds; retries that are due later are left out.
+            without: ids of jobs to leave out.
         """
         queued = [JobStatus.QUEUED.value]
         ready = select(JobRow.id, JobRow.gpus, JobRow.cpus).where(
@@ -181,14 +181,14 @@ class JobRepository(Store):
         with self._database.reading() as session:
             held, asked = _held(session, ON_CLUSTER), _held(session, queued)
             total = sum((*held.values(), *asked.values()), Demand())
-            for tenant in asked:  # each one's first jobs stand together in the index
+            for tenant in asked:  # each one's first jobs are adjacent in the index
                 rows = session.execute(first, {"of": tenant})
                 if jobs := [Waiting(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
                     waiting[tenant] = jobs
         return Standing(held, total, waiting)
 
     def queue_places(self, tenant: str) -> Mapping[str, int]:
-        """Place of each of the tenant's queued jobs among them, by priority, then by age; the first has 1."""
+        """Return the position of each of the tenant's queued jobs, by priority, then by age; the first has 1."""
         queued = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.status == JobStatus.QUEUED.value)
         with self._database.reading() as session:
             ids = session.scalars(queued.order_by(JobRow.priority, JobRow.id))
@@ -203,15 +203,15 @@ class JobRepository(Store):
     def claim(
         self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
     ) -> Sequence[Job]:
-        """Give waiting jobs their places on the cluster, counted anew while no other control plane does the same.
+        """Give waiting jobs their places on the cluster, counted while no other control plane does the same.
 
         Args:
-            starts: jobs in the status `starting`, of the version that they were read at, with the event that says so.
-            most: jobs on the cluster at the same time.
-            fits: whether a tenant may have this much more beside its jobs and deployments.
+            starts: jobs in the status `starting`, at the version that was read, with the event that reports it.
+            most: most jobs on the cluster at the same time.
+            fits: whether a tenant may hold a demand in addition to that of its jobs and deployments.
 
-        Returns the jobs that have got a place. One that has changed since, or has none, is left out; of a tenant whose
-        first job has none no other gets one. Raises `LeaseLostError`.
+        Returns the jobs that got a place. A job that has changed since, or gets none, is left out; if one exceeds its
+        tenant's quota, no later one of the tenant gets a place. Raises `LeaseLostError`.
         """
         tenants = sorted({job.tenant for job, _ in starts})
         claimed: list[Job] = []
@@ -243,7 +243,7 @@ class JobRepository(Store):
         return claimed
 
     def watch(self, job_id: str, until: float) -> None:
-        """Have the job's events read often until then. Its version stays."""
+        """Have the job's events read often until then. The job's version does not change."""
         with self._database.writing() as session:
             live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(LIVE))
             session.execute(live.values(watched_until=until))
@@ -255,8 +255,8 @@ class JobRepository(Store):
         return {status: found.get(status.value, 0) for status in JobStatus}
 
     def attempts_on_cluster(self) -> Mapping[str, int | None]:
-        """Number of the present attempt of each job that may have one on the cluster; None where it cannot be read."""
-        # A status that another version of this program has stored counts as one with an attempt.
+        """Return the attempt number of each job that may have an attempt on the cluster; None if it is unreadable."""
+        # An unknown status, stored by another version of this program, counts as one with an attempt.
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
         with self._database.reading() as session:
             return {job_id: _attempt_number(state) for job_id, state in session.execute(query)}
@@ -270,10 +270,10 @@ class JobRepository(Store):
         model: Model | None = None,
         fence: Fence | None = None,
     ) -> Job:
-        """Replace the row of the version that `job` was read at, and add what happened, all or nothing.
+        """Replace the row at the version that `job` was read at, and add events, points and model, in one transaction.
 
-        Returns the job with its new version. Raises `StaleVersionError` if the row has moved on, and `LeaseLostError`
-        if the lease of `fence` is another's.
+        Returns the job with its new version. Raises `StaleVersionError` if the row has changed since, and
+        `LeaseLostError` if another holder has the lease of `fence`.
         """
         updated = replace(job, version=job.version + 1)
         guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
@@ -296,7 +296,7 @@ class JobRepository(Store):
         return updated
 
     def events(self, job_id: str, page: Page) -> Slice[Event]:
-        """A job's events in the order in which they were stored. Raises `InvalidInputError` for an unknown `after`."""
+        """Return a job's events in the order they were stored. Raises `InvalidInputError` for an unknown `after`."""
         with self._database.reading() as session:
             after = None
             if page.after is not None:
@@ -309,7 +309,7 @@ class JobRepository(Store):
             return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
-        """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
+        """Return metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         after = None if page.after is None else _step(page.after)
         with self._database.reading() as session:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
@@ -323,7 +323,7 @@ class JobRepository(Store):
             session.add_all(deliveries)
 
     def _check_room(self, session: Session, tenant: str, limits: StoredJobs) -> None:
-        """Raises as `StoredJobs.check`, which no other submission of the tenant overtakes."""
+        """Raise as `StoredJobs.check`; concurrent submissions of the tenant wait."""
         if limits == UNLIMITED:
             return
         self._database.take_turns(session, f"jobs of {tenant}")
@@ -353,7 +353,7 @@ def _columns(job: Job) -> dict[str, Any]:
 
 
 def _job(row: JobRow) -> Job:
-    """Raises `UnreadableRowError`."""
+    """Return the row's job. Raises `UnreadableRowError`."""
     try:
         columns = {column.key: getattr(row, column.key) for column in _COLUMNS}
         return _JOB.validate_python({**row.state, **columns}, context=STORED)
@@ -368,7 +368,7 @@ def _attempt_number(state: Any) -> int | None:
 
 
 def _held(session: Session, statuses: Sequence[str], *, tenants: Sequence[str] | None = None) -> dict[str, Demand]:
-    """Sum of what jobs in these statuses ask for, by tenant."""
+    """Return the summed demand of jobs in these statuses, by tenant."""
     query = select(JobRow.tenant, func.count(), func.sum(JobRow.gpus), func.sum(JobRow.cpus))
     query = query.where(JobRow.status.in_(statuses)).group_by(JobRow.tenant)
     if tenants is not None:
@@ -377,13 +377,13 @@ def _held(session: Session, statuses: Sequence[str], *, tenants: Sequence[str] |
 
 
 def _parts(ids: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The ids in parts that one statement takes."""
+    """Yield the ids in parts that fit into one statement."""
     for start in range(0, len(ids), _PARAMETERS):
         yield ids[start : start + _PARAMETERS]
 
 
 def _step(cursor: str) -> int:
-    """Raises `InvalidInputError` for what no step can be."""
+    """Return the step of a cursor. Raises `InvalidInputError` if it cannot be one."""
     if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
         raise unknown_cursor(cursor)
     return int(cursor)

@@ -1,4 +1,4 @@
-"""Callers' operations on jobs. Knows rules and ports; the reconciler does what takes time."""
+"""Operations on jobs that routes offer. Knows rules and ports; the reconciler does the slow part."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from swiftkv_platform.sources.relative import refuse_relative_paths
 from swiftkv_platform.specs import JobSpec
 
 _UPDATE_TRIES = 5
-"""The reconciler may change a job between our reading and writing it."""
+"""Tries to store a change, since the reconciler may change the job between reading and writing."""
 
 _MEASURED_JOBS = 100
-"""Newest ones that are looked through for a speed."""
+"""Newest jobs that are searched for a measured speed."""
 
 NO_WEBHOOKS = WebhookRules()
 
@@ -55,7 +55,7 @@ def _nothing(_job: Job) -> None:
 
 @dataclass
 class JobService:
-    """Submitting, pausing, resuming and cancelling."""
+    """Submits, pauses, resumes and cancels jobs for callers."""
 
     jobs: JobRepository
     _: KW_ONLY
@@ -72,14 +72,14 @@ class JobService:
     parents: ParentOf = no_parents
     """Model or checkpoint that a spec continues from."""
     publishing: PublishRules = NOWHERE
-    """Places where models may be published."""
+    """Targets that models may be published to."""
     groups: GroupLimits = NO_GROUPS
     rehearse: Callable[[Job], object] = _nothing
-    """Called with every job before it is stored; what it raises keeps the job from being stored. A caller that answers
-    with the job writes the answer here, so that nothing is stored that could not be answered."""
+    """Called with every job before it is stored; if it raises, the job is not stored. A caller that returns the job
+    serialises its answer here, so that no job is stored that could not be returned."""
 
     def validate(self, spec: JobSpec, caller: Caller) -> JobEstimate:
-        """Everything `submit` checks but the queue's length, and how long the job would take; stores nothing.
+        """Check what `submit` checks, except the queue's length, and estimate the job's duration; nothing is stored.
 
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
         """
@@ -91,7 +91,7 @@ class JobService:
         return self._as_measured(found, measured, spec)
 
     def _measured(self, spec: JobSpec, caller: Caller) -> tuple[Speed, str] | None:
-        """Speed of a job like this one, else the configured one, and where it is from."""
+        """Return the speed of a job like this one, else the configured one, and its source."""
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
         earlier = self.jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
         measured = speed_for(spec, earlier)
@@ -100,7 +100,8 @@ class JobService:
         return measured
 
     def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, JobEstimate]:
-        """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
+        """Check a spec; return it as it is stored, with the exact checkpoint that it continues from, and its
+        estimate."""
         check_spec_bytes(spec)
         self.limits.check(spec)
         organizations = self.policies.policy(caller.tenant).hub_organizations
@@ -127,7 +128,7 @@ class JobService:
         return self._continued(spec, caller, found)
 
     def _continued(self, spec: JobSpec, caller: Caller, found: JobEstimate) -> tuple[JobSpec, JobEstimate]:
-        """Spec and estimate of a job that may continue from another, once its parent is known to fit."""
+        """Return spec and estimate of a job that may continue from a parent, once the parent is known to fit."""
         parent = self.parents(spec, caller.tenant)
         if parent is not None:
             if "decode_key_value" not in spec.swiftkv.model_fields_set:
@@ -139,7 +140,7 @@ class JobService:
         return spec, found
 
     def _as_measured(self, found: JobEstimate, measured: tuple[Speed, str] | None, spec: JobSpec) -> JobEstimate:
-        """Add the time that jobs like it took, and its cost. A sweep's trials are not foreseen."""
+        """Add the time that similar jobs took, and its cost. Sweeps are not estimated."""
         if measured is None:
             return found
         speed, source = measured
@@ -158,8 +159,8 @@ class JobService:
         """Store a job; once this returns it is not lost.
 
         With a key the caller has used before, returns that key's job and checks nothing: quotas, rules and sources may
-        have changed since. Raises `IdempotencyConflictError` if that came with another body, `QuotaExceededError` if
-        too many of the tenant's jobs wait already, and as `validate`.
+        have changed since. Raises `IdempotencyConflictError` if the key was used with another body,
+        `QuotaExceededError` if the tenant has too many jobs, and as `validate`.
         """
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         if idempotency is not None and (known := self.jobs.recall(caller.tenant, idempotency)) is not None:
@@ -194,7 +195,7 @@ class JobService:
             )
 
     def cancel(self, job_id: str, caller: Caller) -> Job:
-        """Ask for the end of a job; asking again is the same.
+        """Cancel a job; repeating is harmless.
 
         Raises `NotFoundError`, and `IllegalTransitionError` for a job that has ended otherwise.
         """
@@ -213,7 +214,7 @@ class JobService:
         return self._change(job_id, caller, step)
 
     def pause(self, job_id: str, caller: Caller) -> Job:
-        """Ask a job to checkpoint and leave the cluster; asking again is the same. Raises as `cancel`."""
+        """Ask a job to checkpoint and leave the cluster; repeating is harmless. Raises as `cancel`."""
 
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in (JobStatus.PAUSING, JobStatus.PAUSED):
@@ -226,9 +227,9 @@ class JobService:
         return self._change(job_id, caller, step)
 
     def resume(self, job_id: str, caller: Caller, *, cost_cap: float | None = None) -> Job:
-        """Queue a paused job again, from its last checkpoint; a job that is under way stays as it is. `cost_cap`:
+        """Queue a paused job again, from its last checkpoint; a queued or running job stays as it is. `cost_cap`
         replaces `limits.cost_cap` of its spec. Raises as `cancel`, also for a job that is still pausing, and
-        `ConflictError` for one that has cost more than it may."""
+        `ConflictError` for one that has cost more than its cap."""
 
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in _UNDER_WAY:
@@ -254,7 +255,8 @@ class JobService:
             )
 
     def _change(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
-        """Store what `step` makes of the job, read again while others change it; no events: nothing is to be done."""
+        """Apply `step` to the job and store the result, again if others change the job meanwhile. No events mean no
+        change."""
         for _ in range(_UPDATE_TRIES):
             changed, events = step(self.jobs.get(job_id, tenant=caller.tenant), int(self.clock()))
             if not events:
@@ -268,6 +270,6 @@ class JobService:
 
 
 def _digest(spec: JobSpec) -> str:
-    """Digest of a spec, equal however the spec was written."""
+    """Return the digest of a spec, independent of how the spec was written."""
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,6 +1,5 @@
-"""Uses of uploaded files, models and other jobs' objects by jobs, written when a job is stored: nothing looks through
-specs to know who uses a thing.
-"""
+"""Uses of uploaded files, models and other jobs' objects by jobs. They are stored with the job, so that finding the
+users of an object does not search specs."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from swiftkv_platform.errors import ConflictError
 
 _MODEL = re.compile(r"mdl_[0-9A-Za-z]{1,36}")
 _OBJECT = re.compile(r"jobs/(job_[0-9A-Za-z]{1,36})/")
-"""Part of an object's address, wherever the store is."""
+"""Part of an object's address, in any store."""
 _PARENT = re.compile(r"(job_[0-9A-Za-z]{1,36}):")
 """Beginning of the name of a checkpoint that a job continues from."""
 
 
 def uses_of(spec: Any) -> set[str]:
-    """Ids of files, models and jobs that a spec names, as a document: one that this version cannot read names them
-    too."""
+    """Return the ids of files, models and jobs that a spec names. The spec is a plain document, which this version need
+    not be able to parse."""
     found: set[str] = set()
     for text in _texts(spec):
         if is_file_id(text):
@@ -43,19 +42,20 @@ def uses_of(spec: Any) -> set[str]:
 
 
 def publication_of(spec: Any) -> str | None:
-    """Name of the place that a job publishes to, as long as an id; None where it publishes nowhere."""
+    """Return a digest of the target that a job publishes to, as long as an id; None if it publishes nowhere."""
     publish = spec.get("publish") if isinstance(spec, dict) else None
     place = publish.get("to") if isinstance(publish, dict) else None
     if not isinstance(place, str):
         return None
     place = place.rstrip("/")
-    if place.startswith("hf://"):  # whose names differ in more than case
+    if place.startswith("hf://"):  # names on the hub are not case-sensitive
         place = place.lower()
     return f"pub_{hashlib.sha256(place.encode()).hexdigest()[:36]}"
 
 
 def check_publication(session: Session, spec: Any, tenant: str) -> None:
-    """Raises `ConflictError` where jobs of another tenant publish: neither may write over the other's."""
+    """Raise `ConflictError` if a job of another tenant publishes to the same target: neither may overwrite the
+    other's."""
     place = publication_of(spec)
     if place is None:
         return
@@ -68,7 +68,7 @@ def check_publication(session: Session, spec: Any, tenant: str) -> None:
 
 
 def live_users(session: Session, names: Sequence[str], *, limit: int, without: str = "") -> Sequence[str]:
-    """Ids of jobs that have not ended and use one of these, the first ones. `without`: a job that does not count."""
+    """Return the first `limit` ids of unfinished jobs that use one of these. `without`: a job that does not count."""
     users = select(JobRow.id).join(UseRow, UseRow.job_id == JobRow.id)
     users = users.where(UseRow.used.in_(names), JobRow.status.in_(LIVE), JobRow.id != without)
     return session.scalars(users.distinct().order_by(JobRow.id).limit(limit)).all()

@@ -1,7 +1,6 @@
-"""Findings about a spec before anything runs: the teacher's layers, the data's columns, where tasks lie. Imports
-no torch.
+"""Checks of a spec before anything runs: the teacher's layers, the data's columns, the tasks' files. Imports no torch.
 
-Local paths and objects are looked at; a hub id is taken at its word, and the worker reports if it does not exist.
+Local paths and objects are read; a hub id is not checked, and the worker reports if it does not exist.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ def validate(
 
     Args:
         config: the teacher's `config.json`, or its directory, read instead of the one at `model.name_or_path`.
-        access: what the caller may read.
+        access: sources that the caller may read.
         machines: nodes and rates that the plan assumes.
-        num_tokens: tokens of an epoch, where they are known better than from the size of the sources.
+        num_tokens: tokens of an epoch, if known better than from the sizes of the sources.
 
     Raises:
         ModelError: the teacher's configuration cannot be read, is of another family or quantisation, or has a value
             that no model can have.
         DataError: a source is missing, empty or without the columns of a known format, or a task's data is missing.
-        InvalidInputError: the transformation does not fit the teacher, or a task is not there. Names are checked before
-            (`Access.check`).
+        InvalidInputError: the transformation does not fit the teacher, or a task does not exist. Names are checked
+            before (`Access.check`).
         StorageError: an `s3://` address does not answer.
     """
     name = spec.model.name_or_path if config is None else str(config)
@@ -64,8 +63,8 @@ def validate(
 
 
 def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
-    """The job, or the first trial that fits: a sweep may name a g that is too large for some of its l, and reports
-    those trials as failed."""
+    """Return the job, or the first trial that fits: a sweep may name a g that is too large for some of its l, and
+    reports those trials as failed."""
     refused: InvalidInputError | None = None
     fitting: list[JobSpec] = []
     for trial in expand(spec):
@@ -93,7 +92,7 @@ def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
 
 
 def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
-    """Layers of a teacher. Raises `ModelError`: what is wrong with its `config.json` whatever the job is."""
+    """Return the number of a teacher's layers. Raises `ModelError` for a `config.json` that no job can use."""
     try:
         read_architecture(config)
         has_quantized_weights(config)
@@ -108,8 +107,8 @@ def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
 
 def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = OPEN) -> None:
     """Refuse the first task that cannot be run, naming its field. Raises `InvalidInputError`: an unknown built-in task,
-    one without `data_dir`, or a task's file that is not there; `DataError`: `data_dir` is not there,
-    lacks the files of a built-in task, or leads to what may not be read."""
+    one without `data_dir`, or a task's file that does not exist; `DataError`: `data_dir` does not exist, lacks the
+    files of a built-in task, or leads to files that may not be read."""
     for index, task in enumerate(tasks):
         _check_task(*name_and_data(task), f"evaluation.tasks[{index}]", access)
 

@@ -1,1 +1,1 @@
-"""Jobs in the form of OpenAI's fine-tuning API."""
+"""Jobs in the format of OpenAI's fine-tuning API."""

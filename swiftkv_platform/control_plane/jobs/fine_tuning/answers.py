@@ -63,7 +63,7 @@ class FineTuningJobAnswer(Answer):
     finished_at: int | None
     estimated_finish: int | None
     status: Status
-    """The job's status in OpenAI's words; a paused one is `queued`. `swiftkv.status` is more exact."""
+    """The job's status in OpenAI's terms; a paused one is `queued`. `swiftkv.status` is more exact."""
     model: str
     """The teacher."""
     fine_tuned_model: str | None
@@ -83,7 +83,7 @@ class FineTuningJobAnswer(Answer):
     """Null until the job has ended."""
     error: JobError | None
     swiftkv: JobAnswer
-    """The same job as `GET /jobs/{id}` answers it."""
+    """The same job as returned by `GET /jobs/{id}`."""
 
     @classmethod
     def of(cls, job: JobAnswer) -> Self:
@@ -130,7 +130,7 @@ class FineTuningEventAnswer(Answer):
     level: Level
     message: str
     type: Literal["message", "metrics"]
-    """`metrics`, or `message` for everything else; `data` tells what."""
+    """`metrics`, or `message` for every other type; `data` has the details."""
     data: dict[str, Any]
 
     @classmethod

@@ -1,6 +1,6 @@
-"""OpenAI's request for a fine-tuning job as a job spec. Knows no route and no database.
+"""Conversion of OpenAI's request for a fine-tuning job to a job spec. Knows no route and no database.
 
-What OpenAI's fields do not say, `swiftkv` does: a job spec of which any part may be missing.
+Settings for which OpenAI has no field are in `swiftkv`, a job spec of which any part may be missing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Method(FiniteModel):
     type: Literal["supervised", "swiftkv"]
     supervised: SupervisedMethod | None = None
     swiftkv: PartialSpec | None = None
-    """The request's `swiftkv`, here instead."""
+    """Same as the request's `swiftkv`; give only one of them."""
 
 
 class WandbIntegration(FiniteModel):
@@ -66,14 +66,14 @@ class Integration(FiniteModel):
 
 
 class CreateFineTuningJob(FiniteModel):
-    """A fine-tuning job, as OpenAI's clients ask for it."""
+    """Request for a fine-tuning job, in OpenAI's format."""
 
     model: Annotated[Name, Field(min_length=1)]
     """The teacher: `model.name_or_path` of a job spec."""
     training_file: Annotated[Name, Field(min_length=1)]
     """Id of an uploaded file (`file-...`), or another data source's `name_or_path`."""
     validation_file: None = None
-    """Rows are held out of the training file: `swiftkv.data.validation_fraction`."""
+    """Not supported: rows are held out of the training file (`swiftkv.data.validation_fraction`)."""
     hyperparameters: Hyperparameters | None = None
     method: Method | None = None
     integrations: Annotated[tuple[Integration, ...], Field(max_length=1)] | None = None
@@ -82,7 +82,7 @@ class CreateFineTuningJob(FiniteModel):
     suffix: Annotated[JobName, Field(max_length=64)] | None = None
     """Name of the job and of its model."""
     swiftkv: PartialSpec | None = None
-    """Everything else of a job spec."""
+    """All other fields of a job spec."""
 
     @model_validator(mode="after")
     def _said_once(self) -> Self:
@@ -96,8 +96,8 @@ class CreateFineTuningJob(FiniteModel):
 
 
 def job_spec(asked: CreateFineTuningJob) -> JobSpec:
-    """Return the spec that a request comes to. Raises `InvalidInputError`: a field of OpenAI's and one of `swiftkv`
-    contradict each other; `RequestValidationError`: what both come to is no job spec."""
+    """Return the job spec of a request. Raises `InvalidInputError` if a field of OpenAI's and one of `swiftkv`
+    contradict each other, and `RequestValidationError` if the result is no valid job spec."""
     place, partial = _extension(asked)
     document = {} if partial is None else partial.model_dump(mode="json", exclude_unset=True)
     fields = _openai_fields(asked)
@@ -115,14 +115,14 @@ _Path = tuple[str, ...]
 
 
 def _extension(asked: CreateFineTuningJob) -> tuple[_Path, PartialSpec | None]:
-    """SwiftKV's own part of a request, and its place."""
+    """Return SwiftKV's own part of a request, and its path."""
     if asked.method is not None and asked.method.swiftkv is not None:
         return ("method", "swiftkv"), asked.method.swiftkv
     return ("swiftkv",), asked.swiftkv
 
 
 def _openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
-    """Parts of a spec that OpenAI's fields give: by path, the field's name and its value."""
+    """Return the parts of a spec that OpenAI's fields set: by path, the field's name and its value."""
     place, hyperparameters = "hyperparameters", asked.hyperparameters
     if asked.method is not None and asked.method.supervised is not None:
         place, hyperparameters = "method.supervised.hyperparameters", asked.method.supervised.hyperparameters
@@ -156,7 +156,7 @@ def _put(document: dict[str, Any], path: _Path, name: str, value: Any, place: st
 
 
 def _put_training_file(document: dict[str, Any], name: str) -> None:
-    """Name the training file among the sources, first where `swiftkv` does not name it itself."""
+    """Add the training file as the first source, unless `swiftkv` already names it."""
     data = document.setdefault("data", {})
     sources = data.get("sources", [])
     if all(source.get("name_or_path") != name for source in sources):
@@ -164,10 +164,10 @@ def _put_training_file(document: dict[str, Any], name: str) -> None:
 
 
 def _as_asked(item: Any, fields: Mapping[_Path, tuple[str, Any]], place: _Path) -> dict[str, Any]:
-    """A complaint about a spec as one about the request."""
+    """Convert a validation error of the spec to one of the request."""
     location = tuple(item["loc"])
     asked = fields.get(location)
     told = {**item, "loc": ("body", *(place + location if asked is None else asked[0].split(".")))}
-    # A rule over several fields says itself which one it would change.
+    # A rule over several fields names the one to change itself.
     changed = fields.get(tuple(str(item.get("ctx", {}).get("field", "")).split(".")))
     return told if changed is None else {**told, "ctx": {**item["ctx"], "field": changed[0]}}

@@ -1,4 +1,4 @@
-"""`/v1/fine_tuning/jobs`: the jobs of `/jobs` in the forms of OpenAI's fine-tuning API."""
+"""`/v1/fine_tuning/jobs`: the jobs of `/jobs` in the format of OpenAI's fine-tuning API."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Show = Annotated[Callable[[Job], FineTuningJobAnswer], Depends(_show)]
 
 @router.post("")
 def create_fine_tuning_job(asked: CreateFineTuningJob, submit: Submit, show: Show) -> FineTuningJobAnswer:
-    """Submit a job. `swiftkv` holds what OpenAI's fields do not say: any part of a job spec."""
+    """Submit a job. `swiftkv` holds settings for which OpenAI has no field: any part of a job spec."""
     return show(submit(job_spec(asked)))
 
 
@@ -48,7 +48,7 @@ def create_fine_tuning_job(asked: CreateFineTuningJob, submit: Submit, show: Sho
 def list_fine_tuning_jobs(
     request: Request, parts: Parts, caller: Reader, show: Show, page: NewestFirst
 ) -> ListAnswer[FineTuningJobAnswer]:
-    """Jobs, newest first, however they were submitted. `metadata[{key}]={value}` filters by metadata."""
+    """List jobs, newest first, also those submitted by other routes. `metadata[{key}]={value}` filters by metadata."""
     found = parts.jobs.list(page, tenant=caller.tenant, where=JobFilter(metadata=_metadata(request)))
     return list_answer(found, show, lambda job: job.id, page.order)
 
@@ -65,25 +65,25 @@ def _metadata(request: Request) -> dict[str, str]:
 
 @router.get("/{job_id}")
 def get_fine_tuning_job(job_id: str, parts: Parts, caller: Reader, show: Show) -> FineTuningJobAnswer:
-    """One job."""
+    """Return a job."""
     return show(parts.jobs.get(job_id, tenant=caller.tenant))
 
 
 @router.post("/{job_id}/cancel")
 def cancel_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
-    """Ask for the end of a job; asking again is the same."""
+    """Cancel a job; repeating the request is harmless."""
     return show(service.cancel(job_id, caller))
 
 
 @router.post("/{job_id}/pause")
 def pause_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
-    """Ask a job to checkpoint and free the cluster; asking again is the same."""
+    """Ask a job to checkpoint and free the cluster; repeating the request is harmless."""
     return show(service.pause(job_id, caller))
 
 
 @router.post("/{job_id}/resume")
 def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: Show) -> FineTuningJobAnswer:
-    """Queue a paused job again; it goes on from its last checkpoint."""
+    """Queue a paused job again; it continues from its last checkpoint."""
     return show(service.resume(job_id, caller))
 
 
@@ -91,7 +91,7 @@ def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: 
 def list_fine_tuning_events(
     job_id: str, parts: Parts, caller: Reader, page: NewestFirst
 ) -> ListAnswer[FineTuningEventAnswer]:
-    """A job's events, newest first."""
+    """List a job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of, lambda event: event.id)
 
@@ -100,7 +100,7 @@ def list_fine_tuning_events(
 def list_fine_tuning_checkpoints(
     job_id: str, parts: Parts, caller: Fetcher, page: Annotated[Page, Depends(paged(10, "desc"))]
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
-    """Complete checkpoints of all attempts, the last step first."""
+    """List the complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = page_of(parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, page)
     return list_answer(found, lambda each: _checkpoint(parts, job_id, each), lambda each: each.id)

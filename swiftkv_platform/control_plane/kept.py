@@ -24,7 +24,7 @@ class Kept(Generic[T]):
         self._keep_s = keep_s
         self._asked = 0.0
         self._answer: Future[T] | None = None
-        """Of the latest call of `ask`, which may still run."""
+        """Future of the latest call of `ask`, which may still run."""
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kept")
 

@@ -135,7 +135,7 @@ TheWatches = Annotated[Watches, _part("watches")]
 TheNodes = Annotated[Kept[Sequence[Node] | None], _part("nodes")]
 """Nodes of the jobs' cluster; None if Ray does not answer."""
 TheRay = Annotated[Kept[str | None], _part("ray")]
-"""What is wrong with Ray; None if nothing is."""
+"""Problem with Ray; None if there is none."""
 RAY_ANSWERS_WITHIN_S = 2.0
 """Longest wait of a route for Ray in seconds, so that a hanging Ray does not block a page."""
 TheSettings = Annotated[Settings, _part("settings")]

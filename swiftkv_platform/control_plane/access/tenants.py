@@ -49,10 +49,10 @@ class TenantPolicy(FiniteModel):
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Most that one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()
-    """Route prefixes outside `/t/{tenant}`, such as `/`, that its deployments may have where there are API keys."""
+    """Route prefixes outside `/t/{tenant}`, such as `/`, that its deployments may have if there are API keys."""
     chat_templates: bool = False
-    """Whether its deployments may have chat templates of their own where there are API keys. Templates run in replicas,
-    sandboxed, and without a limit of time."""
+    """Whether its deployments may have their own chat templates if there are API keys. Templates run in replicas,
+    sandboxed, but without a time limit."""
     hub_organizations: tuple[str, ...] | None = None
     """Organisations of the hub whose models and data its specs may name, and repositories without an organisation by
     their name. The platform reads the hub with one token for all tenants."""

@@ -33,7 +33,7 @@ class JobError(Answer):
     param: str | None = None
     """Dotted path of the field that caused it, if there is one."""
     cure: str
-    """How to fix it: the fields to change, with their values and what to use instead."""
+    """Advice on how to fix it: the fields to change, with their values and what to use instead."""
 
 
 class JobProgress(Answer):

@@ -23,7 +23,7 @@ _COMES_UP = (DeploymentStatus.DEPLOYING, DeploymentStatus.UNHEALTHY)
 _PATIENCE_S = 30.0
 """Seconds that a phase may look for places before it counts as not placed."""
 _REPLICA_PATIENCE_S = 60.0
-"""The same for a deployment's first replica."""
+"""Seconds that a deployment's first replica may wait for its place before a job makes room for it."""
 
 
 @dataclass

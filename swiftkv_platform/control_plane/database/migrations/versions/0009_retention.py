@@ -1,4 +1,4 @@
-"""When jobs ended and what retention has swept of them; deleted prefixes that still have objects in the store."""
+"""End times of jobs and what retention has swept of them; deleted prefixes that still have objects in the store."""
 
 from __future__ import annotations
 

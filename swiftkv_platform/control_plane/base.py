@@ -55,5 +55,5 @@ class Caller:
 
 
 def new_id(prefix: Literal["job", "evt", "mdl", "dep", "prm"]) -> str:
-    """Return a fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
+    """A fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
     return f"{prefix}_{ULID()}"

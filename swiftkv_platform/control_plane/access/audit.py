@@ -188,7 +188,7 @@ class Audit:
 
 
 def record_of(request: Request) -> AuditRecord:
-    """Return the entry of the request."""
+    """The entry of the request."""
     record: AuditRecord = request.state.audit
     return record
 

@@ -109,7 +109,7 @@ def wants_events(request: Request) -> bool:
 
 
 def authorization(request: Request) -> str | None:
-    """Return the caller's `Authorization`, or that of the dashboard's session. Raises `UnauthenticatedError`."""
+    """The caller's `Authorization`, or that of the dashboard's session. Raises `UnauthenticatedError`."""
     header = request.headers.get("authorization")
     found = current_session(request) if header is None else None
     return header if found is None else found.authorization

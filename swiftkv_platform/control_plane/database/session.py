@@ -138,12 +138,12 @@ class Database:
 
 
 def current_revision(connection: Connection) -> str | None:
-    """Return the schema's Alembic revision; None for an empty database."""
+    """The schema's Alembic revision; None for an empty database."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
 def newest_revision() -> str:
-    """Return the Alembic revision that this program needs."""
+    """The Alembic revision that this program needs."""
     head = ScriptDirectory.from_config(alembic_config()).get_current_head()
     assert head is not None, "the package holds its migrations"
     return head
@@ -174,7 +174,7 @@ def _check_revision(present: str | None) -> None:
 
 
 def known_revisions() -> set[str]:
-    """Return all Alembic revisions that this program knows, up to the newest."""
+    """All Alembic revisions that this program knows, up to the newest."""
     return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
 
 

@@ -28,7 +28,7 @@ class ReplicaMetricsAnswer(Answer):
 
 
 class DeploymentMetricsAnswer(Answer):
-    """Metrics of the replicas that answered."""
+    """The metrics of the replicas that answered."""
 
     object: Literal["deployment.metrics"] = "deployment.metrics"
     time: float

@@ -151,5 +151,5 @@ class ServeCluster(Protocol):
         ...
 
     def status(self) -> Mapping[str, DeploymentState]:
-        """Return states by deployment id; an application that is gone is absent."""
+        """States by deployment id; an application that is gone is absent."""
         ...

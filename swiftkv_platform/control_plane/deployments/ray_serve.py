@@ -203,7 +203,7 @@ def _revision(deployment: ResolvedDeployment) -> str:
 
 
 def _answering(application: Mapping[str, Any]) -> list[str]:
-    """Return the ids of the replicas that take requests."""
+    """Ids of the replicas that take requests."""
     deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
     replicas = [replica for deployment in deployments for replica in deployment["replicas"]]
     return [replica["replica_id"] for replica in replicas if replica["state"] in ("RUNNING", "UPDATING")]

@@ -70,7 +70,7 @@ def create_deployment(
 def list_deployments(
     parts: Parts, caller: Reader, settings: TheSettings, page: NewestFirst
 ) -> ListAnswer[DeploymentAnswer]:
-    """List deployments, newest first."""
+    """Deployments, newest first."""
     found = parts.deployments.list_deployments(page, tenant=caller.tenant)
     return list_answer(
         found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id, page.order

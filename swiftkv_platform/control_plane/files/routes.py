@@ -200,7 +200,7 @@ def list_files(
     page: Annotated[Page, Depends(paged(1000, "desc", most=10_000))],
     purpose: Annotated[str | None, Query(description="only files of this purpose")] = None,
 ) -> ListAnswer[FileAnswer]:
-    """List files, newest first."""
+    """Files, newest first."""
     found = parts.files.list(page, tenant=caller.tenant)
     if purpose not in (None, "fine-tune"):
         found = Slice([], has_more=False)

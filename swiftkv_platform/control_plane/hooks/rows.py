@@ -135,7 +135,7 @@ def without_points(event: Event, stored: Collection[int]) -> Event:
 
 
 def with_points(session: Session, job_id: str, events: Sequence[Event]) -> list[Event]:
-    """Return the events of a job with the metric points that their rows leave out."""
+    """Events of a job with the metric points that their rows leave out."""
     ranges = [event.data[_STEPS] for event in events if _lacks_points(event)]
     if not ranges:
         return list(events)

@@ -64,7 +64,7 @@ async def _send(url: str, headers: Mapping[str, str], body: bytes) -> int:
 
 
 def _origin(url: str) -> str:
-    """Return scheme, host and port of an address in lower case."""
+    """Scheme, host and port of an address in lower case."""
     parts = urlsplit(url.lower())
     return f"{parts.scheme}://{parts.netloc}"
 

@@ -101,5 +101,5 @@ class SecurityHeaders(Middleware):
 
 
 def too_large(path: str, detail: str) -> Response:
-    """Return the answer to a body that is too large."""
+    """The answer to a body that is too large."""
     return error_response(make_problem(path, 413, "request_entity_too_large", detail))

@@ -106,7 +106,7 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
 
 
 def _fields(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
-    """Return the fields of a model by the names that callers use."""
+    """The fields of a model by the names that callers use."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 

@@ -35,7 +35,7 @@ _TURNS = itertools.count()
 
 
 def server_options(settings: Settings) -> dict[str, Any]:
-    """Return the options for uvicorn."""
+    """Options for uvicorn."""
     most = max(min(settings.max_connections, int(_files() * _CONNECTIONS_PER_FILE)), 1)
 
     limits = {"most_connections": most, "head_timeout_s": settings.request_head_timeout_s}

@@ -102,7 +102,7 @@ class JobAnswer(Answer):
     def of(
         cls, job: Job, prices: Prices, now: float, queue_place: int | None = None, waits: Reason | None = None
     ) -> Self:
-        """Return the answer. `waits`: why a queued job has not started."""
+        """The answer. `waits`: why a queued job has not started."""
         error = None
         if (cause := job.error) is not None:
             cure = what_to_change(cause.code, cause.field, job.spec)

@@ -35,8 +35,7 @@ class Needs:
 
     @classmethod
     def of(cls, spec: JobSpec, driver: Bundle) -> Needs:
-        """Return the needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's
-        driver."""
+        """Needs of the fewest workers that the spec allows, of one trial at a time, and of the attempt's driver."""
         workers = workers_of(spec)
         bundles = [driver, *workers] if any(driver.values()) else workers
         return cls(bundles, spec.resources.described(len(workers)))

@@ -35,7 +35,7 @@ class Prices:
         return hourly * seconds / _HOUR
 
     def cost_of(self, job: Job, now: float) -> float | None:
-        """Return the cost of a job so far, over all its attempts."""
+        """Cost of a job so far, over all its attempts."""
         return self.cost(job.spec, job.seconds_on_cluster(now))
 
     def final_cost_of(self, job: Job, now: float) -> float | None:

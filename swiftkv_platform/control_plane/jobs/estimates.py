@@ -83,7 +83,7 @@ class JobEstimate(FrozenModel):
 
 
 def machines(settings: Settings) -> Machines:
-    """Return nodes and rates as the operator has set them."""
+    """Nodes and rates as the operator has set them."""
     return Machines(**settings.model_dump(include=set(Machines.model_fields)))
 
 
@@ -143,7 +143,7 @@ def estimate(
 
 
 def _student(spec: JobSpec, config: dict[str, Any]) -> tuple[Architecture, LayerMap, Parameters, TrainingSetup]:
-    """Return the shape of a job's student, and the settings of its training."""
+    """Shape of a job's student, and the settings of its training."""
     model, setup = read_architecture(config), training_setup(spec)
     l, size = _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size  # noqa: E741  # the paper's l
     layer_map = LayerMap(len(model.layers), l, size, spec.swiftkv.bypassed)
@@ -177,7 +177,7 @@ def _origin(spec: JobSpec) -> Origin:
 
 
 def _text_bytes(sources: tuple[SourceEstimate, ...]) -> int | None:
-    """Return the bytes of all sources; None unless all are known."""
+    """Bytes of all sources; None unless all are known."""
     sizes = [source.num_bytes for source in sources if source.num_bytes is not None]
     return sum(sizes) if sizes and len(sizes) == len(sources) else None
 

@@ -71,7 +71,7 @@ async def _follow_events(
 def list_metrics(
     job_id: str, parts: Parts, caller: Reader, watches: TheWatches, page: OldestFirst
 ) -> ListAnswer[MetricPointAnswer]:
-    """Return the time series, by ascending step; `after` is a step."""
+    """The time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     watches.note(job_id)
     return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))

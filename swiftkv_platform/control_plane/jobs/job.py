@@ -241,7 +241,7 @@ class Job:
         return PhaseProgress(f"{len(parts)} parts", sum(part.done for part in parts), total, seconds)
 
     def seconds_on_cluster(self, now: float) -> float:
-        """Return the seconds on the cluster over all attempts, the present one included."""
+        """Seconds on the cluster over all attempts, the present one included."""
         since = self.attempt.submitted_at
         running = now - since if since is not None and self.status.holds_cluster else 0.0
         return self.earlier_seconds + max(running, 0.0)

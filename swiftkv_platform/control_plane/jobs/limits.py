@@ -83,7 +83,7 @@ class AttemptLimits:
         return now - attempt.submitted_at > self.turn_s * longer
 
     def exceeded(self, job: Job, now: float, submission: Submission | None = None) -> Reason | None:
-        """Return why the job's attempt must end; None if it may go on."""
+        """Why the job's attempt must end; None if it may go on."""
         attempt = job.attempt
         if attempt.yields is not None and now - attempt.yields_at > self.placement_s:
             return attempt.yields  # it was asked to end and has not

@@ -49,7 +49,7 @@ def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
 
 
 def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
-    """Return the last lines of the newest attempt's log."""
+    """The last lines of the newest attempt's log."""
     saved = parts.attempts.saved_logs(job.attempt_id)
     return _live(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.tail(lines)
 

@@ -41,7 +41,7 @@ def list_checkpoints(job_id: str, parts: Parts, caller: Fetcher, page: OldestFir
 def list_artifacts(
     request: Request, job_id: str, parts: Parts, caller: Fetcher, page: OldestFirst
 ) -> ListAnswer[ArtifactFileAnswer]:
-    """List the files of the distilled model, by path; none before the job has succeeded."""
+    """The files of the distilled model, by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
 
     def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
@@ -56,7 +56,7 @@ def list_artifacts(
 
 @router.get("/artifacts/{path:path}", response_class=StreamingResponse)
 def download_artifact(job_id: str, path: str, parts: Parts, _stream: Streamed, caller: Fetcher) -> StreamingResponse:
-    """Return one file of the distilled model."""
+    """One file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _files(parts, job).get(path)
     if file is None:
@@ -90,7 +90,7 @@ def list_tracking_files(
 def download_tracking_file(
     job_id: str, tracking_path: str, parts: Parts, _stream: Streamed, caller: Fetcher
 ) -> StreamingResponse:
-    """Return one file of a W&B run."""
+    """One file of a W&B run."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     file = parts.attempts.tracking_files(job_id).get(tracking_path)
     if file is None:
@@ -101,7 +101,7 @@ def download_tracking_file(
 
 
 def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
-    """Return the files by path, the manifest itself included."""
+    """Files by path, the manifest itself included."""
     if job.status is not JobStatus.SUCCEEDED or job.artifact_uri is None:  # its model may have been deleted
         return {}
     manifest = read_manifest(parts.objects, job.attempt_id.artifact_prefix)

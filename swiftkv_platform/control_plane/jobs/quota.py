@@ -75,7 +75,7 @@ class QuotaAnswer(Answer):
 
 @router.get("/quota")
 def get_quota(parts: Parts, caller: Reader, nodes: TheNodes) -> QuotaAnswer:
-    """Return the quota of the caller's tenant, its use, and the use of the whole cluster."""
+    """Quota of the caller's tenant, its use, and the use of the whole cluster."""
     usage = parts.jobs.usage(caller.tenant)
     jobs, deployments = usage.held, parts.deployments.demand(caller.tenant)
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)

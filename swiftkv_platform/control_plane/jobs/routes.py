@@ -164,7 +164,7 @@ def list_jobs(
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
 ) -> ListAnswer[JobAnswer]:
-    """List jobs, newest first. `metadata.{key}={value}` filters by metadata."""
+    """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, _metadata_asked_for(request))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
     return list_answer(found, present, lambda job: job.id, page.order)

@@ -309,7 +309,7 @@ class JobRepository(Store):
             return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
-        """Return metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
+        """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         after = None if page.after is None else _step(page.after)
         with self._database.reading() as session:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)

@@ -63,8 +63,8 @@ def validate(
 
 
 def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:
-    """Return the job, or the first trial that fits: a sweep may name a g that is too large for some of its l, and
-    reports those trials as failed."""
+    """The job, or the first trial that fits: a sweep may name a g that is too large for some of its l, and reports
+    those trials as failed."""
     refused: InvalidInputError | None = None
     fitting: list[JobSpec] = []
     for trial in expand(spec):

@@ -32,7 +32,7 @@ class Backoff:
         return delay
 
     def names(self) -> set[str]:
-        """Return the names that have failed and not succeeded since."""
+        """Names that have failed and not succeeded since."""
         return set(self._failures)
 
     def resting(self, now: float) -> set[str]:

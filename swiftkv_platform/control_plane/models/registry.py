@@ -38,8 +38,7 @@ class RegistryService:
             raise InvalidInputError(error.message, field=error.field, value=name) from error
 
     def find(self, name: str, tenant: str) -> Model:
-        """Return the model as `resolve` finds it. Raises `NotFoundError`, and `InvalidInputError` for an ambiguous
-        name."""
+        """The model as `resolve` finds it. Raises `NotFoundError`, and `InvalidInputError` for an ambiguous name."""
         return self._find(name, tenant)[0]
 
     def _find(self, name: str, tenant: str) -> tuple[Model, str | None]:

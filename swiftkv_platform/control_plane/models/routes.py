@@ -54,7 +54,7 @@ _NEWEST_CHANGES = 20
 
 @router.get("/models")
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
-    """List models, newest first."""
+    """Models, newest first."""
     found = parts.registry.list_models(page, tenant=caller.tenant)
     return list_answer(found, ModelAnswer.of, lambda model: model.id)
 

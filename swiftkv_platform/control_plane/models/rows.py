@@ -62,12 +62,12 @@ class Registry(DeploymentRepository):
             return [value_of(Model, row) for row in session.scalars(query.limit(MOST_CANDIDATES + 1))]
 
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
-        """Return promotions in the order in which they happened."""
+        """Promotions in the order in which they happened."""
         with self._database.reading() as session:
             return promotions_of(session, tenant, alias)
 
     def list_aliases(self, page: Page, *, tenant: str, newest: int) -> Slice[Sequence[Promotion]]:
-        """Return a page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
+        """A page of aliases by name: the `newest` promotions of each, in the order in which they happened."""
         query = select(PromotionRow.alias).where(PromotionRow.tenant == tenant).distinct()
         rank = func.row_number().over(partition_by=PromotionRow.alias, order_by=PromotionRow.sequence.desc())
         with self._database.reading() as session:

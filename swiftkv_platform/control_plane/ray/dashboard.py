@@ -91,7 +91,7 @@ class RayDashboard:
             raise self.silence(error) from error
 
     def document(self, response: httpx.Response, action: str) -> dict[str, Any]:
-        """Return the JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
+        """The JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
         self.check(response, action)
         try:
             document: dict[str, Any] = response.json()

@@ -39,7 +39,7 @@ class RetainedObjects:
         return [f"{attempt}/{name}" for attempt in attempts for name in _PLACES[kind]]
 
     def remove(self, place: str, *, limit: int) -> ObjectBatch:
-        """Remove at most `limit` objects at a place, manifests first, so that no directory looks complete."""
+        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
         if (itself := self._store.head(place)) is not None:
             self._store.delete(place)
             return ObjectBatch(1, itself.size, None)
@@ -78,7 +78,7 @@ class RetainedObjects:
         return counted, last
 
     def _part(self, prefix: str, limit: int, after: str | None) -> tuple[list[ObjectInfo], str | None]:
-        """Return at most `limit` objects, and the key of the last one if there are more."""
+        """At most `limit` objects, and the key of the last one if there are more."""
         found = list(islice(self._store.list(prefix, start_after=after), limit + 1))
         return (found, None) if len(found) <= limit else (found[:limit], found[limit - 1].key)
 

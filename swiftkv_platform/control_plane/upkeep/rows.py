@@ -52,7 +52,7 @@ class RetainedRows(Store):
         return self._page(query, JobRow.id, limit, after)
 
     def _read_jobs(self) -> set[str]:
-        """Return the ids of jobs from whose checkpoints unfinished jobs continue."""
+        """Ids of the jobs from whose checkpoints unfinished jobs continue."""
         query = select(_PARENT).where(JobRow.status.not_in(_ENDED), _PARENT.startswith("job_", autoescape=True))
         with self._database.reading() as session:
             return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
@@ -155,7 +155,7 @@ class RetainedRows(Store):
         return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB)
 
     def model_prefix(self, model_id: str) -> str:
-        """Return the prefix of a model's objects. Raises `NotFoundError`."""
+        """Prefix of a model's objects. Raises `NotFoundError`."""
         with self._database.reading() as session:
             return value_of(Model, owned(session, ModelRow, model_id, None)).prefix
 

@@ -36,7 +36,7 @@ def snapshot(database: Database) -> Iterator[Session]:
 
 
 def revision(session: Session) -> str | None:
-    """Return the schema's revision."""
+    """The schema's revision."""
     return current_revision(session.connection())
 
 
@@ -52,7 +52,7 @@ def write_rows(session: Session, name: str, path: Path) -> int:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file that `write_rows` wrote."""
+    """The rows of a file that `write_rows` wrote."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

@@ -232,7 +232,7 @@ class Sweeper:
 
 
 def _all(page: Callable[..., Sequence[str]]) -> Iterator[str]:
-    """Yield the ids of all pages."""
+    """Ids of all pages."""
     after: str | None = None
     while ids := page(limit=_PAGE, after=after):
         yield from ids

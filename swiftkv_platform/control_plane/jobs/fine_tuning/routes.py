@@ -91,7 +91,7 @@ def resume_fine_tuning_job(job_id: str, service: Service, caller: Writer, show: 
 def list_fine_tuning_events(
     job_id: str, parts: Parts, caller: Reader, page: NewestFirst
 ) -> ListAnswer[FineTuningEventAnswer]:
-    """List a job's events, newest first."""
+    """A job's events, newest first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     return list_answer(parts.jobs.events(job_id, page), FineTuningEventAnswer.of, lambda event: event.id)
 
@@ -100,7 +100,7 @@ def list_fine_tuning_events(
 def list_fine_tuning_checkpoints(
     job_id: str, parts: Parts, caller: Fetcher, page: Annotated[Page, Depends(paged(10, "desc"))]
 ) -> ListAnswer[FineTuningCheckpointAnswer]:
-    """List the complete checkpoints of all attempts, the last step first."""
+    """Complete checkpoints of all attempts, the last step first."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = page_of(parts.attempts.list_checkpoints(job_id), lambda each: CheckpointAnswer.of(each).id, page)
     return list_answer(found, lambda each: _checkpoint(parts, job_id, each), lambda each: each.id)

@@ -15,6 +15,7 @@ SwiftKVError
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
 │   ├── StaleVersionError          another writer changed the row first
+│   ├── LeaseLostError             another control plane leads now, so this one must not change jobs
 │   ├── PreconditionFailedError    not the version that the caller named
 │   ├── IdempotencyConflictError   the same key with another body
 │   └── UnreadableRowError         a row that another version of this program has written

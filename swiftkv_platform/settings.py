@@ -172,7 +172,7 @@ class Settings(BaseSettings):
     between that says what is left out. Saving one takes up to 1.5 times as much in temporary files."""
     sweep_interval_s: Annotated[float, Field(gt=0.0)] = 3600.0
     """Seconds between two rounds of the sweeper, which deletes what is older than the settings below. In each of them 0
-    keeps it for ever. Nothing is deleted that is deployed, promoted, resumable or read by a job that has not ended."""
+    keeps it for ever. Anything deployed, promoted, resumable or read by a job that has not ended is kept anyway."""
     retention_events_days: Days = 30.0
     """Days from a job's end until its events are deleted from the database; its changes of status stay."""
     retention_metrics_days: Days = 30.0
@@ -182,7 +182,7 @@ class Settings(BaseSettings):
     retention_event_objects_days: Days = 1.0
     """Days from a job's end until its event objects, which are in the database by then, are deleted from the store."""
     retention_prepared_data_days: Days = 1.0
-    """Days from a job's end until prepared rows, starts and answers that the job itself left behind are deleted."""
+    """Days from a job's end until prepared rows, starts and answers that it did not delete itself are deleted."""
     retention_checkpoints_days: Days = 7.0
     """Days from a job's end until its checkpoints are deleted; a paused job has not ended."""
     retention_logs_days: Days = 90.0
@@ -196,7 +196,7 @@ class Settings(BaseSettings):
     retention_promotions_days: Days = 365.0
     """Days of an alias's history; its `retention_rollbacks` newest models stay at any age."""
     retention_rollbacks: Annotated[int, Field(ge=1)] = 5
-    """Models that an alias can be rolled back to, including the present one; they are never deleted."""
+    """Models that an alias can be rolled back to, including the present one; they are kept from deletion."""
     retention_audit_days: Days = 365.0
     """Days that an entry of the audit trail is kept."""
     retention_models_days: Days = 0.0

@@ -1,6 +1,6 @@
 """Distil and serve SwiftKV models: `Client`, `JobSpec`, `LLMEngine`, `convert`.
 
-Each name is imported when it is first asked for: the client and the job specification load no torch.
+Each name is imported on first access, so the client and the job specification do not load torch.
 """
 
 from __future__ import annotations

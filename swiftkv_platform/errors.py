@@ -1,7 +1,7 @@
-"""The whole exception tree. It knows codes and fields; how an error becomes HTTP is the API's business.
+"""The whole exception tree: codes, messages and fields. The API maps errors to HTTP (`web/problems.py`).
 
 SwiftKVError
-├── InvalidInputError          something the caller can put right: names field, value and what is accepted
+├── InvalidInputError          input that the caller can correct: names the field, its value and what is accepted
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
 │   ├── ModelError             a checkpoint or configuration that cannot be used
 │   ├── ContextLengthError     a prompt that is longer than the model's context
@@ -15,6 +15,7 @@ SwiftKVError
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
 │   ├── StaleVersionError          another writer changed the row first
+│   ├── LeaseLostError             another control plane leads now, so this one must not change jobs
 │   ├── PreconditionFailedError    not the version that the caller named
 │   ├── IdempotencyConflictError   the same key with another body
 │   └── UnreadableRowError         a row that another version of this program has written
@@ -23,12 +24,12 @@ SwiftKVError
 │   └── ArtifactCorruptError       a file differs from its manifest
 ├── ClusterUnavailableError    Ray does not answer
 ├── DatabaseUnavailableError   the database does not answer
-├── OverloadedError            no room now; the same request is let through after a while, which it tells
-│   ├── RateLimitedError           a key has spent what it may use in a minute
-│   └── QueueFullError             the engine's waiting line is full
+├── OverloadedError            no room now; retry the same request after `retry_after_s`
+│   ├── RateLimitedError           a key has used up its requests per minute
+│   └── QueueFullError             the engine's waiting queue is full
 ├── DeadlineExceededError      the answer did not come within the time the caller gave it
 ├── EngineDeadError            the engine's loop has failed and answers no more requests
-├── GenerationError            the model put out no numbers for one request
+├── GenerationError            the model's logits for one request are not numbers
 └── TrainingError              a run that cannot go on
     ├── LossNotFiniteError
     └── QualityGateError
@@ -41,7 +42,7 @@ from difflib import get_close_matches
 from typing import Any, Self
 
 _SHORT_WAIT_S = 1.0
-"""Wait that is told where none is known."""
+"""`OverloadedError.retry_after_s` if no wait is known."""
 
 
 class SwiftKVError(Exception):
@@ -59,7 +60,7 @@ class SwiftKVError(Exception):
 
     @classmethod
     def of(cls, field: str, value: Any, why: str) -> Self:
-        """An error that begins with field and value: "`field` is `value`", followed by `why`, its punctuation first."""
+        """Return an error with the message "`field` is `value`" followed by `why`, which brings its own punctuation."""
         return cls(f"{field} is {value!r}{why}", field=field, value=value)
 
 
@@ -78,10 +79,10 @@ class ModelError(InvalidInputError):
 
 
 class ContextLengthError(InvalidInputError):
-    """Refusal of a prompt that is too long. The code is OpenAI's, and so is the sentence by which routers know it.
+    """Refusal of a prompt that is too long, with the code and the sentence of OpenAI's API, which routers look for.
 
     Args:
-        most: tokens of prompt and answer together that are held.
+        most: maximum number of tokens of prompt and answer together.
     """
 
     code = "context_length_exceeded"
@@ -91,7 +92,7 @@ class ContextLengthError(InvalidInputError):
         self._given = message, most
 
     def renamed(self, field: str) -> Self:
-        """This error, about another field of the request."""
+        """Return a copy of this error about another field of the request."""
         message, most = self._given
         return type(self)(
             message.replace(f"{self.field} has", f"{field} has", 1), field=field, value=self.value, most=most
@@ -175,10 +176,10 @@ class DatabaseUnavailableError(SwiftKVError):
 
 
 class OverloadedError(SwiftKVError):
-    """Refusal for want of room.
+    """Refusal because there is no room now.
 
     Args:
-        retry_after_s: wait that is expected; None or 0: unknown.
+        retry_after_s: expected wait; None or 0: unknown.
     """
 
     code = "overloaded"
@@ -188,7 +189,7 @@ class OverloadedError(SwiftKVError):
     ) -> None:
         super().__init__(message, field=field, value=value)
         self.retry_after_s = retry_after_s or _SHORT_WAIT_S
-        """Seconds after which the same request is let through, if nothing else is asked for meanwhile."""
+        """Seconds after which the same request is accepted, if no other takes the room first."""
 
 
 class RateLimitedError(OverloadedError):
@@ -224,7 +225,7 @@ class QualityGateError(TrainingError):
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Place of the first lone surrogate, which JSON may escape and UTF-8 does not hold; None for good text."""
+    """Return the index of the first lone surrogate in `text`, or None. JSON can escape one; UTF-8 cannot encode it."""
     try:
         if not text.isascii():
             text.encode()
@@ -234,6 +235,6 @@ def lone_surrogate(text: str) -> int | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)` with the nearest known name; empty where none is near."""
+    """Return ` (did you mean ...?)` with the closest known name, or an empty string if none is close."""
     near = get_close_matches(name, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -1,9 +1,9 @@
 """The table of model families: one row for each teacher architecture of transformers. Imports neither torch nor
 transformers.
 
-The configuration classes, the plan, the model, the vLLM plugin and the reader of GGUF files are made from these rows.
-A family fits when its decoder embeds, runs its layers and normalises, no more; its layers pass keyword arguments on to
-their attention; and that is of a kind that there is. Defaults are those of transformers for absent keys.
+The configuration classes, the plan, the model, the vLLM plugin and the GGUF reader are built from these rows. A family
+fits if its decoder only embeds, runs its layers and normalises, if its layers pass keyword arguments on to their
+attention, and if that attention is one of `Family.attention`. Absent keys have transformers' defaults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from swiftkv_platform.errors import ModelError
 
 STUDENT_SUFFIX = "_swiftkv"
-"""Ending of a student's `model_type`, behind its teacher's."""
+"""Suffix that a student's `model_type` adds to its teacher's."""
 STUDENT_KEYS = (
     "swiftkv",
     "num_key_value_layers",
@@ -28,7 +28,7 @@ STUDENT_KEYS = (
     "swiftkv_teacher_weights",
     "swiftkv_prefill_only",
 )
-"""Keys of `config.json` that a student has beside its teacher's (`configs.SwiftKVConfigMixin`)."""
+"""Keys that a student's `config.json` has in addition to its teacher's (`configs.SwiftKVConfigMixin`)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Flag:
     default: bool = False
 
     def of(self, config: Any) -> bool:
-        """The value in a configuration of transformers."""
+        """Return the key's value in a transformers configuration."""
         return bool(getattr(config, self.key, self.default))
 
 
@@ -58,15 +58,14 @@ class Windows:
     """Sliding windows of a family's layers."""
 
     default: int | None
-    """Tokens where `sliding_window` is absent; None: no window."""
+    """Window in tokens if `sliding_window` is absent; None: no window."""
     switched: bool = False
-    """Whether there are windows only where `use_sliding_window` is set."""
+    """Whether windows apply only if `use_sliding_window` is set."""
     by_layer: bool = False
-    """Whether `layer_types` says which layers have one. If it is absent: those from `max_window_layers` on where
-    windows are switched, else all."""
+    """Whether `layer_types` says which layers have a window. If it is absent, the layers from `max_window_layers` on
+    have one if windows are `switched`, else all layers."""
     full_every: int | None = None
-    """Number n where, if `layer_types` is absent, every n-th layer has no window; `sliding_window_pattern` may name
-    another."""
+    """n: if `layer_types` is absent, every n-th layer has no window; `sliding_window_pattern` overrides it."""
 
 
 NEVER, ALWAYS = Fixed(False), Fixed(True)
@@ -75,16 +74,16 @@ ATTENTION_BIAS, MLP_BIAS = Flag("attention_bias"), Flag("mlp_bias")
 
 @dataclass(frozen=True)
 class Family:
-    """One teacher architecture of transformers; the rows below name what differs from Llama without biases."""
+    """One teacher architecture of transformers; the defaults are those of Llama without biases."""
 
     model_type: str
     """Teacher's `model_type`; the student's is `{model_type}_swiftkv`."""
     prefix: str
-    """Beginning of transformers' class names."""
+    """Prefix of transformers' class names."""
     module: str = ""
-    """Name of the module in transformers, where it is not `model_type`."""
+    """Name of the module in transformers, if it is not `model_type`."""
     decoder_prefix: str = ""
-    """Beginning of the names of the decoder's class and of the configuration's, where it is another."""
+    """Prefix of the decoder's and the configuration's class names, if it is not `prefix`."""
     attention: Literal["head", "latent"] = "head"
     """Kind of attention: keys and values by head with `q_proj`, `k_proj`, `v_proj`, `o_proj` and Llama's RoPE (rotated
     halves), or DeepSeek-V2's latents."""
@@ -93,40 +92,40 @@ class Family:
     output_bias: Flag | Fixed = NEVER
     """Bias of the output projection of attention."""
     norms: Literal["before", "behind", "both"] = "before"
-    """Places of a layer's norms: before its attention and its feed-forward part, behind each, or both. Where none
-    stands before (OLMo 2), students have no norm_swiftkv either: K and V of layers >= l come from x itself."""
+    """Place of a layer's norms: before its attention and its feed-forward part, behind each, or both. Students of a
+    family without norms before (OLMo 2) have no norm_swiftkv: K and V of layers >= l come from x itself."""
     norm_offset: int = 0
     """Number that norms add to their weights."""
     fuses_projections: bool = False
-    """Whether queries, keys and values come from one `qkv_proj`, and gates with what they gate from one `gate_up_proj`
-    (Phi-3). In memory and in files they stay so; a student's own are apart."""
+    """Whether one `qkv_proj` makes queries, keys and values, and one `gate_up_proj` both inputs of the gate (Phi-3).
+    They stay fused in memory and in files; the projections that a student adds are separate."""
     query_key_norms: Literal["head", "all heads"] | None = None
-    """RMSNorms on queries and keys before RoPE: of each head by itself, or one of all heads."""
+    """RMSNorms on queries and keys before RoPE: one over each head, or one over all heads together."""
     head_dim: int | None = None
-    """Size of a head where `head_dim` is absent; None: hidden_size / num_attention_heads."""
+    """Size of a head if `head_dim` is absent; None: hidden_size / num_attention_heads."""
     has_unrotated_layers: bool = False
-    """Whether `no_rope_layers` names layers without RoPE, by a 0 (SmolLM3); a group's layers follow its first one."""
+    """Whether a 0 in `no_rope_layers` marks a layer without RoPE (SmolLM3); a group's layers follow its first one."""
     rotates_by_layer_type: bool = False
-    """Whether layers with and without a window have each their own RoPE; a group's layers follow its first one."""
+    """Whether layers with and layers without a window have different RoPEs; a group's layers follow its first one."""
     feed_forward: Literal["gated", "gated_gelu", "mixtral", "qwen3_moe", "deepseek_v2"] = "gated"
-    """Feed-forward part of a layer: gate, up and down, with `hidden_act`, or `hidden_activation`, between; or a mixture
-    of experts."""
+    """Feed-forward part of a layer: gate, up and down projections with the activation `hidden_act` (`gated`) or
+    `hidden_activation` (`gated_gelu`), or a mixture of experts."""
     mlp_bias: Flag | Fixed = NEVER
-    """Biases of the feed-forward part where it is no mixture."""
+    """Biases of a feed-forward part that is not a mixture of experts."""
     multipliers: Literal["keys", "sizes"] | None = None
-    """Factors: on embeddings, scores, residual branches and logits, by keys of the configuration (Granite); or the root
-    of `hidden_size`, as the weights' dtype has it, on embeddings, and over that of `query_pre_attn_scalar` on scores
-    (Gemma)."""
+    """Factors. `keys`: on embeddings, scores, residual branches and logits, by keys of the configuration (Granite).
+    `sizes`: `hidden_size ** 0.5`, rounded to the weights' dtype, on embeddings, and `query_pre_attn_scalar ** -0.5` on
+    scores (Gemma)."""
     windows: Windows | None = None
-    """Sliding windows; None: `sliding_window` means nothing."""
+    """Sliding windows; None: `sliding_window` is ignored."""
     max_position_embeddings: int = 32768
-    """Positions where the key is absent."""
+    """Number of positions if the key is absent."""
     tie_word_embeddings: bool = False
-    """Whether the head is the embedding where the key is absent."""
+    """Whether the head shares the embedding's weights if the key is absent."""
     is_gguf_architecture: bool = False
     """Whether GGUF files with this name as `general.architecture` are read."""
     refused_by_vllm: str = ""
-    """Reason why vLLM does not serve students of the family, and what does; empty: it serves them."""
+    """Why vLLM does not serve students of the family, and what does; empty: vLLM serves them."""
 
     @property
     def student_type(self) -> str:
@@ -134,7 +133,7 @@ class Family:
         return f"{self.model_type}{STUDENT_SUFFIX}"
 
     def multiplier(self, config: Any, key: str) -> float:
-        """The factor that Granite calls so in a configuration of transformers; 1 where the family has none."""
+        """Return a factor by Granite's name for it, such as `embedding_multiplier`; 1 if the family has none."""
         if self.multipliers == "sizes":
             embedding, attention = config.hidden_size**0.5, config.query_pre_attn_scalar**-0.5
             return float({"embedding_multiplier": embedding, "attention_multiplier": attention}.get(key, 1.0))
@@ -142,11 +141,11 @@ class Family:
 
     @property
     def normalises_inputs(self) -> bool:
-        """Whether a norm stands before attention, and norm_swiftkv before the K and V of layers >= l."""
+        """Whether a norm comes before attention, and norm_swiftkv before the K and V of layers >= l."""
         return self.norms != "behind"
 
     def check_sharing(self, num_key_value_heads: int | None, field: str) -> None:
-        """Raises `ModelError`, naming `field`, where layers >= l cannot have KV heads of another number."""
+        """Raise `ModelError`, naming `field`, if layers >= l must have as many KV heads as the teacher's."""
         why = None
         if self.attention == "latent":
             why = "caches one latent for all heads (MLA): there are no heads to share"
@@ -161,12 +160,12 @@ class Family:
             )
 
     def teacher_class(self, kind: str) -> str:
-        """Name of transformers' class of a kind, such as `DecoderLayer`."""
+        """Return the name of transformers' class of a kind, such as `DecoderLayer`."""
         of_decoder = kind in ("Model", "Config") and self.decoder_prefix
         return f"{self.decoder_prefix if of_decoder else self.prefix}{kind}"
 
     def teacher_module(self, kind: Literal["modeling", "configuration"]) -> str:
-        """Path of transformers' module of a kind."""
+        """Return the import path of transformers' module of a kind."""
         name = self.module or self.model_type
         return f"transformers.models.{name}.{kind}_{name}"
 
@@ -285,16 +284,16 @@ FLAGS = frozenset(
     for flag in (family.input_bias, family.output_bias, family.mlp_bias)
     if isinstance(flag, Flag)
 )
-"""Keys of the rows."""
+"""Keys of `config.json` that the rows read as flags."""
 
 
 def teacher_type(model_type: object) -> str:
-    """The teacher's `model_type` for a teacher's or a student's; any text for what is neither."""
+    """Return the teacher's `model_type` for a teacher's or a student's; any other value comes back as text."""
     return str(model_type).removesuffix(STUDENT_SUFFIX)
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family of a `config.json`, a teacher's or a student's. Raises `ModelError`: its `model_type` has no row."""
+    """Return the family of a teacher's or a student's `config.json`. Raises `ModelError`: `model_type` has no row."""
     model_type = config.get("model_type")
     family = FAMILIES.get(teacher_type(model_type)) if isinstance(model_type, str) else None
     if family is None:

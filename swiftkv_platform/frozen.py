@@ -1,4 +1,4 @@
-"""Base classes of the frozen pydantic models in all rooms."""
+"""Base classes of all frozen pydantic models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FrozenModel(BaseModel):
-    """Values that do not change; unknown keys are refused, and docstrings of fields go into schemas."""
+    """Immutable values: unknown keys are refused, and the fields' docstrings become their descriptions in schemas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

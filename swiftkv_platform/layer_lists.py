@@ -1,4 +1,4 @@
-"""Lists of layers as people write them, such as `0-2,4,6-16`: in specs, on the command line and in reports."""
+"""Lists of layers written as `0-2,4,6-16`: in specs, on the command line and in reports."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from swiftkv_platform.errors import InvalidInputError
 _RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 _MOST_DIGITS = 5
 LONGEST = 2000
-"""Characters of a list."""
+"""Maximum length of a list in characters."""
 
 
 def parse_layers(text: str) -> list[int]:
-    """Read ascending layers written as `0-2,4,6-16`. Raises `InvalidInputError`: another form."""
+    """Parse ascending layers written as `0-2,4,6-16`. Raises `InvalidInputError`: another form."""
     written = text.replace(" ", "")
     layers: list[int] = []
     readable = len(text) <= LONGEST and _RANGES.fullmatch(written) is not None
     readable = readable and all(len(number) <= _MOST_DIGITS for number in re.findall(r"\d+", written))
     for first, _, last in (part.partition("-") for part in (written.split(",") if readable else ())):
         more = range(int(first), int(last or first) + 1)
-        if not more or (layers and more[0] <= layers[-1]):  # whose repeats would have no end
+        if not more or (layers and more[0] <= layers[-1]):  # not ascending; unchecked repeats could grow without bound
             readable = False
             break
         layers += more

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, carrying job, attempt and rank where bound. Knows no sink but stderr."""
+"""Structured logs to stderr: one JSON object a line, with job, attempt and rank where they are bound."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
             _render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        # Looked up for each line: what stood there may have been replaced, and closed.
+        # Look up sys.stderr for each line: an earlier stream may have been replaced and closed.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**bound)
 
 
 def _render(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
-    """A line of JSON without this process's credentials."""
+    """Return the event as a line of JSON without this process's credentials."""
     line = _JSON(logger, method, event)
     return redact(line if isinstance(line, str) else line.decode())
 
 
 def get_logger(**bound: Any) -> structlog.stdlib.BoundLogger:
-    """A logger whose lines carry `bound`."""
+    """Return a logger that adds `bound` to each line."""
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(**bound)
     return logger

@@ -14,7 +14,7 @@ from swiftkv_platform.frozen import FrozenModel
 
 
 def default_home() -> Path:
-    """`~/.swiftkv`: databases, stores, logs and pids of a machine without configuration."""
+    """Return `~/.swiftkv`, where a machine without configuration keeps databases, stores, logs and pids."""
     return Path.home() / ".swiftkv"
 
 
@@ -43,14 +43,13 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SWIFTKV_", frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     home: Path = Field(default_factory=default_home)
-    """Directory of everything that has no address of its own."""
+    """Directory for everything that no other setting places elsewhere."""
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
     database_connect_timeout_s: Annotated[int, Field(ge=2, le=600)] = 10
-    """Seconds until a connection to PostgreSQL is made; SQLite knows neither this nor the three that follow."""
+    """Seconds to wait for a connection to PostgreSQL; SQLite ignores this and the three settings that follow."""
     database_statement_timeout_s: Annotated[float, Field(gt=0.0, le=86400.0)] = 30.0
-    """Seconds for the answer to one statement, those of migrations aside. Ten more, and the control plane gives up the
-    connection itself."""
+    """Seconds for one statement, except in migrations. Ten seconds later the control plane drops the connection."""
     database_tcp_timeout_s: Annotated[int, Field(ge=4, le=3600)] = 30
     """Seconds until a connection whose packets get no acknowledgement counts as lost."""
     database_pool_recycle_s: Annotated[int, Field(ge=1)] = 1800
@@ -61,42 +60,42 @@ class Settings(BaseSettings):
     ray_dashboard_url: str = "http://127.0.0.1:8265"
     """Address of Ray's job and serve APIs."""
     serve_dashboard_url: str | None = None
-    """Address of the serve API where deployments have a Ray cluster of their own; None: of the same as jobs."""
+    """Address of the serve API if deployments have their own Ray cluster; None: `ray_dashboard_url`."""
     entrypoint_num_cpus: Annotated[float, Field(ge=0.0)] = 0.0
-    """CPUs that Ray reserves for the driver of each job. With 0 here and for memory, drivers run on Ray's head and take
-    none of its reservations, which keeps a machine of two cores to the workers; else on any node with room."""
+    """CPUs that Ray reserves for the driver of each job. With 0 CPUs and 0 bytes, drivers run on Ray's head node and
+    reserve nothing, which leaves a machine of two cores to the workers; else they run on any node with room."""
     entrypoint_memory: Annotated[int, Field(ge=0)] = 0
-    """Bytes that Ray reserves for the driver of each job, as the CPUs; a driver takes some 400 MB."""
+    """Bytes that Ray reserves for the driver of each job; a driver takes some 400 MB."""
     node_groups: dict[str, NodeGroup] = {}
     """Groups of nodes that Ray's autoscaler v2 adds, by name, as JSON:
-    `{"gpu": {"max_nodes": 8, "resources": {"CPU": 8, "GPU": 1}}}`. Jobs then wait in the queue for what these groups
-    and the nodes there are cannot hold now, and are refused if those never could. Ray does not tell them: without this
-    setting a job of a cluster that grows starts at once and waits in its attempt."""
+    `{"gpu": {"max_nodes": 8, "resources": {"CPU": 8, "GPU": 1}}}`. Jobs then wait in the queue until these groups and
+    the present nodes have room, and are refused if they never could. Ray does not report its groups: without this
+    setting a job on a growing cluster starts at once and waits in its attempt."""
     serve_url: str = "http://127.0.0.1:8001"
     """Address of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None
-    """Directories and `s3://` prefixes that specs may read, `{tenant}` standing for the caller's; the hub and built-in
-    sources are always open. None opens everything, or nothing else where callers show keys or tokens."""
+    """Directories and `s3://` prefixes that specs may read; `{tenant}` is replaced by the caller's tenant. The hub and
+    built-in sources are always open. None: everything is open, or nothing else if callers need keys or tokens."""
     publish_targets: tuple[str, ...] = ()
-    """Places that jobs may publish models to, `{tenant}` standing for the caller's: `hf://organization`,
-    `s3://bucket/prefix`, directories. None by default: the workers write there with their own credentials."""
+    """Places that jobs may publish models to: `hf://organization`, `s3://bucket/prefix`, directories; `{tenant}` is
+    replaced by the caller's tenant. Empty by default, since workers write there with their own credentials."""
     allow_code_tasks: bool = False
-    """Let tasks of an evaluation run text as code, such as what a model writes (HumanEval, MBPP, tasks that hand
-    answers to sympy) or a metric of the hub, on the workers and with what they may reach."""
+    """Let evaluation tasks run text as code on the workers, with the workers' access: code that a model writes
+    (HumanEval, MBPP, tasks that pass answers to sympy) or a metric from the hub."""
     model_cache_bytes: Annotated[int, Field(ge=0)] = 0
-    """Bytes of models that a machine keeps for its replicas, at `{home}/models`; read where replicas run. With 0 each
+    """Bytes of models that a machine caches for its replicas at `{home}/models`; set it where replicas run. With 0 each
     replica, and each swap, fetches its model again."""
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = None
     """File of hashed API keys (`swiftkv keys create` writes it); None accepts every request from this machine."""
     serve_api_keys_file: Path | None = None
-    """The same file, or another of its kind, where Ray's nodes see it: deployments then answer the keys of their tenant
-    that have the scope `generate`. None: deployments answer every request that reaches `serve_url`."""
+    """Path on Ray's nodes of `api_keys_file` or another such file: deployments then accept their tenant's keys with the
+    scope `generate`. None: deployments answer every request that reaches `serve_url`."""
     oidc_file: Path | None = None
-    """YAML file of OpenID Connect issuers whose bearer tokens are accepted beside the keys (docs/operations.md)."""
+    """YAML file of OpenID Connect issuers whose bearer tokens are accepted as well as keys (docs/operations.md)."""
     serve_oidc_file: Path | None = None
-    """The same file, or another of its kind, where Ray's nodes see it: deployments then answer tokens as well."""
+    """Path on Ray's nodes of `oidc_file` or another such file: deployments then accept tokens as well."""
     tenants_file: Path | None = None
     """YAML file of quotas and weights (docs/operations.md); None sets no limits."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
@@ -104,13 +103,13 @@ class Settings(BaseSettings):
     cpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
     """Price of a CPU core for an hour."""
     flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
-    """FLOPs a second that one worker reaches, for the time estimate while no job like it has been measured."""
+    """FLOPs per second of one worker, for the time estimate of a job until a similar one has been measured."""
     node_gpus: Annotated[int, Field(ge=1)] = 8
-    """GPUs of a node, for the plan of a job's disk, downloads and time, as the five that follow."""
+    """GPUs of a node; this and the five settings that follow are for the plan of a job's disk, downloads and time."""
     node_cpus: Annotated[float, Field(gt=0.0)] | None = None
-    """CPUs of a node; None plans all workers without GPUs on one."""
+    """CPUs of a node; None: plan all workers without GPUs on one node."""
     node_disk_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Bytes that a job may take on the disk of a node; one that needs more is refused. None: not known."""
+    """Bytes of a node's disk that a job may use; a job that needs more is refused. None: unknown."""
     hub_bytes_per_second: Annotated[float, Field(gt=0.0)] = 100e6
     """Rate at which a node reads from the hub."""
     store_bytes_per_second: Annotated[float, Field(gt=0.0)] = 500e6
@@ -118,100 +117,102 @@ class Settings(BaseSettings):
     disk_bytes_per_second: Annotated[float, Field(gt=0.0)] = 1e9
     """Rate at which a node reads its disk, or writes to it."""
     webhook_origins: tuple[str, ...] = ()
-    """Origins open to webhooks: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
+    """Origins that webhooks may be sent to: `https://host`, `https://*.domain`, `http://host:port`. Empty: webhooks
+    are refused."""
     secrets_dir: Path | None = None
-    """Directory of named secrets, one file `{tenant}/{name}` each: what webhooks are signed with."""
+    """Directory of the named secrets that sign webhooks, one file `{tenant}/{name}` each."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     reconcile_interval_s: Annotated[float, Field(gt=0.0)] = 1.0
-    """Pause between two rounds of the reconciler."""
+    """Seconds between two rounds of the reconciler."""
     max_running_jobs: Annotated[int, Field(ge=1)] = 1
-    """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
+    """Jobs of all tenants that run on Ray at the same time; the rest wait in the queue."""
     max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
-    """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
+    """Maximum replicas of one deployment; quotas limit all deployments of a tenant together."""
     deployments_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of the cluster's CPUs and GPUs that the replicas of all deployments may have, each rounded up; the rest is
-    for jobs. None: half where callers show keys or tokens, else all, as of a cluster for deployments alone."""
+    for jobs. None: half if callers need keys or tokens and deployments share the jobs' cluster, else all."""
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
-    """Seconds that an attempt that has not trained may hold its slot while its workers find no place; then the job is
-    queued again, and uses no retry."""
+    """Seconds that an attempt that has not trained may hold its slot while its workers cannot be placed; then the job
+    is queued again, which uses no retry."""
     turn_s: Annotated[float, Field(gt=0.0)] | None = 14_400.0
-    """Seconds that an attempt may hold its slot while another tenant's job waits for it; then it checkpoints, and the
-    job is queued again, and uses no retry. One that does not train has twice as long with each attempt. None: no
-    limit."""
+    """Seconds that an attempt may hold its slot while another tenant's job waits for it; then it checkpoints and the
+    job is queued again, which uses no retry. An attempt that is not training has twice as long as the one before, up
+    to 16 times this value. None: no limit."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
-    """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
+    """Maximum seconds of an attempt; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024
-    """Workers that a job may ask for, over all trials of a sweep that run at a time."""
+    """Maximum workers of a job, over all trials of a sweep that run at the same time."""
     max_batch_size: Annotated[int, Field(ge=1)] = 65536
-    """`training.batch_size`, and rows of one worker's pass, that a job may ask for."""
+    """Maximum `training.batch_size`, and rows in one pass of a worker, that a job may ask for."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
-    """A larger body is answered with 413."""
+    """Maximum bytes of a request body; a larger one gets 413."""
     max_body_bytes_at_once: Annotated[int, Field(ge=1024)] = 32 << 20
-    """Bytes of bodies that are read, or whose requests are not answered yet, at a time; a tenant has a quarter, a key
-    an eighth, and more of them are answered with 429. Uploads of files have places of their own."""
+    """Maximum bytes of request bodies that are being read or whose requests are not answered yet. A tenant may use a
+    quarter and a key an eighth; requests beyond that get 429. Uploads of files are limited separately."""
     max_streams: Annotated[int, Field(ge=1)] = 512
-    """Answers that go on for long at a time: event streams, logs, files, answers of deployments; more get 429."""
+    """Maximum concurrent streaming responses: events, logs, files, answers of deployments; more get 429."""
     max_streams_of_tenant: Annotated[int, Field(ge=1)] = 128
     max_streams_of_key: Annotated[int, Field(ge=1)] = 64
     max_followed_logs: Annotated[int, Field(ge=1)] = 64
-    """Logs that are followed at a time, which are streams too; each holds a connection to Ray."""
+    """Logs that are tailed at the same time, which are streams too; each holds a connection to Ray."""
     max_followed_logs_of_tenant: Annotated[int, Field(ge=1)] = 32
     max_followed_logs_of_key: Annotated[int, Field(ge=1)] = 16
     max_connections: Annotated[int, Field(ge=1)] = 4096
-    """Connections at a time, and not more than half of the files that the process may open. One too many takes the
-    place of the one that has been without a request for longest; where all others have one, it is closed."""
+    """Maximum open connections, and at most half of the files that the process may open. One more closes the connection
+    that has been idle for longest, or is closed itself if all others have a request."""
     request_head_timeout_s: Annotated[float, Field(gt=0.0)] = 10.0
-    """Seconds that a connection may be open without the whole head of a request."""
+    """Seconds that a connection may be open without a complete request head."""
     max_file_bytes: Annotated[int, Field(ge=1024)] = 512 << 20
-    """Bytes of one uploaded file; the tenants file may allow less. Uploads pass through the temporary directory."""
+    """Maximum bytes of an uploaded file; the tenants file may allow less. Uploads pass through the temporary
+    directory."""
     max_file_rows: Annotated[int, Field(ge=1)] = 1_000_000
-    """Rows of one uploaded file; the tenants file may allow less."""
+    """Maximum rows of an uploaded file; the tenants file may allow less."""
     max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
-    """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
-    left out. While one is saved, temporary files take up to one and a half times as much."""
+    """Bytes kept of the log of an attempt that has ended, half from its beginning and half from its end, with a line
+    between that says what is left out. Saving one takes up to 1.5 times as much in temporary files."""
     sweep_interval_s: Annotated[float, Field(gt=0.0)] = 3600.0
-    """Pause between two rounds of the sweeper, which removes what the settings below keep no longer; in all of them 0
-    keeps it for ever, and what is deployed, promoted, resumable or read by a job that has not ended stays anyway."""
+    """Seconds between two rounds of the sweeper, which deletes what is older than the settings below. In each of them 0
+    keeps it for ever. Anything deployed, promoted, resumable or read by a job that has not ended is kept anyway."""
     retention_events_days: Days = 30.0
-    """Days from a job's end to that of its events in the database; those of its changes of status stay."""
+    """Days from a job's end until its events are deleted from the database; its changes of status stay."""
     retention_metrics_days: Days = 30.0
     """Days from a job's end until its time series is thinned out to `retention_metric_points`."""
     retention_metric_points: Annotated[int, Field(ge=2)] = 500
     """Points that are left of the time series of an old job."""
     retention_event_objects_days: Days = 1.0
-    """Days from a job's end to that of its event objects in the store, all of which the database has read."""
+    """Days from a job's end until its event objects, which are in the database by then, are deleted from the store."""
     retention_prepared_data_days: Days = 1.0
-    """Days from a job's end to that of prepared rows, starts and answers that its own end has left behind."""
+    """Days from a job's end until prepared rows, starts and answers that it did not delete itself are deleted."""
     retention_checkpoints_days: Days = 7.0
-    """Days from a job's end to that of its checkpoints; a paused job has not ended."""
+    """Days from a job's end until its checkpoints are deleted; a paused job has not ended."""
     retention_logs_days: Days = 90.0
-    """Days from a job's end to that of its attempts' logs."""
+    """Days from a job's end until its attempts' logs are deleted."""
     retention_tracking_days: Days = 30.0
-    """Days from a job's end to that of W&B's files of offline runs."""
+    """Days from a job's end until the files of its offline W&B runs are deleted."""
     retention_deliveries_days: Days = 30.0
-    """Days that a webhook's delivery is kept once it has been delivered or given up."""
+    """Days that a webhook's delivery is kept after it has been delivered or given up."""
     retention_idempotency_keys_days: Days = 30.0
-    """Days that an `Idempotency-Key` stands for its job."""
+    """Days for which an `Idempotency-Key` returns its job."""
     retention_promotions_days: Days = 365.0
-    """Days of an alias's history, of which the `retention_rollbacks` newest models stay however old they are."""
+    """Days of an alias's history; its `retention_rollbacks` newest models stay at any age."""
     retention_rollbacks: Annotated[int, Field(ge=1)] = 5
-    """Models that an alias can always stand for, the present one included; they are held back from deletion."""
+    """Models that an alias can be rolled back to, including the present one; they are kept from deletion."""
     retention_audit_days: Days = 365.0
     """Days that an entry of the audit trail is kept."""
     retention_models_days: Days = 0.0
-    """Days from when a newer model of the same name came to the deletion of one that nothing holds."""
+    """Days from the arrival of a newer model of the same name until an unused model is deleted."""
     retention_jobs_days: Days = 365.0
-    """Days from a job's end to the deletion of its record and of all that it has left; one with a model stays."""
+    """Days from a job's end until its record and everything it has left are deleted; a job with a model stays."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000
-    """Requests of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
+    """Requests per minute of one API key at one control plane; a tenth of them may come at once, more get 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600
     """Seconds from a sign-in to the dashboard to the end of that session."""
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses and networks (`10.0.0.0/8`) whose `X-Forwarded-Proto` and `X-Forwarded-For` are believed: cookies are
-    `Secure` and sign-ins are counted by the address that they name. Who connects from one of them may name any."""
+    """Addresses and networks (`10.0.0.0/8`) whose `X-Forwarded-Proto` and `X-Forwarded-For` are trusted: they decide
+    whether cookies are `Secure` and which address a sign-in counts for. A client inside them can name any address."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
-    """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding).
-    Deployments without keys accept these, addresses, and local names."""
+    """Host header values accepted while no API key is configured (against DNS rebinding by web pages). Deployments
+    without keys accept these, addresses, and local names."""
 
     @property
     def resolved_database_url(self) -> str:
@@ -223,7 +224,7 @@ class Settings(BaseSettings):
 
     @property
     def knows_callers(self) -> bool:
-        """Whether callers show a key or a token; else all of them are one local tenant."""
+        """Whether callers need a key or a token; else all of them are one local tenant."""
         return self.api_keys_file is not None or self.oidc_file is not None
 
     @property

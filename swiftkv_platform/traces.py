@@ -1,5 +1,5 @@
-"""Spans of jobs, sent over OTLP where OpenTelemetry's own variables name an endpoint; else nothing is imported or
-recorded. A span's context travels as a W3C `traceparent`, from POST /jobs over `attempt.json` to the workers.
+"""Spans of jobs, sent over OTLP if OpenTelemetry's own variables name an endpoint; else nothing is imported or
+recorded. A W3C `traceparent` carries a span's context from POST /jobs through `attempt.json` to the workers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FLUSH_MS = 5000
 
 
 def configured_provider(service: str) -> TracerProvider | None:
-    """Maker of spans that are sent in the background; None where no endpoint is set. `service`: name of the service,
-    unless `OTEL_SERVICE_NAME` gives one."""
+    """Return a provider that sends spans in the background; None if no endpoint is set. `OTEL_SERVICE_NAME` overrides
+    `service`."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -37,19 +37,19 @@ def configured_provider(service: str) -> TracerProvider | None:
 
 
 def valid_traceparent(header: str | None) -> str | None:
-    """The header, if it is a W3C `traceparent` of version 00; any other is to be ignored."""
+    """Return the header if it is a W3C `traceparent` of version 00, else None."""
     return header if header is not None and _TRACEPARENT.fullmatch(header) else None
 
 
 class Spans:
-    """Records what took how long, below the span that a `traceparent` names. `provider`: None records nothing."""
+    """Recorder of spans below the one that a `traceparent` names. `provider`: None records nothing."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
 
     @contextmanager
     def span(self, name: str, parent: str | None, **attributes: Any) -> Iterator[str | None]:
-        """Record the block; yields the `traceparent` of what happens inside, which is `parent` if nothing is recorded.
+        """Record the block as a span and yield its `traceparent`, or `parent` if nothing is recorded.
 
         A block that raises is marked as an error.
         """
@@ -68,17 +68,17 @@ class Spans:
             span.end()
 
     def record(self, name: str, parent: str | None, began: float, ended: float, **attributes: Any) -> None:
-        """Record what is over. Times are Unix seconds."""
+        """Record a span that has ended. Times are Unix seconds."""
         if self._provider is not None:
             self._start(name, parent, began, attributes).end(_ns(ended))
 
     def flush(self) -> None:
-        """Send what was recorded, as far as that takes no longer than five seconds."""
+        """Send the recorded spans, for at most five seconds."""
         if self._provider is not None:
             self._provider.force_flush(_FLUSH_MS)
 
     def close(self) -> None:
-        """Send what is left, and end the thread that sends."""
+        """Send the remaining spans and end the sending thread."""
         if self._provider is not None:
             self._provider.shutdown()
 
@@ -97,7 +97,7 @@ NO_SPANS = Spans()
 
 @cache
 def spans_of_jobs() -> Spans:
-    """Spans of this process, a driver's or a worker's."""
+    """Return the recorder of this process, a driver or a worker."""
     return Spans(configured_provider("swiftkv-job"))
 
 

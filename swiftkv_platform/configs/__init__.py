@@ -1,11 +1,11 @@
-"""The configuration classes of SwiftKV checkpoints, apart from the layers: what reads a `config.json` needs no more.
+"""The configuration classes of SwiftKV checkpoints: enough to read a `config.json`, without the layers.
 
 They derive from transformers' configuration classes, so importing them imports transformers, but no model code.
 
-Keys that a checkpoint's `config.json` adds to its teacher's (shared with the reference implementation): `swiftkv`,
-`num_key_value_layers`, `key_value_group_size`, `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes
-its own KV; groups of one; the teacher's heads. Ours: `early_exit`, `own_output_projection`, `swiftkv_decode_key_value`,
-`swiftkv_prefill_layers`.
+Keys that a checkpoint's `config.json` adds to its teacher's, shared with the reference implementation: `swiftkv`,
+`num_key_value_layers`, `key_value_group_size`, `num_key_value_heads_swiftkv`. If they are absent, every layer computes
+its own KV, groups have one layer, and the heads are the teacher's. Keys of this project only: `early_exit`,
+`own_output_projection`, `swiftkv_decode_key_value`, `swiftkv_prefill_layers`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DECODE_KEY_VALUES = get_args(DecodeKeyValue)
 
 
 class SwiftKVConfigMixin:
-    """Fields that every family's configuration gains."""
+    """Fields that a student's configuration adds to its teacher's."""
 
     swiftkv: bool = True
-    """Always True: loading gives the student. The mode is a property of a model in memory and is never persisted."""
+    """Always True: a loaded model is the student. Teacher mode is a state of a model in memory and is never stored."""
     num_key_value_layers: int | None = None
     """l: layers that compute their own KV; None means all of them."""
     key_value_group_size: int = 1
@@ -40,28 +40,28 @@ class SwiftKVConfigMixin:
     early_exit: bool = False
     """Whether the checkpoint carries `exit_norm` and `exit_head`."""
     own_output_projection: bool = False
-    """Whether layers >= l have an `o_proj_swiftkv`, and the student's heads leave through it."""
+    """Whether layers >= l have their own output projection, `o_proj_swiftkv`, for the student's heads."""
     swiftkv_decode_key_value: str = "shared"
-    """Where K and V of *deep* tokens, which run through layers >= l, come from: `shared`, from x like a prompt's (the
+    """Source of the K and V of *deep* tokens, which run through layers >= l: `shared`, from x like a prompt's (the
     paper's form), or `own`, from their own hidden state in the first layer of each group."""
     swiftkv_prefill_layers: list[int] | None = None
     """Layers that skipped prompt tokens run through, ascending, the last of them l - 1; None: all layers < l."""
     swiftkv_teacher_weights: bool = True
-    """Whether layers >= l keep the projections that only the teacher runs."""
+    """Whether layers >= l keep the projections that only the teacher uses."""
     swiftkv_prefill_only: bool = False
-    """Whether the checkpoint is the part of a student that fills KV caches for others and gives no token: the
-    embedding, layers < l, and K and V of the groups."""
+    """Whether the checkpoint holds only the part of a student that fills KV caches and generates no token: the
+    embedding, layers < l, and the K and V projections of the groups."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]  # the other base is a transformers configuration
         self.swiftkv = True
-        if self.family.windows is None:  # transformers' layers of such a family read neither, so no mask may
+        if self.family.windows is None:  # transformers' layers of such a family ignore both, so masks must too
             for name in ("sliding_window", "layer_types"):
                 if getattr(self, name, None) is not None:
                     setattr(self, name, None)
         if self.num_key_value_layers is None:
             self.num_key_value_layers = self.num_hidden_layers  # type: ignore[attr-defined]
-        self.layer_map  # noqa: B018  # out-of-range values are refused here, before any weight is read
+        self.layer_map  # noqa: B018  # raises for values out of range, before any weight is read
         self._check_shared_heads()
         if self.swiftkv_decode_key_value not in DECODE_KEY_VALUES:
             raise ModelError(
@@ -103,19 +103,19 @@ class SwiftKVConfigMixin:
             )
 
     def cache_num_key_value_heads(self, cache_layer: int) -> int:
-        """Heads of a KV-cache layer."""
+        """Return the number of key-value heads of a KV cache layer."""
         config = cast("Any", self)
         theirs: int = config.num_key_value_heads
         return theirs if cache_layer < config.num_key_value_layers else self.num_key_value_heads_swiftkv or theirs
 
     @property
     def family(self) -> Family:
-        """The family's row."""
+        """The row of the family table for this `model_type`."""
         return find_family({"model_type": cast("Any", self).model_type})
 
     @property
     def decodes_own(self) -> bool:
-        """Whether deep tokens keep K and V of their own in layers >= l."""
+        """Whether deep tokens keep their own K and V in layers >= l."""
         shares = self.swiftkv_decode_key_value == "shared" or self.swiftkv_prefill_only
         return not shares and bool(self.layer_map.leaders)
 
@@ -150,7 +150,7 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def _derive(family: Family) -> type[Any]:
-    """`{prefix}SwiftKVConfig`, importable from this module."""
+    """Define `{prefix}SwiftKVConfig`, importable from this module."""
     module = importlib.import_module(family.teacher_module("configuration"))
     teacher: type[Any] = getattr(module, family.teacher_class("Config"))
     name = f"{family.prefix}SwiftKVConfig"

@@ -1,7 +1,7 @@
-"""Adapters: the tensors in which a student differs from its base model, and the file that says what they belong to.
+"""Adapters: the tensors in which a student differs from its base model, and the file that describes them.
 
 An adapter is a model directory without the base's weights. `swiftkv_adapter.json` names the base, the digest of each of
-its tensors, and what becomes of them. It knows names, shapes and digests; neither layers, nor where a base is found.
+its tensors, and which of them are replaced, dropped or cast. This module does not locate the base.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADAPTER = "swiftkv_adapter.json"
 ADAPTER_WEIGHTS = "adapter"
 """Prefix of an adapter's weight files, numbered from 1."""
 _SHOWN = 3
-"""Names of tensors in a message."""
+"""Maximum number of tensor names in a message."""
 
 
 class BaseTensor(FrozenModel):
@@ -43,11 +43,11 @@ class BaseModelReference(FrozenModel):
     """The model that an adapter is applied to."""
 
     name_or_path: str
-    """Name as a job's `model.name_or_path` has it: hub id, directory, `.gguf` file, `s3://` prefix or built-in."""
+    """Name in the form of a job's `model.name_or_path`: hub id, directory, `.gguf` file, `s3://` prefix or built-in."""
     revision: str | None = None
     """Hub revision."""
     digest: str
-    """SHA-256 over the lines `name dtype [2, 3] sha256` of all its tensors, by name, each ended by a newline."""
+    """SHA-256 of one line `name dtype [2, 3] sha256` for each tensor, sorted by name, each ended by a newline."""
     tensors: dict[str, BaseTensor]
     """Every tensor of its weight files, by name."""
 
@@ -65,7 +65,7 @@ class AdapterShape(FrozenModel):
 
     @classmethod
     def of(cls, config: Any) -> AdapterShape:
-        """The shape that a student's configuration, or the fields of its `config.json`, has."""
+        """Read the shape from a student's configuration or from the fields of its `config.json`."""
         fields: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
         return cls(**{name: fields[name] for name in cls.model_fields if fields.get(name) is not None})
 
@@ -77,20 +77,20 @@ class AdapterConfig(FrozenModel):
     base: BaseModelReference
     swiftkv: AdapterShape
     added: tuple[str, ...]
-    """Tensors of the adapter's files that the base has not."""
+    """Tensors of the adapter's files that the base does not have."""
     replaced: tuple[str, ...] = ()
-    """Tensors of the adapter's files that stand in the place of the base's."""
+    """Tensors of the adapter's files that replace the base's."""
     dropped: tuple[str, ...] = ()
-    """Tensors of the base that the student has not."""
+    """Tensors of the base that the student does not have."""
     cast: dict[str, str] = {}
-    """Tensors of the base that the student holds in another type, and that type."""
+    """Tensors of the base that the student holds in another dtype, and that dtype."""
 
     @classmethod
     def parse(cls, data: bytes | str | Mapping[str, Any], source: str) -> AdapterConfig:
         """Read a `swiftkv_adapter.json`. Raises `ModelError`."""
         try:
             document = data if isinstance(data, Mapping) else json.loads(data)
-            # JSON mode: an array is a tuple there.
+            # Validate in JSON mode, which accepts an array for a tuple.
             return cls.model_validate_json(json.dumps(document))
         except ValueError as error:  # pydantic's is one
             why = str(error)
@@ -105,7 +105,7 @@ class AdapterConfig(FrozenModel):
             ) from error
 
     def check_shape(self, config: Any, source: str) -> None:
-        """Raises `ModelError` where `config.json` describes another student than this adapter."""
+        """Raise `ModelError` if `config.json` describes another student than this adapter."""
         found = AdapterShape.of(config)
         for name, value in self.swiftkv:
             if getattr(found, name) != value:
@@ -117,7 +117,7 @@ class AdapterConfig(FrozenModel):
                 )
 
     def check_own(self, names: Iterable[str], source: str) -> None:
-        """Raises `ModelError` unless the adapter's files hold the tensors that are added and replaced."""
+        """Raise `ModelError` unless `names`, those in the adapter's files, are the added and replaced tensors."""
         expected, found = {*self.added, *self.replaced}, set(names)
         for what, which in (("lacks", expected - found), ("has no place for", found - expected)):
             if which:
@@ -129,7 +129,7 @@ class AdapterConfig(FrozenModel):
                 )
 
     def check_names(self, names: Iterable[str], found_at: str) -> None:
-        """Raises `ModelError` unless the base at `found_at` holds the tensors that the adapter's base held."""
+        """Raise `ModelError` unless `names`, those of the base at `found_at`, are the tensors of the adapter's base."""
         found = set(names)
         for what, which in (
             ("lacks", self.base.tensors.keys() - found),
@@ -139,7 +139,7 @@ class AdapterConfig(FrozenModel):
                 raise self.refusal(f"{found_at!r} {what} {_listed(which)}", found_at)
 
     def check_header(self, name: str, dtype: str, shape: tuple[int, ...], found_at: str) -> None:
-        """Raises `ModelError` for a tensor of the base that has another type or shape."""
+        """Raise `ModelError` if a tensor of the base has another dtype or shape than the adapter's base."""
         expected = self.base.tensors[name]
         if shape != expected.shape:
             raise self.refusal(
@@ -151,7 +151,7 @@ class AdapterConfig(FrozenModel):
             )
 
     def check_tensor(self, name: str, tensor: torch.Tensor, found_at: str) -> None:
-        """Raises `ModelError` for a tensor of the base that is another one."""
+        """Raise `ModelError` if a tensor of the base has another dtype, shape or content than the adapter's base."""
         self.check_header(name, dtype_name(tensor.dtype), tuple(tensor.shape), found_at)
         found, expected = _sha256(tensor), self.base.tensors[name].sha256
         if found != expected:
@@ -164,14 +164,14 @@ class AdapterConfig(FrozenModel):
         return name not in self.replaced and name not in self.dropped
 
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the base in the type that the student holds it in."""
+        """Return a tensor of the base in the student's dtype."""
         return tensor.to(getattr(torch, self.cast[name])) if name in self.cast else tensor
 
     def apply(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_prefix: str, source: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The student's tensors from the adapter's and, under `base_prefix`, the base's, in the order they come. Raises
-        `ModelError`: at the first tensor of another base; at the end for those that are missing."""
+        """Yield the student's tensors, given the adapter's and, with `base_prefix` before their names, the base's.
+        Raises `ModelError` at the first tensor that differs from the adapter's base, or at the end for missing ones."""
         own, base, name_of_base = set(), set(), self.base.name_or_path
         for full_name, tensor in tensors:
             name = full_name.removeprefix(base_prefix)
@@ -189,7 +189,7 @@ class AdapterConfig(FrozenModel):
         self.check_names(base, name_of_base)
 
     def refusal(self, what: str, found_at: str) -> ModelError:
-        """Error for a base that is not the adapter's."""
+        """Return the error for a base that is not the adapter's."""
         revision = "" if self.base.revision is None else f" at revision {self.base.revision!r}"
         return ModelError(
             f"base.name_or_path: {what}; the adapter fits {self.base.name_or_path!r}{revision} with digest "
@@ -200,13 +200,13 @@ class AdapterConfig(FrozenModel):
 
 
 def read_adapter(directory: Path) -> AdapterConfig | None:
-    """Description of the adapter in `directory`; None where it holds no adapter. Raises `ModelError`."""
+    """Read the description of the adapter in `directory`; None if it holds no adapter. Raises `ModelError`."""
     path = directory / ADAPTER
     return AdapterConfig.parse(path.read_bytes(), str(directory)) if path.is_file() else None
 
 
 def digest_base(tensors: Mapping[str, BaseTensor]) -> str:
-    """One digest for a model's tensors, whatever files they lie in."""
+    """Return one hex digest of all of a model's tensors, however they are split into files."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.sha256}\n".encode())
@@ -218,7 +218,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _sha256(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)  # one of no dimensions has no bytes to view
+    flat = tensor.detach().cpu().contiguous().reshape(-1)  # a tensor without dimensions cannot be viewed as bytes
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""Inference: prompts in, text out, with SwiftKV models and the dense ones they come from. Knows no HTTP and no Ray.
+"""Inference with SwiftKV models and the dense models they come from: prompts in, text out. Knows no HTTP and no Ray.
 
-Options are here at once; what needs torch is imported when it is first asked for, since a process that only reads or
-checks options (a Serve application being built) should not pay seconds for it.
+Option classes are imported directly; names that need torch are imported on first access, since a process that only
+reads or checks options (a Serve application being built) should not spend seconds on it.
 """
 
 from __future__ import annotations

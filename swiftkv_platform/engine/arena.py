@@ -1,7 +1,7 @@
-"""Memory for weights in huge pages: a decode step reads them all once, and with small pages waits for page tables too.
+"""Memory for weights in huge pages: a decode step reads all weights once, and with small pages also page tables.
 
-Linux gives huge pages to memory that asks for them (`madvise`), if they are not switched off; elsewhere weights stay
-where PyTorch puts them.
+Linux backs memory with huge pages on request (`madvise`), unless they are switched off; elsewhere weights stay where
+PyTorch puts them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 PAGE = 2 << 20
 """Bytes of a huge page."""
 ALIGNMENT = 64
-"""Bytes to a multiple of which tensors are put."""
+"""Alignment of tensors in bytes."""
 
 
 class Arena:
-    """One piece of memory that tensors are moved into; it is given back when the last of them is gone.
+    """A memory area that tensors are moved into; it is freed with the last of them.
 
     Args:
-        num_bytes: most that may be moved into it. It takes memory as it is filled.
+        num_bytes: capacity in bytes. Memory is taken as the area is filled.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -30,7 +30,7 @@ class Arena:
             self._buffer = self._buffer[-self._buffer.data_ptr() % PAGE :]
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same numbers in the arena; `tensor` itself where there is none, or no more room."""
+        """Copy a tensor into the arena and return the copy, or `tensor` itself without huge pages or room."""
         end = self._next + tensor.nbytes
         if self._buffer is None or end > len(self._buffer) or not tensor.numel():
             return tensor
@@ -45,6 +45,6 @@ def _huge_pages(num_bytes: int) -> torch.Tensor | None:
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them, or one that promises no memory for whole and packed weights together
+    except OSError:  # no huge pages, or no overcommit for whole and packed weights together
         return None
     return torch.frombuffer(memory, dtype=torch.uint8)

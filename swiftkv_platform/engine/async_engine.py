@@ -1,4 +1,4 @@
-"""The engine for many callers on one event loop, which stays free: a worker thread steps the model. Knows no HTTP."""
+"""The engine for many callers on one event loop, which a worker thread keeps free by stepping the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ R = TypeVar("R")
 
 
 class AsyncLLMEngine(EngineFrontend):
-    """Serves an `LLMEngine` to coroutines of one event loop.
+    """An `LLMEngine` for coroutines of one event loop.
 
-    Everything that touches the engine runs in one worker thread, call after call, so nothing needs a lock: a request,
-    tokenized elsewhere (`readers`), is added or aborted between two steps. While there is work each step queues the
-    next one, behind such calls, and the event loop hears of its outputs: the model never waits for the event loop.
+    All calls that touch the engine run one after another in one worker thread, so nothing needs a lock: a request,
+    tokenized elsewhere (`readers`), is added or aborted between two steps. While there is work, each step queues the
+    next one behind such calls and posts its outputs to the event loop, so the model never waits for the event loop.
     """
 
     backend: Backend = "native"
@@ -34,7 +34,7 @@ class AsyncLLMEngine(EngineFrontend):
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stepping = False
-        """A step is queued or runs. As the next one, the worker's own."""
+        """Whether a step is queued or running. Only the worker thread uses this, and `_halted`."""
         self._halted = False
 
     @property
@@ -42,11 +42,11 @@ class AsyncLLMEngine(EngineFrontend):
         return self.engine.state
 
     async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
-        """`LLMEngine.score`, between two steps. Raises `EngineDeadError`."""
+        """Run `LLMEngine.score` between two steps. Raises `EngineDeadError`."""
         return await self.between_steps(lambda: self.engine.score(token_ids, num_positions))
 
     async def between_steps(self, call: Callable[[], R]) -> R:
-        """Run `call` where nothing else touches the engine; steps wait for it. Raises `EngineDeadError`."""
+        """Run `call` in the worker thread between two steps, which wait for it. Raises `EngineDeadError`."""
         return await self._in_worker(call)
 
     async def _begin(self, admitted: Admitted) -> None:
@@ -62,7 +62,7 @@ class AsyncLLMEngine(EngineFrontend):
         await asyncio.to_thread(self.engine.close)
 
     def _step(self) -> None:
-        """Run one step in the worker, and queue the next one behind whatever else waits for the engine."""
+        """Run a step in the worker, and queue the next one behind all other waiting calls."""
         assert self._loop is not None
         if self._halted:
             return
@@ -85,7 +85,7 @@ class AsyncLLMEngine(EngineFrontend):
         super()._break_down(error)
 
     def _add(self, admitted: Admitted) -> None:
-        """Add the request, in the worker: requests of the same step have come in between."""
+        """Add a request, in the worker. Check waiting tokens again, as other requests may have been added meanwhile."""
         self._check_waiting_tokens()
         self.engine.add_read_request(
             admitted.request,
@@ -94,7 +94,7 @@ class AsyncLLMEngine(EngineFrontend):
             tenant=admitted.tenant,
             constraint=admitted.constraint,
         )
-        # In line with `_deliver`: what still comes of an aborted request of the same id is not for this stream.
+        # Queued behind `_deliver`, so late outputs of an aborted request with the same id do not reach this stream.
         assert self._loop is not None
         self._loop.call_soon_threadsafe(admitted.stream.open)
         if not self._stepping:

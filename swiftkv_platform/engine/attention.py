@@ -1,9 +1,9 @@
 """Attention of a flat batch of sequences to their paged contexts: transformers' attention function `swiftkv_paged`.
 
-On a GPU one operator does it, by block tables (`varlen.py`); on a CPU `kernels.attend` does, where it can. Elsewhere on
-a CPU each sequence's context is read where it lies: a run of neighbouring blocks is a view, several runs are attended
-to one by one and merged by the logarithms of their softmax sums. Nothing is copied for a decode step unless a context
-is scattered over runs so short that a copy is cheaper. It knows no scheduler and no layer.
+On a GPU one operator reads block tables (`varlen.py`); on a CPU `kernels.attend` is used where possible. Otherwise each
+sequence's context is read in place: a run of adjacent blocks is a view, and the outputs for several runs are merged by
+the logarithms of their softmax sums. A decode step copies a context only if its runs are so short that a copy is
+cheaper.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from swiftkv_platform.engine.batch import PagedAttention, SequenceQueries, Varle
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run
 
 PAGED = "swiftkv_paged"
-"""Name under which transformers finds the function."""
+"""Name of the function in transformers."""
 MIN_RUN_TOKENS = 64
-"""Contexts whose runs are shorter than this on average are copied together before they are read."""
+"""Contexts with a shorter average run are copied to be contiguous before they are read."""
 MIN_PRODUCT_QUERIES, MIN_PRODUCT_TOKENS = 128, 256
-"""Least queries and tokens of a bfloat16 chunk that is attended to by matrix products; smaller ones go to torch's fused
+"""Minimum queries and context tokens of a bfloat16 chunk that uses matrix products; smaller ones use torch's fused
 operator."""
 PRODUCT_ROWS = 256
 """Rows of one such product for each key head: queries times the query heads that share the key head."""
 MAX_SCORES = 1 << 21
-"""Scores computed at a time, roughly; more leave the processor's caches."""
+"""Approximate number of scores computed at a time; more would not fit the processor's caches."""
 
 
 def paged_attention(
@@ -45,18 +45,18 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function that transformers calls.
+    """Compute attention for transformers, whose attention interface calls this function.
 
     Args:
-        query: of all sequences' queries, one sequence after another, [1, num_heads, num_tokens, head_dim].
-        key: of all slots; or, from a model that expands what it caches, of the sequences' contexts laid end to end,
+        query: queries of all sequences, one sequence after another, [1, num_heads, num_tokens, head_dim].
+        key: keys of all slots; or, from a model that expands its cache, of the sequences' concatenated contexts,
             [1, num_heads, sum of context lengths, head_dim].
-        value: likewise.
-        paged: what each query reads; None: nothing attends, and zeros are the output.
-        sliding_window: tokens that a query sees, itself included; None: all before it.
+        value: values, likewise.
+        paged: metadata on what each query reads; None: nothing attends, and the output is zeros.
+        sliding_window: number of tokens that a query sees, including itself; None: all before it.
 
     Returns:
-        [1, num_tokens, num_heads, head_dim], and no weights.
+        The output [1, num_tokens, num_heads, head_dim], and None for the weights.
     """
     if paged is None:
         return torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format), None
@@ -92,7 +92,7 @@ def _varlen(
     scaling: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One operator for all sequences: [1, num_tokens, num_heads, dim of the values]."""
+    """Attend with one operator for all sequences: [1, num_tokens, num_heads, dim of the values]."""
     dim = query.shape[-1]
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
         keys, values = key.blocks(call.pages.block_size), value.blocks(call.pages.block_size)
@@ -109,14 +109,14 @@ def _varlen(
 
 @dataclass(frozen=True)
 class _Stored:
-    """Keys and values of one sequence, in slots of the cache."""
+    """Keys and values of a sequence, in slots of the cache."""
 
     key: PagedTensor
     value: PagedTensor
     sequence: SequenceQueries
 
     def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
+        """Read positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
         runs = self.sequence.slots(first, end)
         scattered = end - first < MIN_RUN_TOKENS * len(runs)
         together = [runs] if scattered or self.key.payload is not None else [[run] for run in runs]
@@ -125,7 +125,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Expanded:
-    """Keys and values of one sequence, in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
+    """Keys and values of a sequence, in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -140,13 +140,13 @@ _Context = _Stored | _Expanded
 
 
 def _widened(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Values as wide as keys, as operators want them and MLA's are not; what is added is cut off in the end."""
+    """Pad values to the width of keys, as operators require (MLA's are narrower); callers cut the output."""
     missing = keys.shape[-1] - values.shape[-1]
     return F.pad(values, (0, missing)) if missing else values
 
 
 def _whole(context: _Context, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values in one part."""
+    """Read keys and values in one part."""
     parts = context.parts(first, end)
     if len(parts) == 1:
         return parts[0]
@@ -156,7 +156,7 @@ def _whole(context: _Context, first: int, end: int) -> tuple[torch.Tensor, torch
 def _attend_all(
     query: torch.Tensor, paged: PagedAttention, contexts: Sequence[_Context], scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Sequence after sequence: [1, num_heads, num_tokens, dim]."""
+    """Attend sequence after sequence: [1, num_heads, num_tokens, dim]."""
     outputs, row = [], 0
     for sequence, context in zip(paged.sequences, contexts, strict=True):
         end = row + len(sequence.positions)
@@ -168,8 +168,9 @@ def _attend_all(
 def _decode_spans(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: list[Run], scaling: float
 ) -> torch.Tensor:
-    """One query a sequence, each to a view of keys and values [1, num_kv_heads, num_slots, head_dim]. Query heads that
-    share a key head become its queries, so no key is repeated. Returns [1, num_sequences, num_heads, head_dim]."""
+    """Attend with one query per sequence, each to a view of keys and values [1, num_kv_heads, num_slots, head_dim].
+    Query heads that share a key head become its queries, so no key is repeated. Returns [1, num_sequences, num_heads,
+    head_dim]."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     queries = query.unflatten(1, (keys.shape[1], -1)).unbind(3)  # each [1, num_kv_heads, heads per key head, head_dim]
     outputs = [
@@ -182,7 +183,7 @@ def _decode_spans(
 def _attend(
     query: torch.Tensor, sequence: SequenceQueries, context: _Context, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """One sequence: query [1, num_heads, num_queries, head_dim] -> the same shape."""
+    """Attend for one sequence: query [1, num_heads, num_queries, head_dim] -> the same shape."""
     positions = sequence.positions
     last = positions[-1] + 1
     if len(positions) == 1:
@@ -195,14 +196,14 @@ def _attend(
 
 
 def _decode(query: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], scaling: float) -> torch.Tensor:
-    """A single query to all of `parts`. Query heads that share a key head become its queries: no key is repeated."""
+    """Attend with one query to all `parts`. Query heads that share a key head become its queries: no repeated keys."""
     num_kv_heads = parts[0][0].shape[1]
     grouped = query.reshape(1, num_kv_heads, -1, query.shape[-1])
     return _merge([_softmax_part(grouped, keys, values, scaling) for keys, values in parts]).reshape(query.shape)
 
 
 def _attend_chunk(query: torch.Tensor, first: int, context: _Context, scaling: float) -> torch.Tensor:
-    """Consecutive queries from position `first` on: causal among themselves, everything before them in full."""
+    """Attend with consecutive queries from position `first` on: causally among themselves, and to all tokens before."""
     end = first + query.shape[2]
     large = query.shape[2] >= MIN_PRODUCT_QUERIES and end >= MIN_PRODUCT_TOKENS
     if large and query.dtype == torch.bfloat16:
@@ -217,11 +218,11 @@ def _attend_chunk(query: torch.Tensor, first: int, context: _Context, scaling: f
 def _attend_by_products(
     query: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """`_attend_chunk` for a CPU that multiplies bfloat16 matrices much faster than torch's fused operator does.
+    """Compute `_attend_chunk` on CPUs that multiply bfloat16 matrices much faster than torch's fused operator does.
 
-    A product is rounded to bfloat16, whose steps grow with the number. So every row of scores is shifted, within the
-    product and before it is rounded, by its largest score against the nearest and the first tokens, where a model looks
-    most: what weighs most is then near 0 and exact, and softmax does not see a shift.
+    Products are rounded to bfloat16, whose error grows with the number. So each row of scores is shifted, within the
+    product and before rounding, by its largest score against the nearest and the first tokens, which usually get the
+    most attention: the scores that matter are then near 0 and exact, and softmax is invariant to the shift.
     """
     num_queries, num_kv_heads = query.shape[2], keys.shape[1]
     queries = query[0].unflatten(0, (num_kv_heads, -1))  # [kv heads, heads per kv head, queries, head_dim]
@@ -244,8 +245,8 @@ def _attend_by_products(
 
 
 def _block_weights(queries: torch.Tensor, keys: torch.Tensor, future: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Softmax of the scores of the last tokens' queries [kv heads, heads per kv head, queries, head_dim] against all
-    tokens' keys [kv heads, head_dim, tokens]: [kv heads, heads per kv head * queries, tokens]."""
+    """Return the softmax of the scores of the last tokens' queries [kv heads, heads per kv head, queries, head_dim] for
+    all tokens' keys [kv heads, head_dim, tokens]: [kv heads, heads per kv head * queries, tokens]."""
     shape = queries.shape[:3]
     rows, own, mask = queries.flatten(1, 2), keys.shape[2] - shape[2], future[: shape[2], : shape[2]]
     nearest = rows @ keys[:, :, own:]
@@ -261,7 +262,7 @@ def _block_weights(queries: torch.Tensor, keys: torch.Tensor, future: torch.Tens
 def _attend_masked(
     query: torch.Tensor, positions: Sequence[int], context: _Context, scaling: float, window: int | None
 ) -> torch.Tensor:
-    """Any queries, with the mask written out: [num_queries, tokens]."""
+    """Attend with any queries, with an explicit mask [num_queries, tokens]."""
     start = 0 if window is None else max(positions[0] - window + 1, 0)
     end = positions[-1] + 1
     keys, values = _whole(context, start, end)
@@ -275,13 +276,13 @@ def _attend_masked(
 
 
 Part = tuple[torch.Tensor, torch.Tensor]
-"""Attention to a part of the context, and the logarithms of its softmax sums [1, num_heads, num_queries]."""
+"""Attention output for a part of the context, and the logarithms of its softmax sums [1, num_heads, num_queries]."""
 
 
 def _softmax_part(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, *, causal: bool = False
 ) -> Part:
-    """Attention to keys [1, num_kv_heads, tokens, head_dim], which query heads may share."""
+    """Attend to keys [1, num_kv_heads, tokens, head_dim], which query heads may share."""
     part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, causal, scale=scaling
     )
@@ -289,7 +290,7 @@ def _softmax_part(
 
 
 def _merge(parts: list[Part]) -> torch.Tensor:
-    """Attention to the whole context from that to its parts."""
+    """Merge the outputs for parts of a context into the output for the whole."""
     if len(parts) == 1:
         return parts[0][0]
     sums = torch.stack([part_sums for _, part_sums in parts])  # [num_parts, 1, num_heads, num_queries]

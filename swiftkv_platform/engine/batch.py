@@ -1,8 +1,8 @@
-"""A step's schedule as the tensors the model takes: all sequences' tokens laid end to end, and what each attends to, on
-the model's device. Knows no weights.
+"""A step's schedule as the model's input tensors on its device: all sequences' tokens in one row, and metadata on what
+each of them attends to.
 
-A blocking copy to a GPU waits until the GPU has done all that was asked of it so far. Those of `to_device` do not: CUDA
-takes small copies from pageable memory over before the call returns.
+A blocking copy to a GPU waits until the GPU has finished all queued work. Copies of `to_device` do not: CUDA stages
+small copies from pageable memory before the call returns.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from swiftkv_platform.model.selection import TokenSelection
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of one sequence, and where they stand in it."""
+    """Tokens of a sequence with their positions."""
 
     positions: Sequence[int]
-    """Ascending."""
+    """Positions in the sequence, ascending."""
     block_table: BlockTable
     token_ids: Sequence[int] = ()
-    """Empty where the tokens' hidden states are known."""
+    """Token ids; empty if the tokens' hidden states are known."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Spans of several sequences, end to end."""
+    """Spans of several sequences, concatenated in one row."""
 
     input_ids: torch.Tensor
-    """[1, num_tokens]; empty where the spans have no token ids."""
+    """Token ids [1, num_tokens]; empty if the spans have none."""
     position_ids: torch.Tensor
-    """[1, num_tokens]."""
+    """Positions [1, num_tokens]."""
     slot_mapping: torch.Tensor
-    """Slot that each token's KV goes to, or is in, [num_tokens]."""
+    """Slot of each token's KV, [num_tokens]."""
     attention: PagedAttention
     contexts: Sequence[Run] | torch.Tensor
-    """All sequences' contexts, for a cache whose contents the model expands."""
+    """All sequences' contexts (runs of slots, or blocks), for a cache whose contents the model expands."""
     selection: TokenSelection | None = None
-    """The rows that were prepared to go on to layers >= l; None: all of them, or none were."""
+    """Selection of rows for layers >= l that was prepared on the device; None: all rows, or none was prepared."""
 
     def select(self, rows: Sequence[int]) -> TokenSelection | None:
-        """The selection of `rows`, ascending; None where that is all."""
+        """Return the selection of `rows`, which are ascending; None if they are all rows."""
         if len(rows) == self.position_ids.shape[1]:
             return None
         if self.selection is not None and self.selection.indices == tuple(rows):
@@ -62,29 +62,29 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's tokens."""
+    """The tokens of a step."""
 
     layout: Layout
     next_token_rows: dict[int, range]
-    """Rows, by index into the schedule, whose logits choose the sequence's next token and, of tokens found in the
-    text, verify them."""
+    """Rows, by index into the schedule, whose logits choose the sequence's next token and verify drafts found in the
+    text."""
     prompt_rows: dict[int, range]
-    """Rows, by index into the schedule, whose logits are asked for as prompt log-probabilities."""
+    """Rows, by index into the schedule, whose logits are needed for prompt log-probabilities."""
     first_rows: tuple[int, ...]
-    """Each sequence's first row, and the number of all."""
+    """First row of each sequence, and the number of all rows."""
     written_rows: tuple[int, ...]
     """Rows of tokens from a prompt's last one on, which run through every layer below l."""
     recomputed_rows: dict[int, list[int]]
-    """Rows, by index into the schedule, of tokens that go through layers >= l once more, for the K and V that they keep
-    there; those of `next_token_rows` are not among them."""
+    """Rows, by index into the schedule, of tokens that run through layers >= l again to recompute their own K and V
+    there; without those of `next_token_rows`."""
 
     def upper_rows(self, exits: Container[int]) -> list[int]:
-        """The rows that go through layers >= l, ascending; `exits` are the sequences that have their token already."""
+        """Return the rows that run through layers >= l, ascending. `exits`: sequences that already have their token."""
         rows = _rows(self.next_token_rows, exits) | _rows(self.recomputed_rows)
         return sorted(rows.union(*self.prompt_rows.values()))
 
     def deep_rows(self, exits: Container[int]) -> set[int]:
-        """Those among them that keep K and V of their own, where a student does."""
+        """Return those of the upper rows that keep their own K and V, for a student whose deep tokens do."""
         return _rows(self.next_token_rows, exits) | _rows(self.recomputed_rows)
 
 
@@ -93,7 +93,7 @@ def _rows(by_index: Mapping[int, Iterable[int]], exits: Container[int] = ()) -> 
 
 
 def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tensor) -> DecoderContext:
-    """Context of a pass of `decoder` over the layout's tokens, whose embeddings or hidden states are `hidden`."""
+    """Make the context of a pass of `decoder` over the layout's tokens. `hidden`: their embeddings or hidden states."""
     return DecoderContext(
         hidden=hidden,
         position_ids=layout.position_ids,
@@ -105,8 +105,8 @@ def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tenso
 
 
 def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, keeps_own: bool = False) -> Batch:
-    """Lay the scheduled tokens, and the drafts that are known already, end to end. `keeps_own`: deep tokens, from a
-    prompt's last one on, keep K and V of their own, which after a preemption they compute again."""
+    """Make the batch of the scheduled tokens and the drafts that are already known. `keeps_own`: deep tokens keep their
+    own K and V, which have to be recomputed after a preemption."""
     spans: list[Span] = []
     next_token_rows: dict[int, range] = {}
     prompt_rows: dict[int, range] = {}
@@ -130,7 +130,7 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, keeps_
             again = [row + at - first for at in deep if at not in sequence.exited_positions]
             recomputed_rows |= {index: again} if again else {}
         if sequence.wants_prompt_logprobs:
-            known = len(sequence.prompt_logprobs)  # the next one to find belongs to the token at this position
+            known = len(sequence.prompt_logprobs)  # position of the token whose log-probability comes next
             begin, stop = max(known - 1, first), min(end, sequence.num_prompt_tokens - 1)
             prompt_rows[index] = range(row + begin - first, row + stop - first)
     rows = _rows(next_token_rows) | _rows(recomputed_rows)
@@ -139,7 +139,8 @@ def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache, *, keeps_
 
 
 def lay_out(spans: Sequence[Span], cache: KVCache, selected: Sequence[int] = ()) -> Layout:
-    """Each span reads the context up to its own last token. `selected` rows will go on to layers >= l, most likely."""
+    """Lay out spans, each of which reads its context up to its own last token. `selected`: rows that will probably go
+    on to layers >= l, whose metadata is prepared in the same copy."""
     slots: list[int] = []
     queries: list[SequenceQueries] = []
     block_size, context_start = cache.block_size, 0
@@ -158,7 +159,7 @@ def lay_out(spans: Sequence[Span], cache: KVCache, selected: Sequence[int] = ())
 
 
 def place(attention: PagedAttention, token_ids: Sequence[int], cache: KVCache, selected: Sequence[int] = ()) -> Layout:
-    """The layout on the cache's device; to a GPU everything goes in one copy."""
+    """Put the layout on the cache's device; everything goes to a GPU in one copy."""
     if len(selected) == len(attention.slots):
         selected = ()
     own = [np.array(numbers, dtype=np.int64) for numbers in (token_ids, attention.positions, attention.slots, selected)]
@@ -184,7 +185,7 @@ def place(attention: PagedAttention, token_ids: Sequence[int], cache: KVCache, s
 
 
 def _runs(blocks: Sequence[tuple[int, int]], block_size: int, num_tokens: int) -> tuple[Run, ...]:
-    """Runs of slots that hold the first `num_tokens` tokens, from runs of blocks."""
+    """Convert runs of blocks to the runs of slots that hold the first `num_tokens` tokens."""
     runs: list[Run] = []
     for first, end in blocks:
         size = min((end - first) * block_size, num_tokens)
@@ -198,23 +199,23 @@ def _runs(blocks: Sequence[tuple[int, int]], block_size: int, num_tokens: int) -
 
 @dataclass(frozen=True)
 class SequenceQueries:
-    """One sequence's part of a flat batch: the positions it asks from, and where its context lies."""
+    """A sequence's part of a flat batch: the positions of its queries, and the slots of its context."""
 
     positions: Sequence[int]
-    """Ascending positions of its queries, whose rows follow each other in the batch."""
+    """Positions of its queries, ascending; their rows are consecutive in the batch."""
     runs: tuple[Run, ...]
-    """Slots of its context in the order of its tokens, the queries' own included."""
+    """Slots of its context in the order of its tokens, including those of the queries."""
     context_start: int
-    """Start of its context among those of the whole batch, laid end to end."""
+    """Start of its context among the concatenated contexts of the batch."""
     blocks: Sequence[int] = ()
-    """Blocks of its context, where attention reads block tables."""
+    """Blocks of its context, if attention reads block tables."""
 
     @property
     def consecutive(self) -> bool:
         return self.positions[-1] - self.positions[0] == len(self.positions) - 1
 
     def slots(self, first: int, end: int) -> list[Run]:
-        """Runs of the tokens at positions `first` to `end` - 1."""
+        """Return the runs of slots of the tokens at positions `first` to `end` - 1."""
         found: list[Run] = []
         at = 0
         for start, stop in self.runs:
@@ -235,25 +236,25 @@ class VarlenCall:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Metadata of a flat batch: the tokens that its queries read. A `SelectsTokens`: a selection makes new metadata."""
+    """Metadata on the tokens that the queries of a flat batch read. A `SelectsTokens`."""
 
     sequences: tuple[SequenceQueries, ...]
     slots: tuple[int, ...] = ()
     """Slot of each query's own token."""
     varlen: VarlenCall | None = None
-    """Call over block tables; None where contexts are read in runs."""
+    """Call over block tables; None if contexts are read in runs."""
     _selections: dict[tuple[int, ...], PagedAttention] = field(default_factory=dict, compare=False)
-    """Selections that were prepared."""
+    """Cache of selections."""
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
-    """Spans by window; every layer asks for the same."""
+    """Cache of spans by window, shared by all layers."""
 
     @property
     def positions(self) -> list[int]:
-        """Position of each query in its sequence."""
+        """Positions of all queries in their sequences."""
         return [position for sequence in self.sequences for position in sequence.positions]
 
     def on_host(self) -> PagedAttention:
-        """The same without what is on a device."""
+        """Return the same metadata without tensors on a device."""
         return replace(self, varlen=None, _selections={}, _decode_spans={})
 
     @cached_property
@@ -269,7 +270,7 @@ class PagedAttention:
         return torch.tensor(sequences), torch.tensor(positions), torch.tensor(runs)
 
     def varlen_arrays(self, pages: Pages) -> tuple[list[np.ndarray], int, int]:
-        """The tensors of `VarlenArguments`, on the host and in its order, its `max_q` and its `max_k`."""
+        """Return the tensors of `VarlenArguments`, as host arrays in its order, and its `max_q` and `max_k`."""
         runs = [(sequence, *run) for sequence in self.sequences for run in consecutive_runs(sequence.positions)]
         used = np.array([end for _, _, end in runs], dtype=np.int32)
         lengths = [length for _, length, _ in runs]
@@ -291,7 +292,7 @@ class PagedAttention:
         return [run for sequence in self.sequences for run in sequence.runs]
 
     def decode_spans(self, window: int | None) -> list[Run] | None:
-        """First slot and length of what each decode sees; None unless all are decodes with one run of slots each."""
+        """Return the first slot and the length that each query sees; None unless all are decodes with one run each."""
         if window not in self._decode_spans:
             self._decode_spans[window] = self._find_decode_spans(window)
         return self._decode_spans[window]
@@ -307,7 +308,7 @@ class PagedAttention:
         return spans
 
     def select_tokens(self, selection: TokenSelection) -> PagedAttention:
-        """Return metadata of the selected queries; contexts stay whole."""
+        """Return metadata for the selected queries, which still read whole contexts."""
         kept = selection.indices
         if kept is None:
             device = torch.device("cpu") if self.varlen is None else self.varlen.pages.device
@@ -320,11 +321,11 @@ class PagedAttention:
         return self._selections[kept]
 
     def prepare(self, kept: Sequence[int], selected: PagedAttention) -> None:
-        """Keep what `select_tokens` will be asked for."""
+        """Cache the result of `select_tokens` for the tokens `kept`."""
         self._selections[tuple(kept)] = selected
 
     def select(self, kept: Sequence[int]) -> PagedAttention:
-        """Return the host's part of what `select_tokens` makes."""
+        """Return metadata for the queries `kept`, ascending, without tensors on a device."""
         selected: list[SequenceQueries] = []
         row, at = 0, 0
         for sequence in self.sequences:
@@ -343,7 +344,7 @@ class PagedAttention:
 def with_block_tables(
     metadata: Sequence[PagedAttention], pages: Pages, others: Sequence[np.ndarray] = ()
 ) -> tuple[list[PagedAttention], list[torch.Tensor]]:
-    """The metadata with block tables on the device, and `others` there too, all in one copy."""
+    """Return the metadata with block tables on the device, and `others` on the device too, all in one copy."""
     parts = [one.varlen_arrays(pages) for one in metadata]
     arrays = [array for one, _, _ in parts for array in one]
     tensors = iter(to_device([*others, *arrays], pages.device))
@@ -357,7 +358,7 @@ def with_block_tables(
 
 
 ALIGNMENT = 8
-"""Bytes that each array's start is a multiple of, whatever its type."""
+"""Alignment of each array's start in bytes, which fits all types."""
 _TYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -367,7 +368,7 @@ _TYPES = {
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on `device`, in one copy; on a CPU they are not copied."""
+    """Return the arrays as tensors on `device`, with one copy; on a CPU without a copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     starts = [0]
@@ -384,12 +385,12 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.
 
 
 def index_tensor(indices: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Indices on `device`, int64."""
+    """Return the indices as an int64 tensor on `device`."""
     return to_device([np.array(indices, dtype=np.int64)], device)[0]
 
 
 def take(x: torch.Tensor, indices: Sequence[int], dim: int = 0) -> torch.Tensor:
-    """The entries of `x` at `indices` along `dim`; `x` itself where that is all of them in their order."""
+    """Return the entries of `x` at `indices` along `dim`; `x` itself if they are all entries in order."""
     if len(indices) == x.shape[dim] and all(at == index for at, index in enumerate(indices)):
         return x
     return x.index_select(dim, index_tensor(indices, x.device))

@@ -1,8 +1,8 @@
-"""Blocks of the KV cache and the tokens that they hold: paging, reference counts, prefix caching. Knows no tensor.
+"""Blocks of the KV cache and the tokens that they hold: paging, reference counts, prefix caching. Knows no tensors.
 
-A block is full, and may be cached, once the KV of all its tokens is committed. Its name is SHA-256 over the name of the
-block before it and its own tokens; the first block's predecessor stands for the model, the KV dtype and the tenant, so
-that no request ever reads what another of these wrote.
+A block is full, and can be cached, once the KV of all its tokens is committed. Its name is the SHA-256 of the preceding
+block's name and its own tokens. For the first block the preceding name is made of model, KV dtype, block size and
+tenant, so that a request never reads a block written for another of these.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 EVICTION_BATCH = 8
-"""Cached blocks evicted at a time, so that a growing sequence finds neighbouring blocks."""
+"""Number of cached blocks evicted at a time, so that a growing sequence finds adjacent blocks."""
 
 
 @dataclass
 class BlockTable:
-    """The blocks of one sequence, in the order of its tokens."""
+    """The blocks of a sequence, in the order of its tokens."""
 
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    """Names of the full blocks known so far; tokens never change, so they outlive the blocks themselves."""
+    """Names of the full blocks computed so far; they stay valid after blocks are freed, as tokens never change."""
     num_committed_blocks: int = 0
-    """Leading blocks that have been offered to the prefix cache."""
+    """Number of leading blocks that have been offered to the prefix cache."""
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """The same blocks as runs of neighbours: first block and the one behind the last."""
+    """The same blocks as runs of adjacent ones: the first block and the one after the last."""
 
     def append(self, block: int) -> None:
         self.blocks.append(block)
@@ -50,9 +50,9 @@ class BlockTable:
 
 
 class BlockManager:
-    """`num_blocks` blocks of `block_size` tokens, shared by reference counts, reused by prefix.
+    """Manager of `num_blocks` blocks of `block_size` tokens, which are reference-counted and reused by prefix.
 
-    Blocks are laid next to each other where possible: attention on a CPU reads a run of neighbours without copying it.
+    A sequence gets adjacent blocks if possible: attention on a CPU reads a run of them without a copy.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, fingerprint: str = "") -> None:
@@ -69,14 +69,14 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a sequence could get, unused ones of the prefix cache included."""
+        """Number of blocks that a sequence could get, including unused ones of the prefix cache."""
         return self._num_empty + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, table: BlockTable, token_ids: list[int], tenant: str) -> list[int]:
-        """Cached blocks that hold the beginning of `token_ids`; never all of them, so that one token is left to run."""
+        """Return the cached blocks that hold the beginning of `token_ids`, leaving at least one token to run."""
         if not self._enable_prefix_caching:
             return []
         matched: list[int] = []
@@ -110,7 +110,7 @@ class BlockManager:
         self._extend(table, self.num_blocks_for(num_tokens))
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
-        """Give the blocks back that `num_tokens` tokens do not need. They have never been committed."""
+        """Free the blocks that `num_tokens` tokens do not need, except committed ones."""
         while len(table.blocks) > max(self.num_blocks_for(num_tokens), table.num_committed_blocks):
             block = table.pop()
             assert self._reference_counts[block] == 1, f"block {block} is shared, yet not committed"
@@ -118,7 +118,7 @@ class BlockManager:
             self._empty(block)
 
     def commit(self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str) -> None:
-        """Offer the blocks that `num_committed_tokens` tokens fill to the prefix cache. What may yet be taken back
+        """Add the blocks that `num_committed_tokens` tokens fill to the prefix cache. Tokens that may still be rejected
         (drafts) must not be counted."""
         if not self._enable_prefix_caching:
             return
@@ -130,9 +130,9 @@ class BlockManager:
             table.num_committed_blocks += 1
 
     def free(self, table: BlockTable, *, discard: bool = False) -> None:
-        """Give all blocks back; cached ones stay readable until they are evicted, last blocks first.
+        """Free all blocks; cached ones stay in the prefix cache until they are evicted, last blocks first.
 
-        `discard` takes them out of the prefix cache: what they hold is not to be trusted.
+        `discard` removes them from the prefix cache, because their contents cannot be trusted.
         """
         for block in reversed(table.blocks):
             if discard and block in self._names:
@@ -147,7 +147,7 @@ class BlockManager:
         table.clear()
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Assert that every block is accounted for by `tables`, all that hold blocks, or is free."""
+        """Assert that every block is either in `tables`, which are all tables with blocks, or free."""
         references = Counter(block for table in tables for block in table.blocks)
         assert references == Counter({b: n for b, n in enumerate(self._reference_counts) if n}), "references differ"
         assert {block: name for name, block in self._cached.items()} == self._names
@@ -159,7 +159,7 @@ class BlockManager:
         assert self._num_empty == sum(self._free_map)
 
     def _name(self, table: BlockTable, index: int, token_ids: list[int], tenant: str) -> bytes:
-        """Name of the sequence's block `index`; those before it are known or found on the way."""
+        """Return the name of the sequence's block `index`, computing missing names before it too."""
         while len(table.hashes) <= index:
             at = len(table.hashes)
             root = hashlib.sha256(f"{self._fingerprint}\n{self.block_size}\n{tenant}".encode()).digest()
@@ -183,8 +183,8 @@ class BlockManager:
             table.append(block)
 
     def _roomiest(self, wanted: int) -> int:
-        """Place for `wanted` new blocks in the longest run of empty ones: in the middle of what they leave, so that
-        they and their neighbour on the left can both grow."""
+        """Choose the first of `wanted` new blocks in the longest run of empty ones. They are placed so that half of the
+        space left over is before them, where the sequence on the left can grow, and half after them."""
         start, size, at = -1, 0, self._free_map.find(1)
         while at >= 0:
             end = self._free_map.find(0, at)

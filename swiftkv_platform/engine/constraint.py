@@ -1,7 +1,7 @@
-"""Tokens that may come next in a constrained answer. Knows tokens and a compiled grammar, no tensor and no request.
+"""The tokens that may come next in a constrained answer, and limits on the CPU time of grammars.
 
-The state is a function of the answer's tokens: asked about any continuation, the matcher goes back to where it agrees
-with it, and on from there. So drafts are tried and dropped, and a preempted sequence goes on, without a word to it.
+The state depends only on the answer's tokens: for any continuation, the matcher rolls back to the tokens that agree
+with it and goes on from there. So drafts can be tried and dropped, and preempted sequences resumed, without any calls.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from swiftkv_platform.errors import RateLimitedError
 from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
 FIRST_S = 0.1
-"""CPU seconds that following one request's grammar may take, all its answers together, before its tokens count."""
+"""CPU seconds that a request's grammar may take, for all its answers together, in addition to `TOKEN_S` a token."""
 TOKEN_S = 0.002
-"""CPU seconds that each token adds; grammars as they are meant take a tenth of it."""
+"""CPU seconds that each token adds; ordinary grammars take a tenth of it."""
 CALLER_S = 1.0
-"""CPU seconds that all grammars of one caller may take at once, beyond `CALLER_TOKEN_S` a token: 64 schemas of some
-10 ms at their first token do."""
+"""CPU seconds that a caller's grammars may take at once, beyond `CALLER_TOKEN_S` a token: enough for 64 schemas
+of some 10 ms at their first token."""
 CALLER_S_PER_MINUTE = 6
-"""Those that it gets back in a minute: what it can take of everybody's time for long is a tenth."""
+"""CPU seconds that a caller gets back per minute, which limits its long-term share of the engine's time to a tenth."""
 CALLER_TOKEN_S = 0.0005
+"""CPU seconds of each token that are not charged to the caller."""
 SLOW_S = 0.02
-"""CPU seconds of a caller's, beyond `CALLER_TOKEN_S` a token, after which its grammars that take more take turns."""
+"""CPU seconds charged to a caller after which its slow grammars take turns."""
 SPARED_S = 0.05
-"""CPU seconds of a request that goes on though its caller's are spent: others than it spent them."""
+"""CPU seconds charged for a request up to which it goes on even if its caller's allowance is spent."""
 
 
 class Allowance:
-    """CPU time of one caller's grammars together: many requests at once, or one after another, win none."""
+    """CPU time allowed to all grammars of a caller together: splitting work into many requests gains nothing."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._bucket = TokenBucket(CALLER_S_PER_MINUTE, clock, capacity=CALLER_S)
-        self._lock = threading.Lock()  # the engine's thread spends, the event loop asks
+        self._lock = threading.Lock()  # the engine's thread spends, the event loop reads
 
     @property
     def is_spent(self) -> bool:
@@ -45,17 +46,17 @@ class Allowance:
 
     @property
     def spent_s(self) -> float:
-        """CPU seconds that it has not got back."""
+        """CPU seconds spent and not yet returned."""
         with self._lock:
             return CALLER_S - self._bucket.level
 
     def spend(self, seconds: float) -> None:
-        """Negative gives back."""
+        """Spend CPU seconds; a negative number returns them."""
         with self._lock:
             self._bucket.take(seconds)
 
     def check(self, name: str) -> None:
-        """Raise `RateLimitedError` where nothing is left. `name`: the request's field with a grammar."""
+        """Raise `RateLimitedError` if nothing is left. `name`: the request's field with a grammar."""
         if self.is_spent:
             with self._lock:
                 wait = self._bucket.seconds_until(CALLER_S / 2)
@@ -69,21 +70,21 @@ class Allowance:
 
 
 class Work:
-    """CPU time that the grammar of one request takes of whoever follows it, where all requests wait meanwhile."""
+    """CPU time that following the grammar of a request takes, during which all requests wait."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
         self.num_tokens = 0
         self.turn_s = SLOW_S
-        """CPU seconds of its last turn; of the first it is expected to take all that there is."""
+        """CPU seconds of its last turn; before the first one, the most that a turn may take."""
         self.allowance: Allowance | None = None
-        """Its caller's; None where there is one caller alone."""
+        """Allowance of its caller; None if there is only one caller."""
         self._charged_s = 0.0
         self._is_exhausted = False
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it may take no more; what once was stays so, whatever its caller gets back."""
+        """Whether it may take no more time. Once true it stays true, even if its caller gets time back."""
         if not self._is_exhausted:
             too_much = self.spent_s > FIRST_S + TOKEN_S * self.num_tokens
             allowance = self.allowance
@@ -93,7 +94,7 @@ class Work:
 
     @property
     def is_slow(self) -> bool:
-        """True where it takes more than grammars as they are meant, of a caller whose grammars have taken too long."""
+        """Whether it takes more time than ordinary grammars, and its caller's grammars together more than `SLOW_S`."""
         return self._charged_s > 0.0 and (self.allowance is None or self.allowance.spent_s > SLOW_S)
 
     @contextmanager
@@ -113,35 +114,35 @@ class Work:
 
 
 class Constraint:
-    """A grammar, and how far one answer has come in it. `matcher`: an `llguidance.LLMatcher`."""
+    """A grammar and the position of an answer in it. `matcher`: an `llguidance.LLMatcher`."""
 
     def __init__(self, matcher: Any, name: str, first: bytes, work: Work | None = None) -> None:
         self._matcher = matcher
         self.name = name
-        """The request's field that it comes from."""
+        """Field of the request that contains the grammar."""
         self._first = first
-        """Tokens that may begin an answer, as `allowed` returns them."""
+        """Tokens that may begin an answer, in the format of `allowed`."""
         self.work = Work() if work is None else work
-        """Time that following it has taken, shared by all answers of its request."""
+        """CPU time of following the grammar, shared by all answers of the request."""
         self._consumed: list[int] = []
 
     def fresh(self, name: str) -> Constraint:
-        """The same grammar for another request, under the name that it has there."""
+        """Return a constraint with the same grammar for another request, whose field is `name`."""
         assert not self._consumed, "a constraint in use is no template"
         return Constraint(self._matcher.deep_copy(), name, self._first)
 
     def sibling(self) -> Constraint:
-        """The same grammar for another answer of the same request."""
+        """Return a constraint with the same grammar for another answer of the same request."""
         assert not self._consumed, "a constraint in use is no template"
         return Constraint(self._matcher.deep_copy(), self.name, self._first, self.work)
 
     def charge(self, allowance: Allowance) -> None:
-        """Count its work as that of a caller, too."""
+        """Charge its work to a caller's allowance too."""
         self.work.allowance = allowance
 
     @property
     def failure(self) -> str | None:
-        """Message where nothing can follow: the grammar takes more work than is allowed, in a step or in all."""
+        """Error message if the grammar took more work than allowed, in a step or in total; else None."""
         if self._matcher.is_error():
             return f"{self.name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"
         if self.work.is_exhausted:
@@ -154,23 +155,23 @@ class Constraint:
         return None
 
     def allowed(self, answer: Sequence[int]) -> bytes:
-        """The tokens that may follow `answer`, one bit each, the lowest first. Where the grammar is at its end, or has
-        failed, these are the ends of sequence alone."""
+        """Return the tokens that may follow `answer`, as a bit mask, lowest bit first. If the grammar is complete or
+        has failed, only end-of-sequence tokens are allowed."""
         if not answer:
             return self._first
         with self.work.counted():
             self._go_to(answer)
-            # What is exhausted gives no token, so any mask will do.
+            # An exhausted constraint yields no token, so any mask is fine.
             return self._first if self.work.is_exhausted else self._matcher.compute_bitmask()
 
     def num_allowed(self, answer: Sequence[int], drafted: Sequence[int]) -> int:
-        """Return how many of `drafted`, the first ones, may follow `answer` one after another."""
+        """Return how many of the first tokens of `drafted` may follow `answer` one after another."""
         with self.work.counted():
             self._go_to(answer)
             return 0 if self.work.is_exhausted else self._matcher.validate_tokens(list(drafted))
 
     def forced(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of the text that must follow `answer`: the keys of an object, say. Other tokens may spell it too."""
+        """Return tokens of the text that must follow `answer`, such as an object's keys; others may spell it too."""
         with self.work.counted():
             self._go_to(answer)
             return () if self.work.is_exhausted else tuple(self._matcher.compute_ff_tokens())

@@ -1,4 +1,4 @@
-"""Tokens to text, one token at a time, and where the text ends; texts and bytes of single tokens. Knows no model."""
+"""Incremental detokenization with stop strings; texts and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from swiftkv_platform.model.tokenizers import steps
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
-"""Most bytes of a UTF-8 character, so that at most three bytes wait for a character's last one."""
+"""Maximum bytes of a UTF-8 character, so that at most three bytes wait for a character's last one."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class StopString:
-    """A stop string, prepared so that a character costs the same however long it is (Knuth, Morris, Pratt). Immutable:
-    any number of answers may share it."""
+    """A stop string, prepared so that the cost per character does not depend on its length (Knuth, Morris, Pratt). It
+    is immutable, so answers can share it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._shorter = [0] * len(text)
-        """Longest shorter beginning that each beginning of the string ends with, by its length minus one."""
+        """Length of the longest proper prefix that is also a suffix, for each prefix of the string, by length - 1."""
         size = 0
         for at in range(1, len(text)):
             size = self.advance(size, text[at])
             self._shorter[at] = size
 
     def advance(self, size: int, character: str) -> int:
-        """Return how much of the string's beginning a text ends with, after one more character; `size` before it, less
-        than the whole string."""
+        """Return the length of the string's longest prefix that a text ends with after one more character. `size`: that
+        length before it, less than the whole string's."""
         while size and self.text[size] != character:
             size = self._shorter[size - 1]
         return size + (self.text[size] == character)
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text that never has half a character, and stops before a stop string.
+    """Converter of tokens to text that never ends within a character, and that stops before a stop string.
 
-    A decoder looks at neighbours (it drops the first token's leading space, joins bytes to characters), so each token
-    is decoded behind those that made the last complete text. `text` only ever grows; what might be the beginning of a
-    character or of a stop string is held back until that is known. A token costs the same wherever in the answer it is.
+    A decoder's output depends on adjacent tokens (it drops the first token's leading space and joins bytes to
+    characters), so each token is decoded after those of the last complete text. `text` only grows; a possible beginning
+    of a character or a stop string is held back until it is decided. The cost per token is constant.
 
     Args:
-        silent: token ids that `decode` leaves out, as it does special ones.
-        named: texts of those among them that stop strings name; they are looked for, and not shown.
-        min_tokens: tokens behind which stop strings are looked for.
-        include_stop: leave the stop string at the end of the text.
-        text_of: text of a single token; given, `offsets` are kept.
+        silent: token ids that `decode` leaves out, such as special ones.
+        named: texts of silent tokens that occur in stop strings; they are searched but not shown.
+        min_tokens: number of tokens after which stop strings are searched.
+        include_stop: keep the stop string at the end of the text.
+        text_of: function that returns the text of a single token; if given, `offsets` are recorded.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
         self._num_hidden = 0  # characters in them
         self._text_of = text_of
         self.offsets: list[int] = []
-        """Places in the text at which each token's own text begins; of what continues a character, that of it."""
+        """Index in the text at which each token's text begins; a token that continues a character has that one's."""
         self._num_unsearched = min_tokens
         self._include_stop = include_stop
         self._window: list[int] = []  # context and the tokens after it
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         self._decoded = ""
         self._released = 0  # characters of `_decoded` that cannot belong to a stop string
         self.stop_string: str | None = None
-        """The stop string that has been found."""
+        """The stop string that has been found, or None."""
 
     @property
     def stopped(self) -> bool:
@@ -104,12 +104,12 @@ class IncrementalDetokenizer:
             return
         before = self._num_shown
         self._append(token_id)
-        # What waited for this token is before it, so its place is counted from the end.
+        # Text that was held back is released before this token's, so its place is counted from the end.
         whole = not self._is_waiting and not self.stopped and token_id not in self._silent
         self.offsets.append(max(before, self._num_shown - len(self._text_of(token_id))) if whole else before)
 
     def append_end(self, token_id: int) -> None:
-        """Take the token that ended the answer, which is no text of it; a stop string may name it."""
+        """Take the token that ended the answer, which is not part of its text unless a stop string names it."""
         if token_id in self._named or self._include_stop:
             self.append(token_id)
         elif self._text_of is not None:
@@ -117,12 +117,12 @@ class IncrementalDetokenizer:
 
     @property
     def _num_shown(self) -> int:
-        """Characters of the text, those included that are held back."""
+        """Number of characters of the text, including those held back."""
         return len(self._decoded) - self._num_hidden
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether the last tokens are not a whole character yet."""
+        """Whether the last tokens do not form a whole character yet."""
         return len(self._window) > self._context_size
 
     def _append(self, token_id: int) -> None:
@@ -146,7 +146,7 @@ class IncrementalDetokenizer:
             self._slide()
 
     def finish(self) -> None:
-        """Release what was held back, as no token follows. An unfinished character becomes U+FFFD, as in `decode`."""
+        """Release held back text, as no token follows. An incomplete character becomes U+FFFD, as in `decode`."""
         if self.stopped:
             return
         self._extend(self._decode(self._window)[self._num_emitted :])
@@ -154,23 +154,23 @@ class IncrementalDetokenizer:
             self._released = len(self._decoded)
 
     def _num_pending(self, window_text: str) -> int:
-        """Characters at the window's end that the next byte may turn into others.
+        """Return the number of characters at the window's end that the next byte may change.
 
         SentencePiece decodes a whole run of bytes to U+FFFD while its last character is incomplete, so all of them
-        count, until there are more tokens than a character can have.
+        count until there are more tokens than a character has bytes.
         """
         trailing = len(window_text) - len(window_text.rstrip(REPLACEMENT))
         num_tokens = len(self._window) - self._context_size
         return trailing if num_tokens < MAX_CHARACTER_BYTES else min(trailing, MAX_CHARACTER_BYTES - 1)
 
     def _slide(self) -> None:
-        """Make the tokens behind the context, which now are whole characters, the new context."""
+        """Make the tokens after the context, which are now whole characters, the new context."""
         self._window = self._window[self._context_size :]
         self._context_size = len(self._window)
         self._num_emitted = len(self._decode(self._window))
 
     def _extend(self, addition: str) -> None:
-        """Add text and look for the first stop string; one may have begun in what was held back."""
+        """Add text and search for the first stop string, which may begin in the text held back."""
         start = self._released
         self._decoded += addition
         if self._num_unsearched >= 0:
@@ -182,7 +182,7 @@ class IncrementalDetokenizer:
             self.stop_string = stop.text
             self._decoded = self._decoded[: at + len(stop.text) * self._include_stop]
             self._released = len(self._decoded)
-            # What is left of the stop string is shown as it was asked for.
+            # Show the special tokens that are part of the included stop string.
             self._hidden = [(begin, end) for begin, end in self._hidden if end <= at]
             return
         for number, stop in enumerate(self._stop):
@@ -192,9 +192,9 @@ class IncrementalDetokenizer:
 
 
 class Vocabulary:
-    """Texts and bytes of one tokenizer's tokens, from the vocabulary itself; without a tokenizer a token is its number.
+    """Texts and bytes of a tokenizer's tokens, from its vocabulary; without a tokenizer, a token's text is its id.
 
-    A decoder looks at neighbours: alone it makes U+FFFD of a part of a character, and drops a leading space.
+    Decoding a single token would turn a part of a character into U+FFFD, and drop a leading space.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -210,15 +210,15 @@ class Vocabulary:
         self._byte_level = _byte_level() if is_byte_level else {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """UTF-8 bytes that the token adds to a text, of which a character may be spread over several tokens. Empty for
-        an id that the tokenizer does not have."""
+        """Return the UTF-8 bytes that the token adds to a text, which may be part of a character. Empty for an unknown
+        id."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._bytes_of(token_id)
         return found
 
     def text_of(self, token_id: int) -> str:
-        r"""Text of the token; `bytes:\xe2\x82`, as OpenAI writes it, where its bytes are no text by themselves."""
+        r"""Return the token's text; in OpenAI's form, `bytes:\xe2\x82`, if its bytes are not text by themselves."""
         data = self.bytes_of(token_id)
         try:
             return data.decode()
@@ -249,8 +249,8 @@ class Vocabulary:
 
 
 def _byte_level() -> dict[str, bytes]:
-    """Bytes by the characters that stand for them in byte-level vocabularies: printable ones for themselves, the others
-    in order from U+0100 on."""
+    """Return the bytes by the characters that represent them in byte-level vocabularies: printable ones represent
+    themselves, the others are numbered from U+0100 on."""
     alphabet = ByteLevel.alphabet()
     printable = {ord(character) for character in alphabet if ord(character) < 256}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,15 +1,14 @@
-"""Number of tokens worth drafting, and the ones that the text so far suggests. Knows no tensor, no model, no queue.
+"""The number of tokens worth drafting, and prompt lookup: drafts found in the text so far. Knows no tensors.
 
-A draft costs a share of a pass, which every sequence of the step waits for, and brings its own sequence one token if it
-is accepted. So it is worth its cost where
+A draft costs a share of a pass, for which every sequence of the step waits, and gains its own sequence one token if it
+is accepted. So it pays if
 
     probability that it is accepted > its cost in passes x sequences of the step that get a token
 
-For what the text suggests the probability is a running share, by sequence. For the exit head it is the head's own
-confidence, its odds times a factor that is learned from what became of its drafts: a head that spreads its probability
-over several tokens still has the right one first far more often than it says. Where drafting does not pay, nothing is
-observed; what was learned then fades, so that drafting is tried again, at most every few dozen tokens. The text never
-depends on any of this.
+For prompt lookup the probability is a running share, by sequence. For the exit head it is the head's own confidence,
+with its odds times a factor learned from the results of its drafts: a head that spreads its probability over several
+tokens still ranks the right one first far more often than it says. While drafting does not pay, nothing is observed,
+and what was learned fades, so that drafting is tried again, at most every few dozen tokens. The text does not change.
 """
 
 from __future__ import annotations
@@ -19,23 +18,24 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
-"""Tokens at the end of the text that must have occurred before; the longest match is taken."""
+"""Length of the text's end that must have occurred before; the longest match is used."""
 DECAY, DRIFT = 0.9, 0.97
-"""Share of older observations that remains with each new one, and with each token that was not drafted for."""
+"""Factor on older observations with each new one, and with each token without a draft."""
 MOST_SHIFT = 4.0
-"""Bound of what is learned, in log-odds."""
+"""Bound of the learned shift, in log-odds."""
 HIGHEST_CONFIDENCE = 0.95
-"""Bound of the exit head's confidence before its drafts have proved more."""
+"""Upper bound of the exit head's confidence before the learned shift is applied."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens to verify beyond the last known one. Their KV slots are allocated."""
+    """Tokens to verify after the last known one, from the text or the exit head but not both. Their KV slots are
+    allocated."""
 
     token_ids: tuple[int, ...] = ()
-    """Found in the text: they run together with the last known token."""
+    """Tokens found in the text, which run together with the last known token."""
     num_exit_tokens: int = 0
-    """Most tokens that the exit head may draft, one after another; never both."""
+    """Maximum number of tokens that the exit head may draft, one after another."""
 
     @property
     def size(self) -> int:
@@ -50,20 +50,20 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Costs in units of a pass that gives each sequence one token, while it is bound by reading weights."""
+    """Costs in units of a pass that gives each sequence one token and is bound by reading weights."""
 
     lower: float
-    """The layers below l, which a draft of the exit head runs alone."""
+    """Cost of the layers below l, which run alone for a draft of the exit head."""
     exit_head: float
-    """One evaluation."""
+    """Cost of one evaluation of the exit head."""
     row: float
-    """One token more in a pass."""
+    """Cost of one more token in a pass."""
     max_step_tokens: int
-    """A step with more tokens is bound by arithmetic; none of them is free, and nothing is drafted."""
+    """A step with more tokens is bound by arithmetic, so that each token costs time and nothing is drafted."""
 
 
 class RunningShare:
-    """A running share, which drifts to where it began while nothing is observed."""
+    """A running share, which drifts back to its prior while nothing is observed."""
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
@@ -82,14 +82,14 @@ class RunningShare:
 
 
 class Reliability:
-    """Shift of the log-odds of the exit head's confidence: above 0 where it is right more often than it says.
+    """Learned shift of the log-odds of the exit head's confidence: above 0 if it is right more often than it says.
 
-    Learned draft by draft, by steps up the likelihood of what became of them.
+    It is learned draft by draft, by gradient steps on the likelihood of the results.
 
     Args:
-        rate: of a step.
-        drift: what remains of it with each token that was not drafted for.
-        common: that of the whole engine, which this one is relative to and which learns from the same drafts.
+        rate: learning rate.
+        drift: factor on the shift with each token without a draft.
+        common: reliability of the whole engine, to which this one is relative and which learns from the same drafts.
     """
 
     def __init__(self, rate: float, drift: float, common: Reliability | None = None) -> None:
@@ -101,7 +101,7 @@ class Reliability:
         return self._own + (self.common.shift if self.common else 0.0)
 
     def acceptance(self, confidence: float) -> float:
-        """Probability that a draft of this confidence is accepted; 0 stays 0."""
+        """Return the probability that a draft of this confidence is accepted; 0 stays 0."""
         if not confidence > 0.0:
             return 0.0
         odds = 1.0 / min(confidence, HIGHEST_CONFIDENCE) - 1.0
@@ -123,20 +123,20 @@ class Reliability:
 
 
 def common_reliability() -> Reliability:
-    """Return the reliability of an engine's exit head, slow to learn and to forget."""
+    """Make the reliability of an engine's exit head, which learns and forgets slowly."""
     return Reliability(0.1, 0.999)
 
 
 class PromptLookup:
-    """Last occurrence of each n-gram of a text that only grows."""
+    """Index of the last occurrence of each n-gram in a growing text."""
 
     def __init__(self) -> None:
         self._followers: dict[tuple[int, ...], int] = {}  # n-gram -> position of the token after it
         self._num_indexed = 0
 
     def propose(self, token_ids: Tokens[int], size: int) -> tuple[int, ...]:
-        """`size` tokens that followed the longest end of the text that occurred before, where it did so last; a text
-        that ends within them is taken to repeat itself. Empty where no end did."""
+        """Return the `size` tokens that followed the last earlier occurrence of the longest n-gram at the text's end.
+        If the text ends before that, the tokens repeat. Empty without an earlier occurrence."""
         for at in range(self._num_indexed, len(token_ids)):
             for length in range(MIN_NGRAM, min(MAX_NGRAM, at) + 1):
                 self._followers[tuple(token_ids[at - length : at])] = at
@@ -153,19 +153,19 @@ class PromptLookup:
 
 
 class DraftHistory:
-    """Results of drafting in one sequence."""
+    """Results of drafting in a sequence."""
 
     def __init__(self) -> None:
         self.lookup = PromptLookup()
         self.lookup_accepted = RunningShare(0.7)
         self.exit_reliability = Reliability(0.4, 0.99)
         self.exit_gain = RunningShare(0.2)
-        """Passes that an evaluation of the exit head saves, its own cost aside."""
+        """Passes that an evaluation of the exit head saves, not counting its own cost."""
         self.exit_confidences: list[float] = []
-        """Confidences of the drafts under way."""
+        """Confidences of the current step's drafts."""
 
     def follow(self, common: Reliability) -> None:
-        """Begin with what the engine has learned of its exit head."""
+        """Use `common`, the reliability of the engine's exit head, as the baseline."""
         if self.exit_reliability.common is not common:
             self.exit_reliability = Reliability(0.4, 0.99, common)
 
@@ -178,19 +178,19 @@ class DraftHistory:
                 self.exit_reliability.observe(confidence, accepted=at < num_accepted)
 
     def observe_exit_head(self, gain: float) -> None:
-        """An evaluation led to a draft that is expected to save `gain` passes, or to none."""
+        """Record an evaluation of the exit head whose draft is expected to save `gain` passes; 0: no draft."""
         self.exit_gain.observe(gain, 1.0)
         if not gain:
             self.exit_reliability.drift()
 
     def drift_exits(self) -> None:
-        """A token went by without an evaluation of the exit head."""
+        """Record a token without an evaluation of the exit head."""
         self.exit_reliability.drift()
         self.exit_gain.drift()
 
 
 def lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
-    """Tokens from the text that are worth a row each; the n-th is accepted if all before it are."""
+    """Return the number of tokens from the text that are worth a row each; the n-th needs all before it accepted."""
     accepted, probability, size = history.lookup_accepted.value, 1.0, 0
     while size < limit and (probability := probability * accepted) > costs.row * num_sequences:
         size += 1
@@ -198,15 +198,15 @@ def lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, li
 
 
 def exit_head_pays(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
-    """Whether to look at the exit head at all: sequences that draft together share what it costs the others."""
+    """Whether to evaluate the exit head at all; sequences that draft together share the cost for the others."""
     share = num_sequences / num_drafting
     even_if_sure = 1.0 - costs.row * num_sequences - costs.lower * share
     return min(even_if_sure, history.exit_gain.value) > costs.exit_head * share
 
 
 def paying_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
-    """Choose drafts to run together in one pass of the layers below l; return the passes that each is expected to save.
-    `expected`: by draft, the probability that it and those before it are accepted."""
+    """Choose the drafts to run together in one pass of the layers below l; returns the passes that each is expected to
+    save. `expected`: by draft, the probability that it and those before it are accepted."""
     row = costs.row * num_sequences
     chosen = [at for at, probability in enumerate(expected) if probability > row]
     gain = sum(expected[at] - row for at in chosen) - costs.lower * num_sequences

@@ -1,4 +1,4 @@
-"""Requests on their way into an engine, whichever it is: checks, limits, reading, grammars, streams. Knows no model."""
+"""Admission of requests into either engine: checks, limits, tokenization, grammars, streams. Knows no model."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 MAX_COMPILING = 8
-"""Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
+"""Maximum number of requests whose grammars are being compiled or wait for it; one more is refused at once."""
 PATIENCE_S = 1.0
-"""Seconds that a request waits for time of its caller's grammars, without a place in the queue, before it is refused: a
-caller that asks again at once would keep the event loop busy with refusals."""
+"""Seconds that a request waits, outside the queue, if its caller's time for grammars is spent, before it is refused:
+callers that retry at once would keep the event loop busy with refusals."""
 _MOST_CALLERS = 10_000
-"""Callers whose grammars' time is counted; the one that asked longest ago is forgotten."""
+"""Number of callers whose grammar time is counted; the least recent one is dropped."""
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that has been read and is to be answered."""
+    """A request that has been read and admitted."""
 
     request: ReadRequest
     stream: RequestStream
@@ -46,10 +46,10 @@ class Admitted:
 
 
 class EngineFrontend(ABC):
-    """An engine for coroutines of one event loop; a subclass begins and aborts what was admitted."""
+    """An engine for coroutines of one event loop; a subclass starts and aborts admitted requests."""
 
     backend: Backend
-    """Engine that a deployment knows it by."""
+    """Name of the engine in a deployment."""
 
     def __init__(
         self, config: EngineConfig, model: ModelDescription, reader: RequestReader, grammars: GrammarCompiler
@@ -59,7 +59,7 @@ class EngineFrontend(ABC):
         self.reader = reader
         self.grammars = grammars
         self.readers = Readers(self.max_sequences)
-        """Threads for all that makes text of tokens or tokens of text for a caller."""
+        """Threads for tokenizing and detokenizing for callers."""
         self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
         self._num_compiling = 0
         self._allowances: OrderedDict[str, Allowance] = OrderedDict()
@@ -71,19 +71,19 @@ class EngineFrontend(ABC):
     @property
     @abstractmethod
     def state(self) -> EngineState:
-        """Requests and memory at the moment. Takes no time."""
+        """Current requests and memory. Returns at once."""
 
     @abstractmethod
     async def _begin(self, admitted: Admitted) -> None:
-        """Hand a request to the engine, whose outputs go to its stream, once that is open."""
+        """Hand a request to the engine. Its outputs go to its stream from when the stream is open."""
 
     @abstractmethod
     def _abort(self, request_id: str) -> None:
-        """Take a request back, if it is unfinished. Returns at once."""
+        """Abort a request if it is unfinished. Returns at once."""
 
     @abstractmethod
     async def _stop(self) -> None:
-        """End the engine, after its last stream."""
+        """Stop the engine, after its streams have ended."""
 
     async def generate(
         self,
@@ -94,7 +94,7 @@ class EngineFrontend(ABC):
         priority: int = 0,
         tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`submit`, and the outputs; a caller that stops listening (`aclose` or cancellation) aborts the request."""
+        """Submit a request and yield its outputs; closing the generator (`aclose` or cancellation) aborts it."""
         stream = await self.submit(prompt, params, request_id, priority=priority, tenant=tenant)
         try:
             async for output in stream:
@@ -113,19 +113,19 @@ class EngineFrontend(ABC):
         caller: str = "",
         interval_s: float | None = None,
     ) -> RequestStream:
-        """Admit a request; the caller reads the stream to its end or closes it.
+        """Admit a request; the caller reads the returned stream to its end or closes it.
 
         Args:
-            caller: whose grammars' time is counted together.
-            interval_s: of the stream, in place of `stream_interval_s`; infinite where only finished outputs matter.
+            caller: key by which CPU time of grammars is counted.
+            interval_s: interval of the stream's outputs, instead of `stream_interval_s`; infinite if only finished
+                outputs matter.
 
         Raises:
-            InvalidInputError: as `RequestReader.read`, and for more samples than `max_num_seqs` and
-                `max_num_waiting` have room for.
-            QueueFullError: running and waiting sequences leave too little of that room, `max_waiting_prompt_tokens`
-                tokens wait, the wait would be longer than `max_queue_s`, or too many grammars are being compiled.
-            RateLimitedError: the caller's grammars have taken all the time that they may.
-            EngineDeadError: a step has failed; no request will be answered any more.
+            InvalidInputError: as `RequestReader.read`, or more samples than `max_num_seqs` + `max_num_waiting`.
+            QueueFullError: running and waiting sequences leave too little room, `max_waiting_prompt_tokens` tokens
+                wait, the wait would be longer than `max_queue_s`, or too many grammars are being compiled.
+            RateLimitedError: the caller's grammars have used up their time.
+            EngineDeadError: a step has failed; the engine answers no more requests.
         """
         request_id, params = request_id or f"gen_{ULID()}", params or SamplingParams()
         if params.structured_outputs is not None and self._allowance(caller).is_spent:
@@ -146,7 +146,8 @@ class EngineFrontend(ABC):
         return stream
 
     def check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Refuse what need not be read to be refused, all prompts together. Takes no time. Raises as `submit`."""
+        """Check a request, with all its prompts, as far as possible without tokenizing. Returns at once. Raises as
+        `submit`."""
         self.check_health()
         num_sequences = len(prompts) * params.n
         if num_sequences > self.max_sequences:
@@ -165,25 +166,25 @@ class EngineFrontend(ABC):
         return len(self._streams)
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError` once the loop has failed or was closed."""
+        """Raise `EngineDeadError` if the engine has failed or was closed."""
         if self._failure is not None:
             raise self.death()
 
     async def aclose(self) -> None:
-        """Stop after the present step; callers still being served get `EngineDeadError`."""
+        """Stop after the current step; callers still being served get `EngineDeadError`."""
         self._fail("the engine was shut down")
         self._compiling.shutdown(wait=False)
         self.readers.close()
         await self._stop()
 
     def forget(self, request_id: str, *, abort: bool) -> None:
-        """Drop the request's stream. An abort is not waited for."""
+        """Drop the request's stream, and with `abort` abort the request, without waiting for it."""
         self._streams.pop(request_id, None)
         if abort and self._failure is None:
             self._abort(request_id)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand outputs to callers, on the event loop; no other place does."""
+        """Put outputs into their streams, on the event loop; all outputs go through here."""
         try:
             self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
             for output in outputs:
@@ -209,12 +210,12 @@ class EngineFrontend(ABC):
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that run and wait at most."""
+        """Maximum number of running and waiting sequences."""
         return self.config.max_num_seqs + self.config.max_num_waiting
 
     @property
     def _num_sequences(self) -> int:
-        """Sequences of all requests, those included that are still being read."""
+        """Number of sequences of all requests, including those still being read."""
         return sum(stream.num_sequences for stream in self._streams.values())
 
     def _check_unused(self, request_id: str) -> None:
@@ -245,7 +246,8 @@ class EngineFrontend(ABC):
         self._check_waiting_tokens()
 
     async def _constraint(self, params: SamplingParams, caller: str) -> Constraint | None:
-        """Compiled while the engine steps on. Raises as `GrammarCompiler.compile` and `Allowance.check`."""
+        """Compile the request's grammar, if any, while the engine steps. Raises as `GrammarCompiler.compile` and
+        `Allowance.check`."""
         wanted = params.structured_outputs
         if wanted is None:
             return None
@@ -272,7 +274,7 @@ class EngineFrontend(ABC):
 
     @property
     def _num_in_line(self) -> int:
-        """Sequences that would wait if one more came, that one included."""
+        """Number of sequences that would wait if one more came, including that one."""
         waiting = self.state.num_waiting
         beyond = self._num_sequences + 1 - self.config.max_num_seqs
         return max(beyond, waiting + 1 if waiting else 0)
@@ -284,28 +286,28 @@ class EngineFrontend(ABC):
 
 
 _WINDOW = 32
-"""Departures remembered: enough to even out answers that end together, few enough to follow the load."""
+"""Number of departures remembered: enough to smooth answers that end together, few enough to follow the load."""
 _ENOUGH = 4
-"""Departures without which there is no judgement."""
+"""Minimum departures for an estimate."""
 
 
 class Departures:
-    """Times at which requests have ended while all places were taken."""
+    """Times at which requests have ended while the engine was full."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=_WINDOW)
 
     def note(self, count: int, *, full: bool) -> None:
-        """`count` requests have ended; `full`: others were waiting, or would have."""
+        """Record that `count` requests have ended. `full`: others were waiting, or would have had to."""
         if not full:
-            self._times.clear()  # how often idle places become free says nothing of a queue
+            self._times.clear()  # the rate at which idle places become free says nothing about a queue
         else:
             self._times.extend([self._clock()] * count)
 
     def expected_wait(self, num_in_line: int) -> float:
-        """Seconds until the last of `num_in_line` requests has its turn; 0 while nothing is known."""
+        """Estimate the seconds until the last of `num_in_line` requests starts; 0 while nothing is known."""
         if num_in_line <= 0 or len(self._times) < _ENOUGH:
             return 0.0
-        # The time since the last departure counts as well, or a stalled engine would look fast.
+        # Include the time since the last departure, or a stalled engine would look fast.
         return num_in_line * (self._clock() - self._times[0]) / len(self._times)

@@ -1,8 +1,8 @@
-"""Compiling of grammars by llguidance, and a process that tries it first. Run as a script it imports nothing of ours.
+"""Compilation of grammars by llguidance, and a process that tries it first. As a script it imports nothing of ours.
 
-Some grammars make llguidance's compiler run for minutes and take gigabytes, which none of its limits counts: hundreds
-of expressions that hold together, say. A thread that does so cannot be stopped; a process can. Each grammar is compiled
-once in the process, over the vocabulary of bytes, before it is compiled where it is used.
+Some grammars make llguidance's compiler run for minutes and take gigabytes, which none of its limits prevents: for
+example hundreds of expressions that must hold together. A thread that does so cannot be stopped, but a process can. So
+each grammar is first compiled in a process, over the vocabulary of bytes, before it is compiled for use.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from pathlib import Path
 from typing import Any
 
 INITIAL_LEXER_FUEL = 200_000
-"""llguidance's default is five times this, with which `b(a{1000}){1000}` takes one step of seconds; with this, 0.25."""
+"""A fifth of llguidance's default, with which one step of `b(a{1000}){1000}` takes seconds; with this, 0.25."""
 STEP_MAX_ITEMS = 20_000
-"""Parser items of one mask; llguidance's default is 50,000. An ambiguous grammar makes them all in each step: 0.2 s."""
+"""Parser items of a mask; llguidance's default is 50,000. An ambiguous grammar may use all in each step: 0.2 s."""
 MAX_LEXER_STATES = 30_000
-"""States of the lexer, of 1 to 2 KB each, for every answer of its own; llguidance's default is 250,000."""
+"""Lexer states of each answer, of 1 to 2 KB each; llguidance's default is 250,000."""
 STACK_BYTES = 256 << 20
-"""Address space, not memory. Chains of references take up to 7 KB of stack a link: see `max_grammar_bytes`."""
+"""Stack of a compiling thread; address space, not memory. A chain of references takes up to 7 KB per link: see
+`max_grammar_bytes`."""
 _MEMORY_BYTES = 2 << 30
-"""Address space of the process."""
+"""Address space of the trial process."""
 _START_S = 60.0
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
-"""Characters that mean something in an expression."""
+"""Characters with a meaning in a regular expression."""
 
 _stack_lock = threading.Lock()
 
 
 def matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tuple[Any, bytes]:
-    """A grammar's matcher within this project's limits, and its first mask. `whitespace`: pattern between the tokens
-    of JSON; None allows none. Raises `ValueError`: naming what cannot be compiled."""
+    """Compile a grammar within this project's limits; returns its matcher and first mask. `whitespace`: pattern between
+    the tokens of JSON; None allows none. Raises `ValueError`: it cannot be compiled."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -48,7 +49,7 @@ def matcher(vocabulary: Any, kind: str, text: str, whitespace: str | None) -> tu
         verbose_errors=False,
     )
     made = LLMatcher(vocabulary, _grammar(kind, text, whitespace), log_level=0, limits=limits)
-    # The first step is often the dearest, and tells whether there is any text.
+    # The first step is often the most expensive, and shows whether the grammar matches any text.
     first = b"" if made.is_error() else made.compute_bitmask()
     if made.is_error():
         raise ValueError(made.get_error().removesuffix("<non-verbose/>").strip())
@@ -66,13 +67,13 @@ def _grammar(kind: str, text: str, whitespace: str | None) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
-        # One expression: as rules of their own thousands exceed what a step of the parser may take.
+        # One regular expression: thousands of separate rules would exceed the parser's limit per step.
         return LLMatcher.grammar_from_regex("|".join(_SPECIAL.sub(r"\\\g<0>", one) for one in json.loads(text)))
     return LLMatcher.grammar_from_lark(text)
 
 
 def started(work: Callable[[], None]) -> threading.Thread:
-    """A daemon thread with `STACK_BYTES` of stack, which is a setting of the process at the time of its start."""
+    """Start a daemon thread with `STACK_BYTES` of stack, a setting of the process that is read when a thread starts."""
     thread = threading.Thread(target=work, name="grammar", daemon=True)
     with _stack_lock:
         before = threading.stack_size(STACK_BYTES)
@@ -84,17 +85,17 @@ def started(work: Callable[[], None]) -> threading.Thread:
 
 
 class TrialError(Exception):
-    """Refusal of a grammar, with the reason."""
+    """A grammar was refused, for the reason in the message."""
 
 
 class Trial:
-    """A process that compiles grammars to see whether they can be. One thread at a time may use it."""
+    """A process that tries to compile grammars. Only one thread at a time may use it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, kind: str, text: str, whitespace: str | None, timeout_s: float) -> None:
-        """Raises `TrialError`: the grammar cannot be compiled; `TimeoutError`: not within the time."""
+        """Raise `TrialError` if the grammar cannot be compiled, or `TimeoutError` if it takes more than `timeout_s`."""
         process = self._process or self._start()
         try:
             assert process.stdin is not None
@@ -121,7 +122,7 @@ class Trial:
             process.communicate()
 
     def _start(self) -> subprocess.Popen[str]:
-        # -P: its own directory holds modules of ours, by names that are not meant for it.
+        # -P: do not import modules from its own directory, whose names may hide others.
         command = [sys.executable, "-P", str(Path(__file__))]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._process = process
@@ -132,7 +133,7 @@ class Trial:
 
 
 def _line(process: subprocess.Popen[str], timeout_s: float) -> str:
-    """The next line that the process writes; empty where it has ended. Raises `TimeoutError`."""
+    """Read the next line from the process; empty if it has ended. Raises `TimeoutError`."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], timeout_s)[0]:
         raise TimeoutError
@@ -140,10 +141,10 @@ def _line(process: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 def main() -> None:
-    """Answer each line of the standard input, a grammar, with null or what is wrong with it."""
+    """Answer each line of standard input, a grammar, with null or its error as JSON."""
     from llguidance import LLTokenizer
 
-    with suppress(ValueError, OSError):  # macOS knows no limit of address space; the time is limited there as well
+    with suppress(ValueError, OSError):  # macOS cannot limit address space; there only the time is limited
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     bytes_alone = LLTokenizer("byte")

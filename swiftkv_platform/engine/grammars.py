@@ -1,10 +1,10 @@
-"""Constraints to compiled grammars, by llguidance, within bounds of size and time. Knows no sequence.
+"""Compilation of constraints to grammars, by llguidance, within limits of size and time.
 
-A caller may have written the grammar to hurt. Its text is limited; it is tried in a process that is ended when it takes
-too long or too much memory (`grammar_trial.py`), then compiled, and its first step taken, in a thread of its own with a
-stack that the longest text cannot exhaust; the caller waits for a limited time; and as many compile at once as there
-are places. What a step may cost later is bounded by llguidance's limits, on the lexer and on the parser, and what all
-steps of a request may, by `constraint.Work`.
+A grammar may be malicious. Its text is limited. It is tried in a process that is killed if it takes too long or too
+much memory (`grammar_trial.py`). Then it is compiled, and its first step taken, in a thread with a stack that the
+longest text cannot exhaust; the caller waits for a limited time, and at most `MAX_COMPILING` compile at once. The cost
+of later steps is limited by llguidance's limits on lexer and parser, and that of all steps of a request by
+`constraint.Work`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from swiftkv_platform.specs.structured_outputs import WHITESPACE, StructuredOutp
 Key = tuple[str, str, bool]
 
 MAX_COMPILING = 2
-"""Grammars that are compiled at the same time."""
+"""Maximum number of grammars that are compiled at the same time."""
 _places = threading.Semaphore(MAX_COMPILING)
 _trials = [Trial() for _ in range(MAX_COMPILING)]
-"""Those that no thread uses, one for each place. Their processes start when they are needed, and end with this one."""
+"""Idle trials, one for each place. Their processes start when they are needed, and end with this one."""
 MAX_KEPT = 64
-"""Compiled grammars that are kept for the next request with the same."""
+"""Number of compiled grammars that are cached for later requests with the same grammar."""
 
 
 class GrammarCompiler:
-    """Compiles for one model. Any thread may ask."""
+    """Compiler of grammars for one model, for use from any thread."""
 
     def __init__(self, model: ModelDescription, config: EngineConfig) -> None:
         self._tokenizer = model.tokenizer
@@ -46,7 +46,7 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
 
     def find(self, wanted: StructuredOutputs) -> Constraint | None:
-        """A constraint for one answer, if it was compiled before and is kept. Takes no time."""
+        """Return a constraint for an answer if its grammar is cached, else None. Returns at once."""
         with self._kept_lock:
             template = self._kept.get(_key(wanted))
             if template is None:
@@ -55,12 +55,12 @@ class GrammarCompiler:
             return template.fresh(wanted.name)
 
     def compile(self, wanted: StructuredOutputs) -> Constraint:
-        """A constraint for one answer. Blocks.
+        """Compile a constraint for an answer. Blocks.
 
         Raises:
-            InvalidInputError: a grammar that is too long, cannot be understood, asks for what is not supported, takes
-                too long; a model without what constraints need.
-            QueueFullError: others' grammars are still being compiled.
+            InvalidInputError: the grammar is too long, invalid, not supported or too slow to compile; the model lacks a
+                tokenizer or an end-of-sequence token.
+            QueueFullError: other grammars are still being compiled.
         """
         found = self.find(wanted)
         if found is not None:
@@ -77,7 +77,7 @@ class GrammarCompiler:
             return template.fresh(wanted.name)
 
     def _compile_aside(self, wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
-        """Compile in another thread, once it is known to end, and wait for it no longer than is allowed."""
+        """Compile in another thread, after a trial in a process, and wait for at most `grammar_timeout_s`."""
         if not _places.acquire(timeout=self._timeout_s):
             raise QueueFullError(f"{MAX_COMPILING} grammars are being compiled; try again later")
         outcome: list[Constraint | Exception] = []
@@ -104,7 +104,7 @@ class GrammarCompiler:
         return outcome[0]
 
     def _try(self, wanted: StructuredOutputs) -> None:
-        """Raises `InvalidInputError` for what cannot be compiled, or takes too long."""
+        """Raise `InvalidInputError` if the grammar cannot be compiled, or takes too long."""
         trial = _trials.pop()
         try:
             trial.check(wanted.kind, wanted.text, _whitespace(wanted), self._timeout_s)
@@ -119,7 +119,7 @@ class GrammarCompiler:
         return wanted.refusal(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
 
     def _llguidance_tokenizer(self, wanted: StructuredOutputs) -> Any:
-        """Made once; with a large vocabulary that takes a second, which is not the grammar's."""
+        """Return llguidance's tokenizer, made once: with a large vocabulary that takes a second."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = self._new_vocabulary(wanted)
@@ -149,7 +149,7 @@ def _whitespace(wanted: StructuredOutputs) -> str | None:
 
 
 def _compile(wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
-    """Raises `InvalidInputError`."""
+    """Compile a grammar. Raises `InvalidInputError`."""
     try:
         made, first = matcher(vocabulary, wanted.kind, wanted.text, _whitespace(wanted))
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""The tensors of the paged KV cache: `num_kv_cache_layers` layers of two tensors each. Knows no sequence and no model.
+"""The tensors of the paged KV cache: `num_kv_cache_layers` layers of two tensors each. Knows no sequences.
 
-What the two are is the model's business: K and V, or, for multi-head latent attention, the latent and the rope key.
+The model determines what the two hold: K and V, or, for multi-head latent attention, the latent and the RoPE key.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from swiftkv_platform.model.packed_attention import VarlenOperator
 from swiftkv_platform.model.quantization import SCALE_DTYPE, pack, unpack
 
 Run = tuple[int, int]
-"""Neighbouring slots: the first, and the one behind the last. A slot holds one token."""
+"""Adjacent slots: the first, and the one after the last. A slot holds one token."""
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Shape of one token in a cached tensor."""
+    """Shape of a token in a cached tensor."""
 
     num_heads: int
     dim: int
@@ -32,33 +32,33 @@ LayerShape = tuple[TensorShape, TensorShape]
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """Types that cached numbers are stored in and read as."""
+    """Dtypes in which cached numbers are stored and read."""
 
     computed: torch.dtype
-    """Data type that the model computes in."""
+    """Dtype in which the model computes."""
     stored: torch.dtype
-    """Data type that the cache holds; uint8 where it is quantised."""
+    """Dtype of the cache's tensors; uint8 if it is quantised."""
     payload: torch.dtype | None = None
-    """Data type of quantised numbers: float8_e4m3fn or int8."""
+    """Dtype of quantised numbers: float8_e4m3fn or int8."""
 
     @property
     def converts(self) -> bool:
-        """Whether numbers are stored in another plain type than they are computed in."""
+        """Whether numbers are stored unquantised, but in another dtype than the model's."""
         return self.payload is None and self.stored != self.computed
 
     def row_size(self, dim: int) -> int:
         return dim if self.payload is None else dim * self.payload.itemsize + SCALE_DTYPE.itemsize
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes that `dim` numbers take, the scale included."""
+        """Return the bytes of `dim` numbers, including the scale."""
         return self.row_size(dim) * self.stored.itemsize
 
 
 class PagedTensor:
-    """One of a layer's two tensors, for all slots, in the model's type or in 8 bits with a scale a token and head.
+    """One of a layer's two tensors, for all slots, unquantised or in 8 bits with a scale per token and head.
 
-    Heads come first in memory on a CPU, where a head's tokens are read in a row; on a GPU tokens do, as kernels with
-    block tables expect.
+    On a CPU the first dimension in memory is heads, so that a head's tokens are contiguous; on a GPU it is tokens, as
+    kernels with block tables expect.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class PagedTensor:
             self.rows = torch.empty(heads, num_slots, size, dtype=dtype, device=device)
         else:
             self.rows = torch.empty(num_slots, heads, size, dtype=dtype, device=device).transpose(0, 1)
-        """[num_heads, num_slots, dim], or [.., bytes of payload and scale]."""
+        """Contents [num_heads, num_slots, dim], or [.., bytes of payload and scale]."""
         self._format = format_
         self.native = native
-        """The engine's kernels write and read it: on a CPU, in bfloat16."""
+        """Whether the engine's kernels write and read it: on a CPU, in bfloat16."""
 
     @property
     def payload(self) -> torch.dtype | None:
         return self._format.payload
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
-        """Put `x` [num_heads, num_tokens, dim] into `slots` [num_tokens]."""
+        """Write `x` [num_heads, num_tokens, dim] to `slots` [num_tokens]."""
         payload = self.payload
         if self.native:
             kernels.write(self.rows, slots, x, payload)
@@ -87,15 +87,15 @@ class PagedTensor:
         self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if payload is None else pack(x, payload))
 
     def blocks(self, block_size: int) -> torch.Tensor:
-        """A view of all slots, [num_blocks, block_size, num_heads, dim]."""
+        """Return a view of all slots, [num_blocks, block_size, num_heads, dim]."""
         return self.rows.transpose(0, 1).view(-1, block_size, self.rows.shape[0], self.rows.shape[2])
 
     def read_blocks(self, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
-        """[num_heads, tokens of `blocks`, dim], the blocks whole and one after another."""
+        """Read whole blocks, one after another: [num_heads, tokens of `blocks`, dim]."""
         return self.blocks(block_size).index_select(0, blocks).flatten(0, 1).transpose(0, 1)
 
     def read(self, runs: Sequence[Run]) -> torch.Tensor:
-        """[num_heads, tokens of all runs, dim]; a view where it is one run that is neither quantised nor converted."""
+        """Read runs: [num_heads, tokens of all runs, dim]; a view if it is one run, not quantised and not converted."""
         views = [self.rows[:, first:end] for first, end in runs]
         rows = views[0] if len(views) == 1 else torch.cat(views, dim=1)
         payload, computed = self._format.payload, self._format.computed
@@ -103,7 +103,7 @@ class PagedTensor:
 
 
 class KVCache:
-    """All layers, for `num_blocks` blocks."""
+    """The cache tensors of all layers, for `num_blocks` blocks."""
 
     def __init__(
         self,
@@ -122,9 +122,9 @@ class KVCache:
         self.block_size = block_size
         self.format = format_
         self.expanded = expanded
-        """The model makes keys and values of what is cached, so it is handed the contexts and not the storage."""
+        """Whether the model expands cached tensors to keys and values, so that it gets contexts instead of storage."""
         self.pages = None if operator is None else Pages(operator, block_size, device, expanded)
-        """Pages that attention reads by block tables; None where it reads runs."""
+        """Pages that attention reads by block tables; None if it reads runs."""
         num_slots = num_blocks * block_size
         self.layers = [
             (
@@ -135,19 +135,19 @@ class KVCache:
         ]
 
     def at(self, slots: torch.Tensor, contexts: Sequence[Run] | torch.Tensor) -> StepCache:
-        """The cache as one step's forward pass sees it.
+        """Return the cache for the forward pass of a step.
 
         Args:
-            slots: where its tokens go, [num_tokens].
-            contexts: all sequences' contexts, one after another, or their blocks; only a cache whose contents the model
-                expands reads them.
+            slots: slots of the step's tokens, [num_tokens].
+            contexts: runs of all sequences' contexts, one after another, or their blocks; only used if the model
+                expands the cache's contents.
         """
         return StepCache(self, slots, contexts)
 
 
 @dataclass(frozen=True)
 class StepCache:
-    """Cache of a step, the model's `past_key_values`: writes go to the step's slots, reads are left to attention."""
+    """Cache of a step, the model's `past_key_values`: it writes to the step's slots, and attention reads."""
 
     cache: KVCache
     slots: torch.Tensor
@@ -157,18 +157,18 @@ class StepCache:
         self, first: torch.Tensor, second: torch.Tensor, layer: int, *_: object, **__: object
     ) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
         """Write the step's tokens, each tensor [1, num_heads, num_tokens, dim]. Returns the layer's storage; or, for a
-        model that expands what it caches, all contexts end to end, [1, num_heads, sum of context lengths, dim]."""
+        model that expands its cache, all contexts concatenated, [1, num_heads, sum of context lengths, dim]."""
         self.write(first, second, layer)
         return self.read(layer)
 
     def write(self, first: torch.Tensor, second: torch.Tensor, layer: int) -> None:
-        """Write as `update`, and read nothing."""
+        """Write as `update`, without reading."""
         stored_first, stored_second = self.cache.layers[layer]
         stored_first.write(self.slots, first[0])
         stored_second.write(self.slots, second[0])
 
     def read(self, layer: int) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
-        """Return what is stored, as `update` returns it."""
+        """Return what `update` returns, without writing."""
         stored_first, stored_second = self.cache.layers[layer]
         if self.cache.expanded:
             return self._context(stored_first)[None], self._context(stored_second)[None]
@@ -181,5 +181,5 @@ class StepCache:
 
 
 def bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: StorageFormat) -> int:
-    """Bytes that one block takes in all layers, scales included."""
+    """Return the bytes of a block in all layers, including scales."""
     return block_size * sum(shape.num_heads * format_.row_bytes(shape.dim) for layer in shapes for shape in layer)

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. Not thread-safe; knows no HTTP and no event loop."""
+"""The engine: requests in, tokens out, one step at a time. It is not thread-safe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from swiftkv_platform.specs.sampling import SamplingParams
 
 @contextmanager
 def progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """Yield what counts one answer; `shown` None draws the bar, on the error stream, where that is a terminal."""
+    """Yield a function that counts an answer. `shown`: draw a bar on stderr; None: only if that is a terminal."""
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     hidden = not (sys.stderr.isatty() if shown is None else shown)
     with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
@@ -46,17 +46,17 @@ def progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], Non
 
 
 class LLMEngine:
-    """Generates text with one model, dense or SwiftKV, for many requests at a time."""
+    """Generates text with a model, dense or SwiftKV, for many requests at a time."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, leader: Leader | None = None) -> None:
         self.config = config
         self._leader = leader
         self.description: ModelDescription = loaded
         self.max_model_len = loaded.context_length
-        """Tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and answer together."""
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
-        """transformers' own; None where the model's directory has none."""
+        """transformers' tokenizer; None if the model's directory has none."""
         self._drafting = Drafting(draft_costs(loaded.model))
         decoder = None if leader is None else LeadingDecoder(loaded.model.model, leader)
         self._runner = ModelRunner(loaded.model, self._make_cache(loaded, config), self._drafting, decoder)
@@ -65,9 +65,9 @@ class LLMEngine:
             self._runner.replace_cache(lambda: self._make_cache(loaded, config, num_blocks))
         cache = self._runner.cache
         self.num_blocks = cache.num_blocks
-        """Blocks of the KV cache."""
+        """Number of blocks of the KV cache."""
         self.block_size = cache.block_size
-        """Tokens of a block."""
+        """Number of tokens of a block."""
         self._blocks = BlockManager(
             self.num_blocks,
             self.block_size,
@@ -82,15 +82,15 @@ class LLMEngine:
             keeps_own=loaded.config.decodes_own,
         )
         self.reader = RequestReader(loaded, config, num_slots=self.num_blocks * self.block_size)
-        """Checks and tokenizes requests; that may be done in any thread."""
+        """Checks and tokenizes requests, in any thread."""
         self.grammars = GrammarCompiler(loaded, config)
-        """Compiles what constrains answers; may be used from any thread."""
-        self._running: dict[str, list[Sequence]] = {}  # by request, its sequences that the scheduler has
-        self._held: dict[str, list[Sequence]] = {}  # samples that wait until the first one has read the prompt
+        """Compiles constraints of answers, in any thread."""
+        self._running: dict[str, list[Sequence]] = {}  # by request, its sequences in the scheduler
+        self._held: dict[str, list[Sequence]] = {}  # samples that wait until the first one has prefilled the prompt
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
-        """Load a Hugging Face directory or hub id. Raises `ModelError`, and for another backend `InvalidInputError`."""
+        """Load a Hugging Face directory or hub id. Raises `ModelError`; `InvalidInputError`: the backend is vLLM."""
         config = config or EngineConfig()
         if config.backend == "vllm":
             raise InvalidInputError(
@@ -112,20 +112,20 @@ class LLMEngine:
                 raise
 
     def _make_cache(self, loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
-        """The KV cache, here and on the other ranks."""
+        """Make the KV cache, here and on the other ranks."""
         cache = make_cache(loaded, config, num_blocks)
         if self._leader is not None:
             self._leader.tell(Allocate(cache.num_blocks))
         return cache
 
     def _measured_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
-        """Blocks for which there is room on a GPU beside the largest step, which is run to see."""
+        """Return the number of blocks that fit on the GPU, by running the largest step and measuring its memory."""
         cache = self._runner.cache
         memory = measure(lambda: self._runner.run(worst_step(loaded, config, cache)), cache.device)
         return measured_blocks(loaded, config, cache, memory)
 
     def close(self) -> None:
-        """End the processes of the other ranks, if there are any; nothing can be generated after that."""
+        """End the processes of the other ranks, if any; the engine cannot generate after that."""
         if self._leader is not None:
             self._leader.close()
 
@@ -140,13 +140,13 @@ class LLMEngine:
         constraint: Constraint | None = None,
     ) -> str:
         """Queue a request and return its id. Raises `InvalidInputError`: an empty or too long prompt, a token id
-        outside the vocabulary, an id in use, parameters this model cannot serve, a request that the KV cache can never
-        hold, a constraint that cannot be compiled.
+        outside the vocabulary, a request id in use, parameters that this model cannot serve, a request that the KV
+        cache can never hold, or a constraint that cannot be compiled.
 
         Args:
             priority: lower goes first; among equals, first come, first served.
-            tenant: prefixes are reused within a tenant only.
-            constraint: what `grammars` made of `params.structured_outputs`; None compiles it now.
+            tenant: prefixes are reused only within a tenant.
+            constraint: `params.structured_outputs` compiled by `grammars`; None compiles it now.
         """
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
@@ -160,7 +160,7 @@ class LLMEngine:
     def add_read_request(
         self, request: ReadRequest, request_id: str, *, priority: int, tenant: str, constraint: Constraint | None
     ) -> None:
-        """Queue what `reader` has read; `constraint` is compiled. Raises `InvalidInputError` for an id in use."""
+        """Queue a request from `reader`; `constraint` is compiled. Raises `InvalidInputError`: the id is in use."""
         self._check_unused(request_id)
         sequences = self.reader.sequences(request_id, request, priority=priority, tenant=tenant, constraint=constraint)
         first, *others = sequences
@@ -170,18 +170,18 @@ class LLMEngine:
         self._scheduler.add(first)
 
     def step(self) -> list[RequestOutput]:
-        """Run one batch: outputs of the sequences that got a token or ended. Empty when no request is unfinished, and
-        while prompts are being read."""
+        """Run one batch; returns the outputs of sequences that got a token or ended. Empty without unfinished requests,
+        and while prompts are being prefilled."""
         scheduled = self._scheduler.schedule()
         results = self._runner.run(scheduled) if scheduled else []
         return self._postprocess(scheduled, results)
 
     def score(self, token_ids: abc.Sequence[int], num_positions: int) -> torch.Tensor:
-        """Log-probabilities [num_positions, vocab_size] of the last tokens of a text, given those before each."""
+        """Return the log-probabilities [num_positions, vocab_size] of a text's last tokens, given those before each."""
         return self._runner.score(token_ids, num_positions)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Take a request back and free what it holds; None if it is not unfinished."""
+        """Abort a request, free its blocks, and return its output; None if no unfinished request has this id."""
         sequences = [*self._running.get(request_id, ()), *self._held.pop(request_id, ())]
         for sequence in sequences:
             sequence.finish("abort")
@@ -201,10 +201,10 @@ class LLMEngine:
 
         Args:
             params: one for all or one for each.
-            progress: show a bar; None: on a terminal.
+            progress: show a bar; None: only on a terminal.
 
         Raises:
-            InvalidInputError: as `add_request`; then none of the prompts is answered.
+            InvalidInputError: as `add_request`; in that case no prompt is answered.
         """
         each = _one_for_each(prompts, params)
         request_ids: list[str] = []
@@ -229,7 +229,7 @@ class LLMEngine:
 
     @property
     def state(self) -> EngineState:
-        """Requests and memory at the moment. Any thread may ask; it is then a step old at most."""
+        """Current requests and memory; readable from any thread, at most one step old."""
         return EngineState(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -240,7 +240,7 @@ class LLMEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the KV cache that no sequence uses."""
+        """Number of blocks of the KV cache that no sequence uses."""
         return self._blocks.num_free_blocks
 
     def check(self) -> None:
@@ -256,7 +256,7 @@ class LLMEngine:
             )
 
     def _postprocess(self, scheduled: list[ScheduledSequence], results: list[StepResult]) -> list[RequestOutput]:
-        """Give sequences what the step found, and let go of those that are done."""
+        """Add the step's results to the sequences, drop finished ones, and return the outputs."""
         outputs = []
         for item, result in zip(scheduled, results, strict=True):
             sequence = item.sequence
@@ -277,7 +277,7 @@ class LLMEngine:
         return outputs
 
     def _release_samples(self, first: Sequence) -> None:
-        """Queue the other samples of a request, now that the first has read their prompt."""
+        """Queue the other samples of a request, once the first has prefilled their prompt."""
         for sequence in self._held.pop(first.request_id, ()):
             sequence.prompt_logprobs = list(first.prompt_logprobs)
             self._running[first.request_id].append(sequence)
@@ -306,6 +306,6 @@ def _one_for_each(
 
 
 def _gathered(samples: list[RequestOutput]) -> RequestOutput:
-    """A request's samples as one output."""
+    """Combine a request's samples into one output."""
     samples.sort(key=lambda output: output.index)
     return replace(samples[0], samples=tuple(samples)) if len(samples) > 1 else samples[0]

@@ -1,4 +1,4 @@
-"""A model directory or hub id to a model and its tokenizer, ready for inference. Knows no request."""
+"""Loading of a model directory or hub id as a model and its tokenizer, ready for inference."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from swiftkv_platform.specs.engine import EngineConfig
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Parts of a checkpoint, its weights apart, that requests are read with."""
+    """The parts of a checkpoint that reading requests needs, without weights."""
 
     config: Any
-    """transformers' configuration of the model that runs: of a teacher, or a dense model, l is all layers."""
+    """transformers' configuration of the model that runs; for a teacher or a dense model, l is all layers."""
     tokenizer: Any | None
-    """Tokenizer; None where the directory has none: only token-id prompts can be served."""
+    """Tokenizer; None if the directory has none, so that only prompts of token ids can be served."""
     eos_token_ids: frozenset[int]
     """Tokens that end an answer."""
     context_length: int
-    """Tokens of prompt and answer together that are accepted: `max_model_len`, or what the model's positions allow."""
+    """Maximum tokens of prompt and answer together: `max_model_len`, or the model's number of positions."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ class LoadedModel(ModelDescription):
 
     model: PreTrainedModel
     digest: str
-    """Names the weights, for what is cached of them."""
+    """Digest that identifies the weights, for the names of cached blocks."""
 
 
 def load_model(
     path: str | Path, config: EngineConfig, ranks: Ranks | None = None, *, weights: Path | None = None
 ) -> LoadedModel:
-    """Read a Hugging Face directory, SwiftKV or not, or fetch it from the hub first; with `ranks` one's own part.
-    `weights`: directory that has the weights of `path`: with `ranks`, an adapter put together with its base. Raises
-    `ModelError`: the checkpoint cannot be read, or `max_model_len` exceeds its context."""
+    """Load a Hugging Face directory or hub id, SwiftKV or not; with `ranks` only this rank's part. `weights`: directory
+    with the weights of `path`, if they are elsewhere (an adapter assembled with its base). Raises `ModelError`: the
+    checkpoint cannot be read, or `max_model_len` exceeds its context."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     directory = local_directory(str(path), field="model")
@@ -78,8 +78,8 @@ def load_model(
 
 
 def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
-    """Read what a Hugging Face directory holds beside its weights, as another engine than the native one serves it.
-    Raises `ModelError`: as `load_model`."""
+    """Read a Hugging Face directory without its weights, for an engine other than the native one. Raises `ModelError`:
+    as `load_model`."""
     model_config, generation = read_served_config(directory, config), directory / GENERATION_CONFIG_NAME
     generation_config = read_generation_config(generation if generation.is_file() else None, directory, field="model")
     tokenizer = _read_tokenizer(directory, model_config)
@@ -92,7 +92,7 @@ def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
 
 
 def read_served_config(directory: Path, config: EngineConfig) -> Any:
-    """The configuration of what a directory's model is served as. Raises `ModelError`."""
+    """Read the configuration with which a directory's model is served, student or teacher. Raises `ModelError`."""
     model_config: Any = read_config(directory, field="model", any_family=True)
     if any((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         settle_head(model_config, Checkpoint.open(directory))
@@ -104,14 +104,14 @@ def read_served_config(directory: Path, config: EngineConfig) -> Any:
 
 
 def check_sharding(path: str | Path, config: EngineConfig) -> None:
-    """Raises `ModelError` where `tensor_parallel_size` does not divide the model, or there are too few devices."""
+    """Raise `ModelError` if `tensor_parallel_size` does not divide the model, or there are too few devices."""
     directory = local_directory(str(path), field="model")
     check_divides(read_config(directory, field="model"), config.tensor_parallel_size)
     rank_device(config, 0)
 
 
 def _read_model(directory: Path, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
-    """A student, or a dense model of a known family in the same classes, where every layer computes its own KV."""
+    """Load a student, or a dense model in the same classes, in which every layer computes its own KV."""
     model_class: Any
     model_config = read_config(directory, field="model")
     if config.swiftkv and model_config.model_type.endswith("_swiftkv"):
@@ -130,8 +130,8 @@ def _read_model(directory: Path, config: EngineConfig, ranks: Ranks | None) -> P
 
 
 def _digest(directory: Path) -> str:
-    """SHA-256 that differs for other weights: of the artifact's manifest, or of configuration and weight files' names,
-    sizes and times."""
+    """Return a SHA-256 that changes with the weights: of the artifact's manifest, or of the configuration and the
+    weight files' names, sizes and modification times."""
     digest = hashlib.sha256()
     manifest = directory / "manifest.json"
     if manifest.is_file():
@@ -164,10 +164,10 @@ def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -
 
 
 def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
-    """Keep the factors of short sequences, where transformers chooses by the longest sequence of each batch.
+    """Fix RoPE's factors to those of short sequences; transformers would choose by the longest sequence of each batch.
 
-    Keys are cached with the factors of their time, so a sequence that grows past the border would need all of its own
-    anew; until the engine does that, lengths beyond it are refused.
+    Cached keys keep the factors with which they were computed, so a sequence that grows past the limit would have to
+    recompute all its keys. The engine does not do that, so longer lengths are refused with a `ModelError`.
     """
     for kind, rope in rope_parameters(model.config).items():
         rope_type = rope.get("rope_type")
@@ -180,13 +180,13 @@ def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
                 field="max_model_len",
                 value=max_model_len,
             )
-        if rope_type in LENGTH_DEPENDENT:  # transformers then leaves the factors that it began with
+        if rope_type in LENGTH_DEPENDENT:  # then transformers keeps its initial factors
             rotary_emb = model.model.rotary_emb
             rotary_emb.rope_type = "default" if kind is None else {**rotary_emb.rope_type, kind: "default"}
 
 
 def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | None) -> frozenset[int]:
-    """The generation config's, else the model config's, else the tokenizer's."""
+    """Return the end-of-sequence ids of the generation config, else of the model config, else of the tokenizer."""
     candidates = (
         getattr(generation_config, "eos_token_id", None),
         getattr(model_config.get_text_config(), "eos_token_id", None),
@@ -203,7 +203,7 @@ def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) ->
         raise ModelError("device is 'cuda', but torch sees no GPU; 'auto' and 'cpu' are accepted", field="device")
     if config.weights in BITS and torch.device(device).type != "cpu":
         raise ModelError.of("weights", config.weights, " and the device is a GPU, where it is auto or bfloat16")
-    module: torch.nn.Module = model  # whose `to`, unlike transformers' wrapper, is typed
+    module: torch.nn.Module = model  # nn.Module's `to` is typed, transformers' wrapper is not
     module.to(device)
     if config.weights in BITS:
         round_weights(model, config.weights)

@@ -1,5 +1,5 @@
-"""Size of a model's KV cache: layers and shapes from its configuration, blocks from a budget or from what is left
-beside the step that takes the most memory. Knows no queue.
+"""Size of a model's KV cache: layers and shapes from its configuration, and the number of blocks from a budget or from
+the memory left by the largest step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 
 FREE_MEMORY_SHARE = 4
-"""Divisor of a host's free memory: without `kv_cache_bytes` the cache takes at most one such part."""
+"""Divisor of a host's free memory: without `kv_cache_bytes` the cache takes at most this fraction."""
 BLOCK_SIZE = 16
-"""Tokens of a block where the operator of attention does not ask for more."""
+"""Tokens of a block, unless the attention operator needs more."""
 
 
 def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
-    """Return the shapes of a token in each of the `num_kv_cache_layers` layers, on each rank that shares its heads."""
+    """Return the shapes of a token in each of the `num_kv_cache_layers` layers on one of `num_ranks` ranks."""
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
@@ -41,9 +41,9 @@ def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
 
 
 def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
-    """The KV cache of an engine, or of one of its ranks; `num_blocks` is given where rank 0 has decided. Raises
-    `InvalidInputError`: `kv_cache_bytes` holds not even one block; `kv_cache_dtype` or `block_size` is none that
-    attention on a GPU reads."""
+    """Make the KV cache of an engine or a rank. `num_blocks`: the number that rank 0 has chosen; None computes it.
+    Raises `InvalidInputError`: `kv_cache_bytes` is less than one block, or attention on a GPU cannot read
+    `kv_cache_dtype` or `block_size`."""
     device, format_ = torch.device(loaded.model.device), storage_format(config.kv_cache_dtype, loaded.model.dtype)
     model_config = loaded.model.config
     if device.type == "cuda" and format_.stored != loaded.model.dtype:
@@ -75,20 +75,20 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
 
 
 def cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int]) -> int:
-    """Bytes of a cache in a model's own type, in blocks of `BLOCK_SIZE`, that holds texts of such `lengths` at once."""
+    """Return the bytes of a cache in the model's dtype, in blocks of `BLOCK_SIZE`, for texts of `lengths` at once."""
     block_bytes = bytes_per_block(layer_shapes(config), BLOCK_SIZE, storage_format("auto", dtype))
     return block_bytes * sum(-(-length // BLOCK_SIZE) for length in lengths)
 
 
 def storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
-    """Return the format in which the cache stores what a model computes in `computed`."""
+    """Return the cache's format for `kv_cache_dtype` and a model that computes in the dtype `computed`."""
     if kv_cache_dtype in PAYLOAD_DTYPES:
         return StorageFormat(computed, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
     return StorageFormat(computed, computed if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype))
 
 
 def _is_latent(config: Any) -> bool:
-    """MLA: what is cached is the latent and the rope key, one head each."""
+    """Whether attention is MLA: the cache holds the latent and the RoPE key, one head each."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
@@ -98,7 +98,7 @@ def _num_blocks(
     if config.kv_cache_bytes is None:
         wanted = wanted_blocks(loaded, config, block_size)
         if device.type == "cuda":
-            return min(wanted, worst_step_blocks(config, block_size))  # `measured_blocks` has the rest
+            return min(wanted, worst_step_blocks(config, block_size))  # `measured_blocks` gives the final number
         available: int = psutil.virtual_memory().available
         return max(min(wanted, available // FREE_MEMORY_SHARE // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
@@ -111,40 +111,40 @@ def _num_blocks(
 
 
 def wanted_blocks(loaded: LoadedModel, config: EngineConfig, block_size: int) -> int:
-    """Blocks with which no sequence ever waits for one."""
+    """Return the number of blocks with which no sequence ever waits for one."""
     return config.max_num_seqs * -(-loaded.context_length // block_size)
 
 
 def worst_step_blocks(config: EngineConfig, block_size: int) -> int:
-    """Blocks of a step of `max_num_batched_tokens` tokens, whatever number of sequences they are of."""
+    """Return an upper bound on the blocks of a step of `max_num_batched_tokens` tokens of any number of sequences."""
     return config.max_num_batched_tokens // block_size + min(config.max_num_seqs, config.max_num_batched_tokens) + 1
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a GPU, before and at the peak of the worst step."""
+    """Memory of a GPU in bytes, before and at the peak of the worst step."""
 
     total: int
     free: int
-    """Free before the step, torch's own reserve given back; the weights, and what other processes hold, are in use."""
+    """Free before the step, after torch has released its reserve; weights and other processes' memory are in use."""
     allocated: int
     """Allocated by torch before the step."""
     peak: int
-    """Most that torch had allocated during the step."""
+    """Maximum allocated by torch during the step."""
 
     @property
     def of_others(self) -> int:
-        """Held by other processes, and by the driver for this one."""
+        """Bytes held by other processes, and by the driver for this one."""
         return self.total - self.free - self.allocated
 
     def kv_cache_bytes(self, reserved: float) -> int:
-        """Bytes that are left for the cache where a share of the whole is `reserved`, as the planner does."""
+        """Return the bytes left for the cache if the share `reserved` of all memory stays free, as in the planner."""
         return int(self.total * (1 - reserved)) - (self.total - self.free) - (self.peak - self.allocated)
 
 
 def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
-    """Blocks that fit into a GPU's memory beside the worst step, which was run with `cache` in it. Raises
-    `InvalidInputError`: not even one does."""
+    """Return the number of blocks that fit into a GPU's memory together with the worst step, which was run with
+    `cache`. Raises `InvalidInputError`: not even one fits."""
     shapes = layer_shapes(loaded.model.config, config.tensor_parallel_size)
     block_bytes = bytes_per_block(shapes, cache.block_size, cache.format)
     fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
@@ -172,8 +172,8 @@ def measure(step: Callable[[], object], device: torch.device) -> DeviceMemory:
 
 
 def worst_step(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> list[ScheduledSequence]:
-    """Prompts of `max_num_batched_tokens` tokens together, as long as they may be, whose log-probabilities are all
-    asked for: every token goes through every layer and has logits over the whole vocabulary."""
+    """Make the schedule of the step with the most memory: prompts as long as possible, `max_num_batched_tokens` tokens
+    together, with all log-probabilities, so that every token runs through every layer and has logits."""
     blocks = BlockManager(cache.num_blocks, cache.block_size, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, logprobs=1)
     scheduled: list[ScheduledSequence] = []

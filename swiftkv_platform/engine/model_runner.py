@@ -1,4 +1,4 @@
-"""Runs one step's tokens through the model's own forward pass and chooses the next ones. Knows no queue.
+"""The model runner: runs a step's tokens through the model's forward pass and chooses the next ones.
 
 embed -> layers < l -> K, V of all later layers        every scheduled token
          token selection -> layers >= l -> lm_head     tokens whose logits are needed: the last known one of a
@@ -44,16 +44,16 @@ class RowLogits:
     """Logits of some rows of a batch."""
 
     at: dict[int, int]
-    """Place of a row among them."""
+    """Index in `values` by row of the batch."""
     values: torch.Tensor
-    """[num_rows, vocab_size], float32."""
+    """Logits [num_rows, vocab_size], float32."""
 
 
 class ModelRunner:
-    """A model, its KV cache, and the way through both."""
+    """Runs steps of a model with its KV cache."""
 
     def __init__(self, model: Any, cache: KVCache, drafting: Drafting, decoder: Any = None) -> None:
-        """`decoder` runs the layers; None: the model's own."""
+        """Set up the model for paged attention. `decoder`: runs the layers; None: the model's own decoder."""
         self._own_attention = model.config._attn_implementation
         model.set_attn_implementation(PAGED)
         self._model = model
@@ -73,12 +73,12 @@ class ModelRunner:
         return self._cache
 
     def replace_cache(self, make: Callable[[], KVCache]) -> None:
-        """Let the cache go, with all that is in it, then make another."""
+        """Free the cache with its contents, then make a new one."""
         del self._cache
         self._cache = make()
 
     def score(self, token_ids: Sequence[int], num_positions: int) -> torch.Tensor:
-        """Return `log_probs`, beside whatever is in the cache."""
+        """Return `sampler.log_probs` of a text, without using the KV cache."""
         self._model.set_attn_implementation(self._own_attention)
         try:
             return log_probs(self._model, token_ids, num_positions)
@@ -87,7 +87,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
-        """Compute the scheduled tokens' KV, and what follows from them, one result a sequence."""
+        """Compute the scheduled tokens' KV and the next tokens; returns one result per sequence."""
         with kernels.threads_to_themselves() if self._on_kernels else nullcontext():
             return self._run(scheduled)
 
@@ -112,12 +112,12 @@ class ModelRunner:
         return results
 
     def _begin(self, layout: Layout, hidden: torch.Tensor | None = None) -> DecoderContext:
-        """Return the context of the layout's tokens, embedded unless their hidden states are given."""
+        """Return the context of the layout's tokens; `hidden`: their hidden states, None embeds them."""
         hidden = self._decoder.embed_tokens(layout.input_ids) if hidden is None else hidden
         return begin_pass(self._decoder, layout, self._cache, hidden)
 
     def _draft(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
-        """Drafts of the exit head, for the sequences that were granted some."""
+        """Draft with the exit head, for the sequences that the scheduler granted drafts."""
 
         def lower(layout: Layout) -> torch.Tensor:
             context = self._begin(layout)
@@ -129,8 +129,8 @@ class ModelRunner:
         return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
 
     def _share(self, x: torch.Tensor, context: DecoderContext, deep: set[int]) -> Sequence[Any]:
-        """K and V of all layers >= l from x, into the cache: of all tokens but the `deep` rows, which keep their own.
-        What the cache then holds by group, where layers >= l read that."""
+        """Write K and V of all layers >= l from x to the cache, except for `deep` rows, which keep their own. Returns
+        the cache's contents by group; empty if deep tokens keep their own."""
         if not self._keeps_own:
             shared: Sequence[Any] = self._decoder.shared_key_values(x, context)
             return shared
@@ -150,7 +150,7 @@ class ModelRunner:
         rows: list[int],
         deep: set[int],
     ) -> RowLogits:
-        """Logits of the rows, in float32. Without rows nothing runs."""
+        """Run layers >= l for `rows`; returns their logits in float32. Without rows nothing runs."""
         if not rows:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
         kept = layout.select(rows)
@@ -167,7 +167,7 @@ class ModelRunner:
         upper_rows: list[int],
         deep: set[int],
     ) -> RowLogits:
-        """Logits of `_upper`'s rows and of the exit head's drafts, whose rows follow those of the batch."""
+        """Run layers >= l as `_upper`, also for the exit head's drafts, whose rows follow those of the batch."""
         spans: list[Span] = []
         rows: list[int] = []
         num_rows = batch.first_rows[-1]
@@ -200,10 +200,10 @@ class ModelRunner:
         drafts: ExitDrafts,
         results: list[StepResult],
     ) -> None:
-        """Next tokens, from the whole model's logits or, for those that exited, from the exit head's."""
+        """Choose next tokens from the whole model's logits or, for sequences that exited, the exit head's."""
         at: list[int] = []
         rows: list[SamplingRow] = []
-        owners: dict[int, tuple[range, Sequence[int]]] = {}  # by index, its places in `at`, and its drafts
+        owners: dict[int, tuple[range, Sequence[int]]] = {}  # by index: places in `at`, drafts
         for index, own in batch.next_token_rows.items():
             drafted: Sequence[int] = drafts.tokens.get(index) or scheduled[index].draft.token_ids
             if index in exits.at:
@@ -236,7 +236,7 @@ class ModelRunner:
         places: dict[int, range],
         results: list[StepResult],
     ) -> None:
-        """Log-probabilities of the chosen tokens, where they are asked for."""
+        """Add the log-probabilities of the chosen tokens to the results, if asked for."""
         wanted = [index for index in places if scheduled[index].sequence.params.logprobs is not None]
         at = [place for index in wanted for place, _ in zip(places[index], results[index].token_ids, strict=False)]
         if not at:
@@ -250,7 +250,7 @@ class ModelRunner:
     def _score_prompts(
         self, scheduled: Sequence[ScheduledSequence], batch: Batch, logits: RowLogits, results: list[StepResult]
     ) -> None:
-        """Log-probabilities of prompt tokens, each from the position before it."""
+        """Add the log-probabilities of prompt tokens to the results, each from the position before it."""
         for index, rows in batch.prompt_rows.items():
             if not rows:
                 continue

@@ -1,5 +1,5 @@
-"""The engine on a student that is in memory already, in either of its modes: its weights are neither read nor copied,
-and they may be shards that torch gathers layer by layer. Knows no request.
+"""The engine on a student that is already in memory, in student or teacher mode: its weights are neither read nor
+copied, and they may be shards that torch gathers layer by layer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
 
 _IN_MEMORY = "in memory"
-"""Digest of weights that nothing outlives."""
+"""Digest of weights whose cached blocks do not outlive the engine."""
 
 
 @contextmanager
 def engine_of(
     student: Any, tokenizer: Any, config: EngineConfig, *, swiftkv: bool, context_length: int
 ) -> Iterator[LLMEngine]:
-    """The engine on one mode of `student`, which is left as it came.
+    """Yield an engine on one mode of `student`, which is restored when the block ends.
 
     Args:
-        swiftkv: student mode, or the teacher's.
-        context_length: tokens of prompt and answer together, see `keeps_rotary_factors`.
+        swiftkv: student mode; False: teacher mode.
+        context_length: maximum tokens of prompt and answer together, see `keeps_rotary_factors`.
     """
     own = student.config._attn_implementation
     model: Any = student if swiftkv else _Teacher(student)
@@ -51,8 +51,8 @@ def engine_of(
 
 
 def keeps_rotary_factors(config: Any, num_tokens: int) -> bool:
-    """Whether sequences of up to `num_tokens` tokens all have the same rotary factors, which the engine demands: with
-    LongRoPE and dynamic RoPE, longer ones have others."""
+    """Whether sequences of up to `num_tokens` tokens all have the same rotary factors, as the engine requires. LongRoPE
+    and dynamic RoPE have other factors for longer ones."""
     return all(
         num_tokens <= int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
         for rope in rope_parameters(config).values()
@@ -61,7 +61,7 @@ def keeps_rotary_factors(config: Any, num_tokens: int) -> bool:
 
 
 class _TeacherDecoder:
-    """The teacher's layers as the engine runs those of a dense model: all of them are lower ones."""
+    """The teacher's layers with the interface of a dense model's decoder, in which all layers are lower ones."""
 
     def __init__(self, decoder: Any, layer_map: Any) -> None:
         self._decoder = decoder
@@ -72,7 +72,7 @@ class _TeacherDecoder:
 
     @property
     def decoders(self) -> list[Any]:
-        """The student's decoder, and those that keep the layers that were trained as they were before."""
+        """The student's decoder, and those that hold the original layers if the student has trained its own."""
         kept = (self._decoder.teacher_lower, self._decoder.teacher_upper)
         owners = [getattr(layers, "__self__", None) for layers in kept]
         return [self._decoder, *(owner for owner in owners if owner is not None)]
@@ -100,7 +100,7 @@ class _TeacherDecoder:
 
 
 class _Teacher:
-    """The teacher of a student, as far as the engine looks at a model."""
+    """A student's teacher, with the part of a model's interface that the engine uses."""
 
     def __init__(self, student: Any) -> None:
         self.config = dense_config(student.config)

@@ -1,4 +1,4 @@
-"""Outputs that a caller gets: tokens, text, log-probabilities, durations. Plain data, no behaviour, no tensor."""
+"""Outputs that a caller gets: tokens, text, log-probabilities, durations, as plain data without tensors."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from swiftkv_platform.errors import GenerationError, InvalidInputError, SwiftKVE
 NOT_FINITE = "the model's logits are not a number; the request was ended, others are not affected"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""`stop`: end of sequence, a stop token or a stop string; `length`: max_tokens or the context; `abort`: taken back;
-`error`: the model's output is no number, see `RequestOutput.error`."""
+"""`stop`: end of sequence, a stop token or a stop string; `length`: max_tokens or the context; `abort`: aborted;
+`error`: the answer failed, see `RequestOutput.error`."""
 
 TokenLogprobs = Mapping[int, float]
-"""Natural logarithms of probabilities by token id: the token that is there and the most probable ones."""
+"""Natural logarithms of probabilities by token id: the actual token and the most probable ones."""
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Durations in seconds since the request arrived; None where it has not come to that."""
+    """Durations in seconds since the request arrived; None for events that have not happened."""
 
     queue_time: float | None
     """Seconds until it was first scheduled."""
     ttft: float | None
     """Seconds until the first token."""
     tpot: float | None
-    """Seconds from one token to the next, the first apart, on average."""
+    """Mean seconds between tokens, from the first one on."""
     total: float
-    """Seconds until now, or until it finished."""
+    """Seconds until it finished, or until now."""
 
 
 @dataclass(frozen=True)
@@ -39,46 +39,45 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     token_ids: list[int]
-    """Generated tokens, the one that ended the answer included."""
+    """Generated tokens, including the one that ended the answer."""
     text: str
-    """Text of `token_ids` up to the stop; empty where the model has no tokenizer."""
+    """Text of `token_ids` up to the stop; empty if the model has no tokenizer."""
     finish_reason: FinishReason | None
-    """Reason of the end; None while it runs."""
+    """Reason why it ended; None while it runs."""
     metrics: RequestMetrics
     index: int = 0
     """Index of the sample among the request's `n`."""
     stop_reason: int | str | None = None
     """The stop string, or the request's stop token, that ended the answer; None for any other end."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One entry a generated token, before temperature and penalties; None unless asked for."""
+    """One entry per generated token, before temperature and penalties; None unless asked for."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One entry a prompt token, from the full model; None for the first, and unless asked for."""
+    """One entry per prompt token, from the full model, None for the first; None unless asked for."""
     text_offsets: tuple[int, ...] = ()
-    """Places in the text at which each generated token's own text begins; empty without `logprobs`, and without a
-    tokenizer."""
+    """Indices in the text at which each generated token's text begins; empty without `logprobs` or a tokenizer."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
+    """Number of prompt tokens whose KV was cached already."""
     num_exited_tokens: int = 0
-    """Generated tokens that were chosen at layer l and did not go through the layers above."""
+    """Number of generated tokens that were chosen at layer l, without layers >= l."""
     num_draft_tokens: int = 0
-    """Tokens that were drafted, by the exit head or from the text, and verified."""
+    """Number of tokens that were drafted, by the exit head or from the text, and verified."""
     num_accepted_tokens: int = 0
-    """Drafted tokens that became tokens of the answer."""
+    """Number of drafted tokens that became tokens of the answer."""
     num_prefill_layers_skipped_tokens: int = 0
-    """Prompt tokens that were computed and did not go through the layers that compute no KV of their own."""
+    """Number of prompt tokens that were computed without layers >= l."""
     error: str | None = None
-    """Error that ended the answer, where `finish_reason` is `error`."""
+    """Error that ended the answer, if `finish_reason` is `error`."""
     error_field: str | None = None
-    """The request's field that is to blame for it; None: the model."""
+    """Field of the request that caused the error; None: the model did."""
     samples: tuple[RequestOutput, ...] = ()
-    """All `n` samples in the order of their index, this one first: in what `LLMEngine.generate` returns for n > 1."""
+    """All `n` samples in order of their index, beginning with this one; only from `LLMEngine.generate` with n > 1."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def failure(self) -> SwiftKVError:
-        """`error`, to be raised: `InvalidInputError` where a field of the request is to blame, else
+        """Return `error` as an exception: `InvalidInputError` if a field of the request caused it, else
         `GenerationError`."""
         assert self.error is not None, "it has not failed"
         if self.error_field is not None:
@@ -88,16 +87,16 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Load of an engine at one moment."""
+    """Load of an engine at a moment."""
 
     num_running: int
-    """Sequences that run."""
+    """Number of running sequences."""
     num_waiting: int
-    """Sequences that wait for their turn."""
+    """Number of waiting sequences."""
     num_waiting_tokens: int
-    """Prompt tokens that are not read yet."""
+    """Number of prompt tokens not prefilled yet."""
     num_preemptions: int
-    """Sequences pushed out of the KV cache so far, to be computed again."""
+    """Number of preemptions so far; each recomputes a sequence that was pushed out of the KV cache."""
     kv_cache_usage: float
     """Share of the KV cache that sequences hold, 0 to 1."""
 
@@ -107,20 +106,20 @@ class StepResult:
     """Result of a step for one scheduled sequence."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Next tokens: none while the prompt is being read, one, or the accepted drafts and the one after them."""
+    """Next tokens: none while the prompt is prefilled, else one, or the accepted drafts and the one after them."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One entry a token, if asked for."""
+    """One entry per token, if asked for."""
     num_draft_tokens: int = 0
-    """Drafts that were verified."""
+    """Number of drafts that were verified."""
     num_accepted_tokens: int = 0
-    """Number of `token_ids`, the first ones, that were drafts."""
+    """Number of drafts among `token_ids`, which are the first ones."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the next prompt tokens that have none yet."""
     exited: bool = False
-    """The token was chosen at layer l."""
+    """Whether the token was chosen at layer l."""
     num_skipped_tokens: int = 0
-    """Tokens of this step that did not go through the layers above."""
+    """Number of tokens of this step that did not run through layers >= l."""
     error: str | None = None
-    """Reason that nothing can follow `token_ids`."""
+    """Error because of which nothing can follow `token_ids`."""
     error_field: str | None = None
-    """The request's field that is to blame for it; None: the model."""
+    """Field of the request that caused the error; None: the model did."""

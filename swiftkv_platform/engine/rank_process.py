@@ -15,7 +15,7 @@ from swiftkv_platform.specs.engine import EngineConfig
 
 
 def main() -> None:
-    """Load this rank's part of the model that rank 0 names, and follow rank 0 until it is gone."""
+    """Load this rank's part of the model that rank 0 names, and follow rank 0 until it exits."""
     connection = Connection(int(sys.argv[1]))
     rank, port, path, fields = connection.recv()
     config = EngineConfig(**fields)

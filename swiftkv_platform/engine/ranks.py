@@ -1,12 +1,11 @@
-"""Tensor parallelism: rank 0 runs the engine, the others make their parts of every pass it announces.
+"""Tensor parallelism: rank 0 runs the engine, the others compute their parts of every pass it announces.
 
     rank 0    schedule -> announce -> layers -> heads, sampling -> postprocess
     others                   '-> the same layers, their own heads and columns, sums with all ranks
 
-Rank 0 starts the others as processes on the same machine and decides everything: what it announces is positions, slots
-and where contexts lie. Hidden states are broadcast where a rank does not have them. Sums go over gloo on a CPU and NCCL
-on GPUs, in a process group of the engine's own, so that engines can follow each other in one process. It knows no
-request.
+Rank 0 starts the others as processes on the same machine and makes all decisions; it announces positions, slots and
+the slots of contexts. Hidden states that the other ranks do not have are broadcast. Sums use gloo on a CPU and NCCL on
+GPUs, in a separate process group of each engine, so that a process can run several engines one after another.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from swiftkv_platform.specs.engine import EngineConfig
 
 _c10d: Any = dist  # its stubs lack the stores and groups
 SUM_TIMEOUT = datetime.timedelta(minutes=5)
-"""Longest wait of a rank for the others' parts of a sum."""
+"""Maximum wait of a rank for the others' parts of a sum."""
 EXIT_TIMEOUT_S = 10.0
 
 
 class Ranks:
-    """One process among those that share a model."""
+    """A process of the group that shares a model."""
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -54,13 +53,13 @@ class Ranks:
             self._group = _c10d.ProcessGroupGloo(sums, rank, size, SUM_TIMEOUT)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`, which is changed in place."""
+        """Return the sum of all ranks' `x`, computed in place."""
         x = x.contiguous()
         self._group.allreduce([x]).wait()
         return x
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `x`, in place of the others'."""
+        """Return rank 0's `x`, which overwrites the other ranks' in place."""
         x = x.contiguous()
         self._group.broadcast(x, 0).wait()
         return x
@@ -75,29 +74,30 @@ class Allocate:
 
 @dataclass(frozen=True)
 class Pass:
-    """Rank 0 to the others: run layers < l and K, V of all later ones, or layers >= l."""
+    """Message of rank 0 to the others: run layers < l and K, V of all later ones, or layers >= l."""
 
     upper: bool
     attention: PagedAttention
-    """Positions, slots and contexts, of the host alone."""
+    """Positions, slots and contexts, without tensors on a device."""
     hidden_shape: tuple[int, ...] | None
-    """Shape of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
+    """Shape of the hidden states that are broadcast; None: use the output of the last pass of layers < l."""
     kept: tuple[int, ...] | None = None
     """Rows that go on to layers >= l; None: all."""
     deep: tuple[int, ...] = ()
-    """Rows among them that write K and V of their own, of a student that keeps such; below l those that bypass nothing.
-    """
+    """In layers >= l, rows that write their own K and V, if the student's deep tokens do; below l, rows that bypass no
+    layer."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Rank 0 to the others: write K and V of layers >= l from x for some rows of the last pass of layers < l."""
+    """Message of rank 0 to the others: write K and V of layers >= l from x, for these rows of the last pass of layers
+    < l."""
 
     rows: tuple[int, ...]
 
 
 class LeadingDecoder:
-    """A decoder on rank 0: what the engine calls, announced to the others before it runs."""
+    """Rank 0's decoder for the engine, which announces each pass to the other ranks before it runs."""
 
     def __init__(self, decoder: Any, leader: Leader) -> None:
         self._decoder = decoder
@@ -107,8 +107,8 @@ class LeadingDecoder:
         self.layer_map = decoder.layer_map
 
     def lower(self, context: DecoderContext, bypass: BypassRows | None = None) -> torch.Tensor:
-        """Run the decoder's `lower`. The others go on to `shared_key_values` by themselves, unless deep tokens keep own
-        K and V."""
+        """Run the decoder's `lower`. The other ranks then run `shared_key_values` without another message, unless deep
+        tokens keep their own K and V."""
         deep = tuple(range(context.num_tokens)) if bypass is None else bypass.deep
         self._announce(context, context.hidden, upper=False, deep=deep)
         self._x = self._decoder.lower(context, bypass)
@@ -133,7 +133,7 @@ class LeadingDecoder:
         return hidden
 
     def write_shared(self, x: torch.Tensor, context: DecoderContext, rows: Sequence[int]) -> None:
-        """Have every rank write its heads of K and V from x, for some rows of the last pass of layers < l."""
+        """Make every rank write its heads of K and V from x, for `rows` of the last pass of layers < l."""
         assert x is self._x, "it follows `lower`"
         self._leader.tell(Share(tuple(rows)))
         write_shared(self._decoder, x, context, rows)
@@ -162,18 +162,18 @@ class LeadingDecoder:
 
 
 class Leader:
-    """Rank 0's hold on the other processes."""
+    """Rank 0's connections to the processes of the other ranks."""
 
     def __init__(self, ranks: Ranks, connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
         self.ranks = ranks
         self._connections = connections
         self._processes = processes
         self.close = weakref.finalize(self, _dismiss, connections, processes)
-        """End the other processes. Again is the same."""
+        """End the other processes; calling it again does nothing."""
 
     @classmethod
     def start(cls, path: str, config: EngineConfig) -> Self:
-        """Start the other ranks, which begin to load the model at `path`."""
+        """Start the other ranks, which then load the model at `path`."""
         size, device = config.tensor_parallel_size, rank_device(config, 0)
         store = _c10d.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         connections, processes = [], []
@@ -192,7 +192,7 @@ class Leader:
             raise
 
     def wait_until_loaded(self) -> None:
-        """Wait for the other ranks to have loaded their parts. Raises `OSError` if one of them is gone."""
+        """Wait until the other ranks have loaded their parts. Raises `OSError`: one of them has ended."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 connection.recv()
@@ -203,7 +203,7 @@ class Leader:
                 ) from error
 
     def tell(self, message: Allocate | Pass | Share) -> None:
-        """Raises `OSError` if one of the others is gone."""
+        """Send a message to the other ranks. Raises `OSError`: one of them has ended."""
         for connection in self._connections:
             connection.send(message)
 
@@ -215,7 +215,7 @@ def join(rank: int, port: int, config: EngineConfig) -> Ranks:
 
 
 def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) -> None:
-    """Run what rank 0 announces until it is gone. `make_cache`: number of blocks -> the KV cache."""
+    """Run the passes that rank 0 announces until it exits. `make_cache`: makes the cache for a number of blocks."""
     decoder, x = model.model, torch.empty(0)
     keeps_own: bool = model.config.decodes_own
     cache: Any = None
@@ -226,7 +226,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
         except (EOFError, ConnectionResetError):
             return
         if isinstance(message, Allocate):
-            cache = None  # its memory goes before another's is taken
+            cache = None  # free its memory before allocating the next
             cache = make_cache(message.num_blocks)
             continue
         if isinstance(message, Share):
@@ -254,7 +254,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Device of a rank's part of the model. Raises `ModelError` for more ranks than GPUs."""
+    """Return the device of a rank's part of the model. Raises `ModelError`: there are more ranks than GPUs."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -268,7 +268,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def _dismiss(connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
-    """Let the processes go, and end those that do not."""
+    """Close the connections, on which the processes exit, and kill those that do not."""
     for connection in connections:
         connection.close()
     for process in processes:

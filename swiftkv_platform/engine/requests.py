@@ -1,8 +1,8 @@
-"""Prompts and parameters to sequences; what cannot be answered is refused here, with the numbers. Knows no schedule.
+"""Conversion of prompts and parameters to sequences, with checks that refuse requests that cannot be answered.
 
-In three parts, so that a text of any length holds up no other request: `check` takes no time and tokenizes nothing,
-`read` takes as long as the text does, in a thread of `Readers`, and `sequences` belongs to the engine's own. While it
-works, a tokenizer lets go of Python's lock: the model and the event loop go on.
+It has three parts, so that a long text does not delay other requests: `check` returns at once and does not tokenize,
+`read` tokenizes in a thread of `Readers`, and `sequences` runs in the engine's thread. A tokenizer releases Python's
+global lock while it works, so the model and the event loop go on.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from swiftkv_platform.specs.sampling import SamplingParams
 
 R = TypeVar("R")
 NUM_SHORT = 2
-"""Threads for short texts."""
+"""Number of threads for short texts."""
 LONG_BYTES = 1 << 16
-"""A text of more has a thread that all long ones share, so that one at a time takes a tokenizer's memory."""
+"""Maximum bytes of a short text. Longer ones share a thread, so that only one at a time takes a tokenizer's memory."""
 Prompt = str | abc.Sequence[int]
 """Text, or token ids."""
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request that can be answered: its tokens, and what its parameters need prepared."""
+    """A tokenized request that can be answered, with its prepared stop strings."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     stops: tuple[StopString, ...]
     named: Mapping[int, str]
-    """Texts of special tokens that stop strings name."""
+    """Texts of special tokens that occur in stop strings."""
 
 
 class RequestReader:
-    """Makes the sequences of a request, one for each of its `n` samples."""
+    """Checks and tokenizes requests, and makes their sequences, one for each of `n` samples."""
 
     def __init__(self, model: ModelDescription, config: EngineConfig, *, num_slots: int) -> None:
         self._tokenizer = model.tokenizer
@@ -62,16 +62,16 @@ class RequestReader:
         self._arrivals = 0
         bytes_per_token, self._silent = MAX_BYTES_PER_TOKEN, frozenset[int]()
         if self._tokenizer is not None:
-            # The first call undoes truncation and padding in the tokenizer's file; later ones change nothing in it, so
-            # that several threads may make them.
+            # The first call resets truncation and padding set in the tokenizer's file; later calls do not change the
+            # tokenizer, so several threads can make them.
             self._tokenizer("")
             bytes_per_token = min(max_bytes_per_token(self._tokenizer) or bytes_per_token, bytes_per_token)
             self._silent = special_ids(self._tokenizer)
         self.max_prompt_bytes = config.max_prompt_bytes or self._max_model_len * bytes_per_token
-        """Longest text that is tokenized."""
+        """Maximum bytes of a text to tokenize."""
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Refuse what need not be read to be refused. Raises as `read`."""
+        """Check a request as far as possible without tokenizing. Raises as `read`."""
         self._check_params(params)
         if isinstance(prompt, str):
             self.check_text(prompt)
@@ -81,7 +81,7 @@ class RequestReader:
             self._check_length(self._num_kept(len(prompt), params))
 
     def check_text(self, *texts: str, field: str = "prompt") -> None:
-        """Refuse texts that together are too long to be tokenized. Raises `InvalidInputError`."""
+        """Raise `InvalidInputError` if texts are together too long to be tokenized, or there is no tokenizer."""
         if self._tokenizer is None:
             raise InvalidInputError(
                 f"{field} is text, but this model's directory has no tokenizer; give a list of token ids",
@@ -99,9 +99,9 @@ class RequestReader:
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
-        """Tokenize. Blocks for as long as the text takes; any thread may do so. Raises `InvalidInputError`: an empty or
-        too long prompt, a token id outside the vocabulary, parameters that this model cannot serve, more tokens than
-        the KV cache holds."""
+        """Check and tokenize a request. Blocks while tokenizing; any thread may call it. Raises `InvalidInputError`: an
+        empty or too long prompt, a token id outside the vocabulary, parameters that this model cannot serve, or more
+        tokens than the KV cache holds."""
         self.check(prompt, params)
         token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)
@@ -117,7 +117,7 @@ class RequestReader:
         tenant: str = "",
         constraint: Constraint | None = None,
     ) -> list[Sequence]:
-        """The sequences of a request; `constraint` is that of its first answer, the others get copies."""
+        """Make the sequences of a request. `constraint`: used by the first answer, the others get copies."""
         params = request.params
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
@@ -207,17 +207,17 @@ class RequestReader:
             )
 
     def _excluded(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that may not be among the first `min_tokens`: the ends of sequence too, ignored or not."""
+        """Return the tokens banned from the first `min_tokens`: stop tokens and ends of sequence, even ignored ones."""
         if not params.min_tokens:
             return frozenset()
         return self._known(self._eos_token_ids | frozenset(params.stop_token_ids))
 
     def _known(self, token_ids: abc.Iterable[int]) -> frozenset[int]:
-        """Those that the model can put out; vLLM takes no others."""
+        """Return those of the token ids that the model can generate."""
         return frozenset(token for token in token_ids if token < self._vocab_size)
 
     def decoded(self, token_ids: abc.Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of tokens. Not without a tokenizer."""
+        """Return the text of tokens. The model must have a tokenizer."""
         assert self._tokenizer is not None, "checked before"
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -225,7 +225,7 @@ class RequestReader:
         return text
 
     def detokenizer_of_prompts(self) -> IncrementalDetokenizer | None:
-        """A new detokenizer that shows special tokens and keeps offsets; None without a tokenizer."""
+        """Make a detokenizer that shows special tokens and records offsets; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return IncrementalDetokenizer(self.decoded, text_of=self.vocabulary.text_of)
@@ -254,14 +254,14 @@ class RequestReader:
         }
 
     def _num_kept(self, num_tokens: int, params: SamplingParams) -> int:
-        """Number of a prompt's tokens that `truncate_prompt_tokens` leaves."""
+        """Return the number of a prompt's tokens that `truncate_prompt_tokens` keeps."""
         wanted = params.truncate_prompt_tokens
         if wanted is None:
             return num_tokens
         return min(num_tokens, max(self._max_model_len - max(params.max_tokens, 1), 1) if wanted < 0 else wanted)
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt the model can answer, the last ones that are to be kept."""
+        """Return a prompt's token ids, truncated to the last ones, after checking them."""
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         token_ids = token_ids[len(token_ids) - self._num_kept(len(token_ids), params) :]
         if not token_ids:
@@ -294,18 +294,18 @@ class RequestReader:
 
 
 def _sample_seed(seed: int, index: int) -> int:
-    """Seed of a request's sample; the first has the request's own."""
+    """Return the seed of a request's sample; the first sample has the request's own."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") & MAX_SEED
 
 
 class Readers:
-    """Threads beside the engine's, in which texts become tokens and tokens text. A long text holds up other long ones,
-    never a short one.
+    """Threads for tokenizing and detokenizing, apart from the engine's. A long text delays only other long ones.
 
     Args:
-        max_waiting: calls that may run or wait and belong to no admitted request; one more is refused at once.
+        max_waiting: maximum number of running and waiting calls that belong to no admitted request; one more is
+            refused at once.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -316,15 +316,15 @@ class Readers:
         self._closed = False
 
     async def run(self, call: Callable[[], R], num_bytes: int) -> R:
-        """Run `call`, for a request that was admitted; `num_bytes` is about how much it reads. Raises
-        `EngineDeadError` once closed."""
+        """Run `call` for an admitted request. `num_bytes`: approximate size of its text. Raises `EngineDeadError`: it
+        was closed."""
         if self._closed:
             raise EngineDeadError("the engine was shut down")
         pool = self._long if num_bytes > LONG_BYTES else self._short
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     async def run_unadmitted(self, call: Callable[[], R], num_bytes: int) -> R:
-        """Run `call` for a caller that no queue counts. Raises `QueueFullError`, and as `run`."""
+        """Run `call` for a request that was not admitted to the queue. Raises `QueueFullError`, and as `run`."""
         if self._num_waiting >= self._max_waiting:
             raise QueueFullError(f"queue full: {self._max_waiting} texts wait to be read; try again later")
         self._num_waiting += 1
@@ -334,7 +334,7 @@ class Readers:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Begin nothing more; callers that wait are cancelled. Returns at once."""
+        """Refuse new calls, without waiting for running ones."""
         self._closed = True
         for pool in (self._short, self._long):
             pool.shutdown(wait=False)

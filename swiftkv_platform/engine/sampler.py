@@ -1,8 +1,8 @@
-"""Logits to tokens, for a batch of requests with parameters of their own. Knows no model and no schedule.
+"""Sampling of tokens from logits, for a batch of requests with different parameters.
 
-Noise belongs to (seed, position), not to the batch: token = argmax(log p + Gumbel noise), which is a draw from p (the
-Gumbel-max trick). So a request draws the same tokens whatever else is served, and two distributions over one position,
-those of the exit head and of the whole model, are coupled.
+Noise depends on (seed, position), not on the batch: token = argmax(log p + Gumbel noise), which is a draw from p (the
+Gumbel-max trick). So a request draws the same tokens whatever else is served, and the distributions of the exit head
+and of the whole model at a position are coupled.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from swiftkv_platform.specs.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """Inputs of the choice of a token from one row of logits."""
+    """The inputs for choosing a token from a row of logits."""
 
     params: SamplingParams
     seed: int
     token_ids: Sequence[int]
-    """Everything before the token: prompt and answer so far."""
+    """All tokens before it: prompt and answer so far."""
     num_prompt_tokens: int
     constraint: Constraint | None = None
     excluded_token_ids: Collection[int] = ()
-    """Tokens that it may not be."""
+    """Tokens that must not be chosen."""
 
 
 _Way = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
-"""Choice of a token of each row of logits [num_rows, vocab_size], [num_rows]."""
+"""Function that chooses a token for each row of logits: [num_rows, vocab_size] -> [num_rows]."""
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """One token for each row of `logits` [num_rows, vocab_size], float32, which is not changed: int64 [num_rows]."""
+    """Choose a token for each row of `logits` [num_rows, vocab_size], float32, kept unchanged: int64 [num_rows]."""
     logits = _constrained(_adjusted(logits, rows), rows)
     by_way: dict[_Way, list[int]] = {}
     for i, row in enumerate(rows):
@@ -54,7 +54,7 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _put(values: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """`values` with other `rows` at `places`, ascending."""
+    """Return `values` with `rows` at `places`, which are ascending."""
     return rows if len(places) == len(values) else values.index_copy(0, index_tensor(places, values.device), rows)
 
 
@@ -70,13 +70,13 @@ def _most_probable(logits: torch.Tensor, _rows: Sequence[SamplingRow]) -> torch.
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Index of each row's largest number, of equal ones the first."""
-    # NumPy's search is vectorised, torch's on a CPU is not.
+    """Return the index of each row's largest number, the first one of equal numbers."""
+    # NumPy's argmax is vectorised, torch's on a CPU is not.
     return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
 
 
 def _drawn_of_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from all tokens; on a CPU row by row, whose noise then stays in its cache."""
+    """Draw from all tokens; on a CPU row by row, so that the noise stays in the processor's cache."""
     (temperatures,) = _columns([[row.params.temperature for row in rows]], logits.device)
     keys = _noise_keys(rows, logits.device)
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
@@ -92,10 +92,10 @@ def _drawn_of_some(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.T
 
 
 def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits over temperature of the most probable tokens, and their ids: both [num_rows, num_candidates].
+    """Return the most probable tokens' logits over temperature, and their ids: both [num_rows, num_candidates].
 
-    The most probable come first, of equal ones the lower id; where top-k, top-p or min-p leave a token out, its logit
-    is minus infinity, and no token is kept that is not among them.
+    They are in descending order, equal ones by id. Tokens that top-k, top-p or min-p exclude have a logit of minus
+    infinity or are left out.
     """
     size = logits.shape[-1]
     temperatures, top_k, top_p, min_p = _columns(
@@ -112,11 +112,11 @@ def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[t
     if logits.device.type == "cpu":
         largest_k = max((min(one.top_k, size) for one in params), default=0)
         ordered, token_ids = _largest(logits, _floors(logits, normalisers, top_k, top_p, min_p, largest_k))
-    else:  # whose sort is quick, and which would have to wait for the number of candidates
+    else:  # GPUs sort fast, and reading the number of candidates would wait for the GPU
         ordered, token_ids = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(ranks >= top_k, float("-inf"))
-    # Top-p is a share of what top-k leaves.
+    # Top-p applies to the tokens that top-k leaves.
     normalisers = torch.where(top_k < size, ordered.logsumexp(dim=-1, keepdim=True), normalisers)
     probs = (ordered - normalisers).exp()
     dropped = (probs.cumsum(dim=-1) - probs >= top_p) | (probs < min_p * probs[:, :1])
@@ -132,10 +132,10 @@ def _floors(
     min_p: torch.Tensor,
     largest_k: int,
 ) -> torch.Tensor:
-    """A logit for each row [num_rows, 1] below which no token is kept; `largest_k` is the largest top-k that is set.
+    """Return a logit for each row [num_rows, 1] below which no token is kept. `largest_k`: the largest top-k set.
 
-    All tokens less probable than (1 - top_p) / vocab_size have less than 1 - top_p together, so those before them have
-    top_p, and none of them is kept.
+    The tokens less probable than (1 - top_p) / vocab_size have less than 1 - top_p together, so the tokens before them
+    have at least top_p, and none of them is kept.
     """
     size = logits.shape[-1]
     slack = 0.1  # far more than rounding
@@ -150,7 +150,7 @@ def _floors(
 
 
 def _largest(logits: torch.Tensor, floors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """At least the logits not below their row's floor [num_rows, num_candidates], descending, and their ids."""
+    """Return at least the logits not below their row's floor [num_rows, num_candidates], descending, and their ids."""
     count = max(1, int((logits >= floors).sum(dim=-1).max()))
     token_ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
     ordered, order = logits.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
@@ -158,16 +158,16 @@ def _largest(logits: torch.Tensor, floors: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _columns(rows: Sequence[Sequence[float]], device: torch.device) -> list[torch.Tensor]:
-    """Float32 columns [num_rows, 1] on the device, in one copy."""
+    """Return float32 columns [num_rows, 1] on the device, with one copy."""
     return [column[:, None] for column in to_device([np.array(row, dtype=np.float32) for row in rows], device)]
 
 
 def logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Return for each row [num_rows, vocab_size] the log-probabilities of its token and of its most probable ones."""
+    """Return the log-probabilities of each row's token and its most probable ones; `logits`: [num_rows, vocab_size]."""
     values = logits.log_softmax(dim=-1)
     best = values.topk(min(max(counts), values.shape[-1]), dim=-1)
     chosen = values.gather(-1, index_tensor(token_ids, values.device)[:, None])
-    # Ids and float32 alike are exact in float64, so all of it is read at once.
+    # Ids and float32 are both exact in float64, so one read is enough.
     found = torch.cat([chosen.double(), best.values.double(), best.indices.double()], dim=-1).tolist()
     size = best.values.shape[-1]
     return [
@@ -177,7 +177,7 @@ def logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[in
 
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits with biases, penalties and exclusions; the same tensor where no request has any."""
+    """Return logits with biases, penalties and exclusions; the same tensor if no request has any."""
     if not any(
         row.params.logit_bias or row.params.has_penalties or row.params.allowed_token_ids or row.excluded_token_ids
         for row in rows
@@ -193,7 +193,7 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
 
 
 def _add_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Change `logits` in place, as the next four do."""
+    """Add biases to `logits`, in place like the next four functions."""
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in (row.params.logit_bias or {}).items()]
     if entries:
         at, tokens, biases = _entries(entries, logits.device)
@@ -242,14 +242,14 @@ def _exclude(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def _entries(entries: Sequence[tuple[float, ...]], device: torch.device) -> list[torch.Tensor]:
-    """Row and token of each entry, int64, and its other numbers, float32, on the device in one copy."""
+    """Return the entries' rows and tokens, int64, and their other numbers, float32, on the device with one copy."""
     at, tokens, *others = zip(*entries, strict=True)
     indices = [np.array(numbers, dtype=np.int64) for numbers in (at, tokens)]
     return to_device([*indices, *(np.array(numbers, dtype=np.float32) for numbers in others)], device)
 
 
 def _constrained(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Minus infinity where a grammar forbids a token; the same tensor where no request has a grammar."""
+    """Set tokens that grammars forbid to minus infinity; returns the same tensor if no request has a grammar."""
     asking = [(i, row, row.constraint) for i, row in enumerate(rows) if row.constraint is not None]
     if not asking:
         return logits
@@ -271,10 +271,10 @@ def _noise_key(row: SamplingRow) -> int:
 
 
 def noise_of(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise [num_keys, num_tokens], each a function of a key [num_keys] and a token's id [num_tokens] or
-    [num_keys, num_tokens], all int64: so only the noise that is asked for is made, by one formula on every device.
+    """Return Gumbel noise [num_keys, num_tokens], a function of keys [num_keys] and token ids [num_tokens] or
+    [num_keys, num_tokens], all int64. So only the needed noise is computed, with the same formula on every device.
 
-    Bits are SplitMix64's, the token being the count.
+    Bits are SplitMix64's, with the token id as the counter.
     """
     bits = keys[:, None] + (token_ids + 1) * _INCREMENT
     for shift, factor in _MIXING:
@@ -290,14 +290,14 @@ _INCREMENT, _MIXING = -0x61C8864680B583EB, ((30, -0x40A7B892E31B1A47), (27, -0x6
 
 
 def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """`bits` moved to the right, zeros coming in: torch's own shift copies the sign."""
+    """Shift `bits` right and fill with zeros; torch's own shift copies the sign."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 @torch.inference_mode()
 def log_probs(model: Any, token_ids: Sequence[int], num_positions: int) -> torch.Tensor:
-    """Log-probabilities [num_positions, vocab_size], float32, of the last `num_positions` tokens, given those before
-    each, at temperature 1. One forward pass without a cache."""
+    """Return the log-probabilities [num_positions, vocab_size], float32, of the last `num_positions` tokens, given
+    those before each, at temperature 1. Runs one forward pass without a cache."""
     input_ids = torch.tensor([token_ids[:-1]], device=model.device)
     logits: torch.Tensor = model(input_ids, logits_to_keep=num_positions, use_cache=False).logits[0]
     return logits.float().log_softmax(-1).cpu()

@@ -1,11 +1,11 @@
-"""Choice of the sequences that run next, and of how many of their tokens. Knows no tensor and no model.
+"""The scheduler: chooses the sequences of the next step and how many of their tokens run. Knows no tensors.
 
-Every running sequence has tokens whose KV is not computed yet: one when it decodes, many while its prompt is read. A
-step takes `max_num_batched_tokens` of them: decodes first, so that long prompts never hold them up, then prompts in
-chunks, first come, first served. A sequence enters when all its known tokens have blocks; only decodes ask for more,
-and when there are none, the last in line gives all of its blocks back and is recomputed later. The first in line is
-never preempted and fits alone, so there is always progress. Drafts get what tokens and blocks are left in the end.
-Sequences whose grammars are slow to follow take turns, so that they never take more time than the others have.
+Every running sequence has tokens whose KV is not computed yet: one when it decodes, many while its prompt is prefilled.
+A step takes up to `max_num_batched_tokens` of them: decodes first, so that long prompts never delay them, then prompts
+in chunks, first come, first served. A sequence starts when there are blocks for all its known tokens. Only decodes need
+more; if there are none, the last in line is preempted: it frees all its blocks and is recomputed later. The first in
+line is never preempted and fits alone, so there is always progress. Drafts get the tokens and blocks that are left.
+Sequences whose grammars are slow to follow take turns, so that they do not take too much time from the others.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 
 TURN_S = 0.005
-"""CPU seconds of a step that several turns may be expected to take."""
+"""Maximum expected CPU seconds of a step's turns, if there are several."""
 TURNS_SHARE = 0.1
-"""Most of an engine's time that turns take of others'."""
+"""Maximum share of the engine's time for turns while other sequences run."""
 MOST_OWED_S = 2.0
-"""Most seconds that slow grammars wait for their next turn, whatever they took while nothing else ran."""
+"""Maximum seconds that slow grammars wait for their next turn, however much time they took while nothing else ran."""
 
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """A sequence and how many of its tokens, from `num_computed_tokens` on, the step runs."""
+    """A sequence and the number of its tokens, from `num_computed_tokens` on, that the step runs."""
 
     sequence: Sequence
     num_scheduled_tokens: int
     draft: Draft = NO_DRAFT
-    """Draft that may be tried beyond the last known token."""
+    """Draft that may be verified after the last known token."""
 
     @property
     def needs_token(self) -> bool:
@@ -47,16 +47,16 @@ class ScheduledSequence:
 
 
 class DraftPlanner(Protocol):
-    """Says what is worth drafting."""
+    """Planner of the drafts that are worth their cost."""
 
     def plan(self, decoding: list[Sequence], *, num_sequences: int, num_tokens: int) -> dict[Sequence, Draft]:
-        """Drafts that the decoding sequences of a step want; it runs `num_tokens` tokens without them, and
-        `num_sequences` sequences get a token."""
+        """Return drafts for the decoding sequences of a step that runs `num_tokens` tokens without them and gives
+        `num_sequences` sequences a token."""
         ...
 
 
 class Scheduler:
-    """The line of waiting sequences and the set of running ones."""
+    """The queue of waiting sequences and the set of running ones."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Scheduler:
         draft_planner: DraftPlanner | None = None,
         keeps_own: bool = False,
     ) -> None:
-        """`keeps_own`: tokens from a prompt's last one on keep K and V of their own, which another sequence that has
-        them in its prompt cannot use; so their blocks are not shared."""
+        """Make an empty scheduler. `keeps_own`: tokens from a prompt's last one on keep their own K and V, which a
+        sequence with the same tokens in its prompt cannot use; so their blocks are not shared."""
         self._keeps_own = keeps_own
         self._blocks = blocks
         self._draft_planner = draft_planner
@@ -91,9 +91,9 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of waiting and running sequences whose KV is not computed yet.
+        """Number of prompt tokens of waiting and running sequences whose KV is not computed yet.
 
-        Another thread than the one that schedules may read it: it is then at most one step old.
+        Other threads may read it; it is then at most one step old.
         """
         being_read = [sequence for sequence in list(self._running) if not sequence.is_decoding]
         return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in [*self._waiting, *being_read])
@@ -103,14 +103,14 @@ class Scheduler:
         bisect.insort(self._waiting, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a finished sequence and free its blocks."""
+        """Remove a finished sequence and free its blocks."""
         assert sequence.status is SequenceStatus.FINISHED
         self._blocks.free(sequence.block_table, discard=sequence.finish_reason == "error")
         (self._running if sequence in self._running else self._waiting).remove(sequence)
         self._last_step.pop(sequence, None)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The sequences of the next step, blocks allocated; empty when there is nothing to do."""
+        """Choose the sequences of the next step and allocate their blocks; empty if there is nothing to do."""
         self._num_steps += 1
         self._turns.begin_step()
         scheduled = self._choose(lambda grammar: not grammar.is_slow or self._turns.take(grammar))
@@ -125,7 +125,7 @@ class Scheduler:
         ]
 
     def _choose(self, may_follow: Callable[[Work], bool]) -> dict[Sequence, int]:
-        """Sequences to run, and how many of their tokens; of those with a grammar the ones that `may_follow` it."""
+        """Choose the sequences to run and the number of their tokens; those with a grammar only if `may_follow` it."""
         scheduled: dict[Sequence, int] = {}
         num_preemptions = self.num_preemptions
         for sequence in self._in_turn():
@@ -141,8 +141,8 @@ class Scheduler:
         return scheduled
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
-        """The KV of `num_tokens` more tokens of the sequence is in the cache, for good; blocks that drafts got beyond
-        its known tokens are free again."""
+        """Record that the KV of `num_tokens` more tokens of the sequence is final, and free the blocks that drafts got
+        beyond its known tokens."""
         sequence.num_computed_tokens += num_tokens
         assert sequence.num_computed_tokens <= sequence.num_tokens
         num_shared = min(sequence.num_computed_tokens, self._num_shareable(sequence))
@@ -150,24 +150,25 @@ class Scheduler:
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
 
     def _num_shareable(self, sequence: Sequence) -> int:
-        """Leading tokens whose K and V are the same in every sequence that begins with them."""
+        """Return the number of leading tokens whose K and V are the same in every sequence that begins with them."""
         return sequence.num_prompt_tokens - 1 if self._keeps_own else sequence.num_tokens
 
     def check(self) -> None:
-        """Assert that no block is lost or held without an owner."""
+        """Assert that no block is lost or held by no sequence."""
         self._blocks.check(sequence.block_table for sequence in self._running)
         assert not any(sequence.block_table.blocks for sequence in self._waiting)
         assert self._last_step.keys() <= set(self._running)
 
     def _in_turn(self) -> Iterator[Sequence]:
-        """Decodes before prompts; of decodes that do not all fit into a step, those that have waited longest."""
+        """Yield running sequences in scheduling order: decodes by priority and longest wait, then prompts."""
         decoding = [sequence for sequence in self._running if sequence.is_decoding]
         decoding.sort(key=lambda sequence: (sequence.priority, self._last_step[sequence]))
         yield from decoding
         yield from [sequence for sequence in self._running if not sequence.is_decoding]
 
     def _make_room(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
-        """Give the sequence the block its last token may need, at the cost of the last in line, if need be itself."""
+        """Allocate the block that the sequence's last token may need, preempting sequences from the last in line on.
+        False: the sequence itself was preempted."""
         table = sequence.block_table
         while not self._blocks.can_grow(table, sequence.num_tokens):
             victim = self._running[-1]
@@ -179,7 +180,7 @@ class Scheduler:
         return True
 
     def _grant_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
-        """Drafts for which there are tokens in the step and free blocks; no sequence is preempted for them."""
+        """Plan drafts and allocate their blocks, within the step's tokens and free blocks; nothing is preempted."""
         if self._draft_planner is None:
             return {}
         num_tokens = sum(scheduled.values())
@@ -206,9 +207,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, scheduled: dict[Sequence, int]) -> None:
-        """Let waiting sequences in, in line, while there are tokens, places and blocks for all they have."""
+        """Start waiting sequences in order while there are tokens, places and blocks for all their known tokens."""
         budget = self._max_num_batched_tokens - sum(scheduled.values())
-        # Those that wait for their turn hold blocks, and no place.
+        # Sequences with slow grammars, which wait for turns, hold blocks but take no place.
         slow = sum(
             1 for sequence in self._running if sequence.constraint is not None and sequence.constraint.work.is_slow
         )
@@ -221,10 +222,10 @@ class Scheduler:
             sequence = self._waiting[0]
             table, token_ids = sequence.block_table, sequence.token_ids
             matched = []
-            if not sequence.wants_prompt_logprobs:  # which are made of hidden states, and cached are K and V alone
-                known = token_ids[: self._num_shareable(sequence) + 1]  # one more, as one token is left to run
+            if not sequence.wants_prompt_logprobs:  # they need hidden states, which are not cached
+                known = token_ids[: self._num_shareable(sequence) + 1]  # plus one: match_prefix leaves a token to run
                 matched = self._blocks.match_prefix(table, known, sequence.tenant)
-            # Each running sequence may soon need one block more: to admit what they then push out again is wasted work.
+            # Each running sequence may soon need another block, and would then preempt the new one: wasted work.
             if not self._blocks.can_allocate(matched, len(token_ids), spare=len(self._running)):
                 return
             self._blocks.allocate(table, matched, len(token_ids))
@@ -236,7 +237,7 @@ class Scheduler:
 
 
 class GrammarTurns:
-    """Turns of slow grammars in the engine's steps: while other sequences run, `TURNS_SHARE` of the time is theirs."""
+    """Turns of slow grammars in the engine's steps; while other sequences run, they get `TURNS_SHARE` of the time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -245,7 +246,7 @@ class GrammarTurns:
         self._taken: dict[Work, float] = {}
 
     def begin_step(self) -> None:
-        """Count what the last step's turns took, against the time that has passed beside them."""
+        """Add the time of the last step's turns, over `TURNS_SHARE`, to the time owed, less the time since then."""
         now, took = self._clock(), 0.0
         for work, before in self._taken.items():
             work.turn_s = work.spent_s - before
@@ -255,7 +256,7 @@ class GrammarTurns:
         self._began, self._taken = now, {}
 
     def take(self, work: Work, *, alone: bool = False) -> bool:
-        """Whether it is followed in this step. `alone`: nothing else can run; it is owed all the same."""
+        """Take a turn in this step; False: it must wait. `alone`: nothing else runs, so time owed does not matter."""
         if self._owed_s > 0.0 and not alone:
             return False
         if self._taken and sum(each.turn_s for each in self._taken) + work.turn_s > TURN_S:
@@ -265,5 +266,5 @@ class GrammarTurns:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
-    """Place in line: priority, then arrival."""
+    """Return the place in the queue: priority, then arrival."""
     return sequence.priority, sequence.arrival

@@ -1,4 +1,4 @@
-"""One sample of a request on its way through the engine: tokens, text, blocks, clock. Knows no model, no schedule."""
+"""The state of one sample of a request in the engine: tokens, text, blocks, times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftkv_platform.specs.sampling import SamplingParams
 
 
 class SequenceStatus(enum.Enum):
-    """Status of a sequence; `_TRANSITIONS` says what may follow."""
+    """Status of a sequence; `_TRANSITIONS` lists the statuses that may follow."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,7 +30,7 @@ _TRANSITIONS = {
 
 
 class Sequence:
-    """A prompt, the tokens generated for it, and the state their generation needs."""
+    """A prompt, the tokens generated for it, and the state of their generation."""
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class Sequence:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.seed = seed
-        """Seed of the noise that chooses its tokens."""
+        """Seed of the sampling noise."""
         self.arrival = arrival
-        """Number of the request in the order they came."""
+        """Number of the request in order of arrival."""
         self.priority = priority
         """Lower goes first."""
         self.tenant = tenant
         self.constraint = constraint
-        """The sequence's own; None leaves its text free."""
+        """This sequence's own constraint; None: its text is free."""
         self.token_ids = list(prompt_token_ids)
         """Prompt and generated tokens."""
         self.block_table = BlockTable()
         self.num_computed_tokens = 0
-        """Leading tokens whose KV is in the cache."""
+        """Number of leading tokens whose KV is in the cache."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -74,7 +74,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.num_exited_tokens = 0
         self.exited_positions: set[int] = set()
-        """Positions of tokens that stopped at layer l, where the next one was chosen: they have shared K and V."""
+        """Positions of tokens that exited at layer l, and so have shared K and V in layers >= l."""
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_prefill_layers_skipped_tokens = 0
@@ -94,7 +94,7 @@ class Sequence:
 
     @cached_property
     def drafts(self) -> DraftHistory:
-        """Results of drafting; made for those that draft."""
+        """Results of drafting, made when first needed."""
         return DraftHistory()
 
     @property
@@ -115,26 +115,26 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its last known token is left to run."""
+        """Whether only its last known token still has to run."""
         return self.num_tokens - self.num_computed_tokens == 1
 
     @property
     def num_draftable_tokens(self) -> int:
-        """Most tokens worth drafting: with the one after them they end the answer."""
+        """Maximum number of tokens worth drafting, which with the one after them complete the answer."""
         return self.max_output_tokens - self.num_output_tokens - 1
 
     @property
     def generates(self) -> bool:
-        """Whether tokens follow the prompt, which else is only read and scored."""
+        """Whether tokens are generated; if not, the prompt is only prefilled and scored."""
         return self.max_output_tokens > 0
 
     def excluded_token_ids(self, num_output_tokens: int) -> frozenset[int]:
-        """Tokens that may not come next in the answer, behind `num_output_tokens` others."""
+        """Return the tokens that may not come next in an answer of `num_output_tokens` tokens."""
         return self._excluded_token_ids if num_output_tokens < self.params.min_tokens else frozenset()
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Prompt log-probabilities are still to be computed."""
+        """Whether prompt log-probabilities still have to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
@@ -142,8 +142,8 @@ class Sequence:
         return self._detokenizer.text if self._detokenizer else ""
 
     def start(self, *, num_cached_tokens: int, waited_s: float | None = None) -> None:
-        """Leave the queue, the KV of the first tokens being there already. `waited_s`: seconds since it arrived, where
-        that is not now."""
+        """Start running, with the KV of the first `num_cached_tokens` tokens cached. `waited_s`: seconds in the queue;
+        None: until now."""
         self._become(SequenceStatus.RUNNING)
         self.num_computed_tokens = num_cached_tokens
         if self._scheduled is None:
@@ -151,7 +151,7 @@ class Sequence:
             self._num_cached_tokens = num_cached_tokens
 
     def preempt(self) -> None:
-        """Back into the queue; its KV is lost and will be computed again."""
+        """Return to the queue; the KV is lost and will be recomputed."""
         self._become(SequenceStatus.WAITING)
         self.num_computed_tokens = 0
         if self.num_output_tokens == 0:
@@ -170,7 +170,7 @@ class Sequence:
             self.logprobs += result.logprobs[at : at + 1]
             self.append(token_id)
             if self.finish_reason is not None:
-                return  # an accepted draft ended the answer, and what comes after it was never said
+                return  # an accepted draft ended the answer; drop the tokens after it
         if result.error is not None:
             self._error, self._error_field = result.error, result.error_field
             self.finish("error")
@@ -196,7 +196,7 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """End the sequence; what follows changes nothing."""
+        """End the sequence."""
         self._become(SequenceStatus.FINISHED)
         if self._detokenizer:
             self._detokenizer.finish()

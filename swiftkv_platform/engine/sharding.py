@@ -1,9 +1,9 @@
-"""A model's layers cut among ranks: heads and columns apart, sums put together. Knows modules, no process.
+"""Sharding of a model's layers among tensor-parallel ranks: heads and columns are divided, outputs are summed.
 
-Projections into heads and into the middle of an MLP are cut by rows of their weights (each rank makes its own heads and
-columns), projections out of them by columns of theirs (each rank makes a part of the sum, and all add up). So there are
-two sums a layer. Source: Megatron-LM, arXiv 1909.08053, section 3. Norms, routers and MLA's latents stay whole, and so
-do the embedding and the heads, which only rank 0 keeps; a norm of all heads is cut as they are, with a sum of its own.
+Projections into heads and into the middle of an MLP are cut by rows of their weights (each rank computes its own heads
+and columns), projections out of them by columns (each rank computes a part of the sum). So there are two all-reduces a
+layer. Source: Megatron-LM, arXiv 1909.08053, section 3. Norms, routers and MLA's latents stay whole, and so do the
+embedding and the heads, which only rank 0 keeps; a norm over all heads is cut as they are, with its own all-reduce.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.stored_weights import StoredWeights
 
 INTO_PARTS = {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"}
-"""Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv`, or `_decode_swiftkv`, may follow."""
+"""Names of linear modules of which a rank keeps a part of the outputs; `_swiftkv` or `_decode_swiftkv` may follow."""
 OUT_OF_PARTS = {"o_proj", "down_proj"}
-"""Names of those of which a rank keeps a part of the inputs."""
+"""Names of linear modules of which a rank keeps a part of the inputs."""
 NORMS_OF_HEADS = {"q_norm", "k_norm"}
-"""Names of norms that a rank keeps a part of, where they are of all heads."""
+"""Names of norms of which a rank keeps a part, if they are over all heads."""
 
 
 class Ranks(Protocol):
-    """Ranks as sharded modules need them."""
+    """The interface of a rank that sharded modules need."""
 
     rank: int
     size: int
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`, which is changed in place."""
+        """Return the sum of all ranks' `x`, computed in place."""
         ...
 
 
 def check_divides(config: Any, size: int) -> None:
-    """Raises `ModelError` where heads or columns cannot be cut into `size` equal parts."""
+    """Raise `ModelError` if heads or columns cannot be cut into `size` equal parts."""
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None) is not None
     names = ["num_attention_heads", "intermediate_size", "moe_intermediate_size"]
@@ -59,14 +59,15 @@ def check_divides(config: Any, size: int) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """Dimension of a tensor that ranks divide among themselves."""
+    """The dimension along which a tensor is divided among ranks."""
 
     dim: int
     blocks: tuple[int, ...] = (1,)
-    """Shares of the blocks along it of which each is divided: two equal ones where gates lie above what they gate."""
+    """Relative sizes of the blocks along it, each of which is divided: two equal ones for fused gate and up."""
 
     def indices(self, length: int, ranks: Ranks) -> list[tuple[slice, ...]]:
-        """Where a rank's own parts lie in the whole tensor, block by block; they make `length` along the dimension."""
+        """Return the indices of a rank's parts in the whole tensor, block by block; together they have `length` along
+        the dimension."""
         unit, places, before = length // sum(self.blocks), [], 0
         for share in self.blocks:
             start = (before * ranks.size + ranks.rank * share) * unit
@@ -76,11 +77,11 @@ class Cut:
 
 
 EXPERTS = {"gate_up_proj": Cut(1, (1, 1)), "down_proj": Cut(2)}
-"""Cuts of all experts in one tensor: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner]."""
+"""Cuts of tensors with all experts: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner]."""
 
 
 def cut_of(name: str, config: Any) -> Cut | None:
-    """The cut of a parameter of a whole model; None: every rank that has it keeps all of it."""
+    """Return the cut of a parameter of a whole model; None: a rank that has it keeps all of it."""
     *_, module, leaf = name.split(".")
     if module in NORMS_OF_HEADS and config.family.query_key_norms == "all heads":
         return Cut(0)
@@ -97,13 +98,13 @@ def cut_of(name: str, config: Any) -> Cut | None:
 
 
 def whole_name(name: str) -> str:
-    """The name in the whole model of a parameter of a sharded one."""
+    """Return the name in the whole model of a sharded model's parameter."""
     return name.replace(".part.", ".")
 
 
 def shard(model: Any, ranks: Ranks) -> None:
-    """Keep this rank's part of a causal language model of ours, in place; it may be on the meta device. Raises
-    `ModelError`: heads or columns that cannot be cut into equal parts."""
+    """Reduce one of this project's causal language models to this rank's part, in place; it may be on the meta device.
+    Raises `ModelError`: heads or columns cannot be cut into equal parts."""
     check_divides(model.config, ranks.size)
     for parent, name, child in list(_children(model.model.layers)):
         leaves = [leaf for leaf, _ in child.named_parameters(recurse=False)]
@@ -129,7 +130,7 @@ def shard(model: Any, ranks: Ranks) -> None:
 
 
 class _Summed(nn.Module):
-    """A module of whose output each rank makes a part."""
+    """A module whose output is the sum of all ranks' parts."""
 
     def __init__(self, part: Any, ranks: Ranks) -> None:
         super().__init__()
@@ -141,13 +142,13 @@ class _Summed(nn.Module):
         self._ranks = ranks
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size], of all ranks."""
+        """Return the sum of all ranks' outputs, [..., hidden_size]."""
         output = self._ranks.all_reduce(self.part(*inputs))
         return output if self.bias is None else output + self.bias
 
 
 class _ConfigOfRank:
-    """A configuration for attention that asks it for the number of its heads."""
+    """A configuration with a rank's number of heads, for attention modules that read it."""
 
     def __init__(self, config: Any, size: int) -> None:
         self._config = config
@@ -159,7 +160,7 @@ class _ConfigOfRank:
 
 
 class _NormOfRanks(nn.Module):
-    """An RMSNorm of what each rank has a part of."""
+    """An RMSNorm over inputs of which each rank has a part."""
 
     def __init__(self, part: Any, ranks: Ranks) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ class _NormOfRanks(nn.Module):
         self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., this rank's size], normalised by the mean square of all ranks'."""
+        """Normalise [..., this rank's size] by the mean square over all ranks."""
         wide = x.float()
         mean = self._ranks.all_reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.size
         normalised: torch.Tensor = self.weight * (wide * torch.rsqrt(mean + self._epsilon))
@@ -182,7 +183,7 @@ def _children(root: nn.Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _keep_own(module: nn.Module, leaf: str, cut: Cut, ranks: Ranks) -> None:
-    """Keep this rank's part of a parameter, in memory of its own, so that the whole can be freed."""
+    """Replace a parameter by a copy of this rank's part, so that the whole can be freed."""
     whole = module.get_parameter(leaf).detach()
     indices = cut.indices(whole.shape[cut.dim] // ranks.size, ranks)
     own = torch.cat([whole[index] for index in indices], cut.dim)
@@ -190,7 +191,7 @@ def _keep_own(module: nn.Module, leaf: str, cut: Cut, ranks: Ranks) -> None:
 
 
 def _drop_vocabulary(model: Any) -> None:
-    """Rank 0 alone embeds tokens and computes logits; something of the model's type has to stand there."""
+    """Replace embedding and heads by stubs (of the model's dtype), as only rank 0 embeds tokens and computes logits."""
     model.model.embed_tokens = nn.Embedding(1, 1, dtype=model.dtype)
     for name in ("lm_head", "exit_head"):
         if hasattr(model, name):
@@ -200,16 +201,16 @@ def _drop_vocabulary(model: Any) -> None:
 def load_shard(
     directory: Path, model_class: Any, config: Any, *, dtype: str, ranks: Ranks, device: torch.device
 ) -> Any:
-    """Load this rank's part of the model in `directory`, no adapter: the one that `shard` would keep of the whole.
+    """Load this rank's part, as `shard` would keep it, of the model in `directory`, which is not an adapter.
 
     Args:
-        model_class: one of our causal language models.
+        model_class: one of this project's causal language models.
         config: its configuration.
         dtype: name of a dtype, or "auto": the checkpoint's.
-        device: where values go, each as it is read.
+        device: device to which each tensor is moved once it is read.
 
     Raises:
-        ModelError: a checkpoint that cannot be read, or heads or columns that cannot be cut into equal parts.
+        ModelError: the checkpoint cannot be read, or heads or columns cannot be cut into equal parts.
     """
     model, weights = model_class.without_weights(directory, config=config, dtype=dtype)
     shard(model, ranks)
@@ -231,7 +232,7 @@ def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.
 
 
 def _read_own(weights: StoredWeights, name: str, parameter: nn.Parameter, ranks: Ranks, config: Any) -> torch.Tensor:
-    """This rank's part of the tensor `name`, as large as `parameter`."""
+    """Read this rank's part of the tensor `name`, with the shape of `parameter`."""
     if (cut := cut_of(name, config)) is None:
         return weights.read(name)
     parts = [weights.read(name, index) for index in cut.indices(parameter.shape[cut.dim], ranks)]

@@ -1,12 +1,12 @@
-"""Early exit. Threshold: the exit head's token is taken at its word. Lossless: the head drafts tokens one after
-another, then layers >= l verify all of them at once.
+"""Early exit. Threshold: the exit head's token is used if it is confident enough. Lossless: the head drafts tokens one
+after another, then layers >= l verify all of them at once.
 
     last known token -> layers < l -> exit head -> draft -> layers < l -> exit head -> draft ...
                                  x                     x                     x  -> layers >= l -> the step's tokens
 
-Draft and token at a position are drawn with the same noise, from q and p through the same processors along the same
-text; a draft is accepted where they are equal, so the text is that of `off` (the sampler says how noise is keyed).
-Rejected drafts leave nothing behind: their slots are written again before anything reads them. It knows no queue.
+The draft and the token at a position are drawn with the same noise (see `sampler`), from q and p after the same
+processors on the same text. A draft is accepted if both are equal, so the text is the same as with `off`. Rejected
+drafts have no effect: their slots are overwritten before anything reads them.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from swiftkv_platform.engine.sequence import Sequence as EngineSequence
 from swiftkv_platform.model.exits import exit_confidence
 
 MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
-"""About where the arithmetic of a step takes as long as reading the weights does."""
+"""Approximate number of tokens at which a step's arithmetic takes as long as reading the weights."""
 
 
 class Drafting:
-    """Planner of drafts by what they cost and how they fared. A `DraftPlanner`."""
+    """A `DraftPlanner` that weighs the cost of drafts against how many were accepted."""
 
     def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
         self._reliability = {greedy: common_reliability() for greedy in (False, True)}
-        """Exit head's reliability, by greedy or not: its first choice is right more often than a draw of its is."""
+        """Exit head's reliability, by greedy or not: its most probable token is right more often than a sampled one."""
 
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
     ) -> dict[EngineSequence, Draft]:
-        """Draft from the text where its end occurred before, or its grammar leaves no choice, and such drafts pay; else
-        from the exit head where it pays."""
+        """Plan drafts from the text if its end occurred before and such drafts pay, or if the grammar leaves no choice;
+        else from the exit head, if it pays."""
         room = self.costs.max_step_tokens - num_tokens
         drafts: dict[EngineSequence, Draft] = {}
         others: list[EngineSequence] = []
@@ -79,7 +79,7 @@ class Drafting:
         constraint = sequence.constraint
         forced = () if constraint is None else constraint.forced(sequence.answer)[:limit]
         if forced:
-            return forced  # there is hardly anything else to say
+            return forced  # the grammar hardly allows other tokens
         size = lookup_size(sequence.drafts, self.costs, num_sequences, limit)
         if size == 0:
             sequence.drafts.lookup_accepted.drift()
@@ -95,11 +95,11 @@ class ExitDrafts:
     """Drafts of the exit head in a step."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Drafted tokens by index into the schedule; only where there is a draft."""
+    """Drafted tokens by index into the schedule, for sequences with drafts."""
     hidden: list[torch.Tensor] = field(default_factory=list)
     """x of each pass, [1, num_drafts, hidden_size]."""
     rows: dict[int, list[int]] = field(default_factory=dict)
-    """Rows of the drafts' x in `hidden` laid end to end, by index into the schedule."""
+    """Rows of the drafts' x in the concatenation of `hidden`, by index into the schedule."""
 
 
 def draft_from_exit_head(
@@ -111,15 +111,15 @@ def draft_from_exit_head(
     lower: Callable[[Layout], torch.Tensor],
     cache: KVCache,
 ) -> ExitDrafts:
-    """Draft while the exit head is sure enough that one more pass of layers < l is worth what it costs. `x`: hidden
-    states of the step's tokens after layer l - 1, [1, num_tokens, hidden_size]."""
+    """Draft while the exit head is confident enough for another pass of layers < l to pay. `x`: hidden states of the
+    step's tokens after layer l - 1, [1, num_tokens, hidden_size]."""
     drafts = ExitDrafts()
     active = [index for index, item in enumerate(scheduled) if item.draft.num_exit_tokens]
     if not active:
         return drafts
     for index in active:
         scheduled[index].sequence.drafts.exit_confidences.clear()
-    chances = dict.fromkeys(active, 1.0)  # that all drafts so far are accepted
+    chances = dict.fromkeys(active, 1.0)  # probabilities that all drafts so far are accepted
     x, count = take(x, [batch.next_token_rows[index][0] for index in active], dim=1), 0
     while active:
         logits = model.exit_logits(x[0]).float()  # [num_active, vocab_size]
@@ -153,14 +153,14 @@ def draft_from_exit_head(
 
 
 def _confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[float]:
-    """Confidence of the exit head by row; 0 where it does not reach the request's threshold."""
+    """Return the exit head's confidence by row; 0 if it does not reach the request's threshold."""
     thresholds = [sequence.params.early_exit.threshold for sequence in sequences]
     found: list[float] = exit_confidence(logits).tolist()
     return [one if one >= threshold else 0.0 for one, threshold in zip(found, thresholds, strict=True)]
 
 
 def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:
-    """Return the row of the token that follows the sequence's known ones and `drafted`."""
+    """Make the sampling row of the token that follows the sequence's known ones and `drafted`."""
     token_ids = [*sequence.token_ids, *drafted] if drafted else sequence.token_ids
     num_prompt_tokens = sequence.num_prompt_tokens
     excluded = sequence.excluded_token_ids(len(token_ids) - num_prompt_tokens)
@@ -168,8 +168,8 @@ def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRo
 
 
 def accept(sequence: EngineSequence, drafted: Sequence[int], tokens: Sequence[int], *, from_text: bool) -> StepResult:
-    """The step's tokens: accepted drafts and the one after them. `tokens`: the whole model's, at the last known token
-    and at each draft; one more than `drafted`."""
+    """Return the step's tokens: the accepted drafts and the one after them. `tokens`: the whole model's choices after
+    the last known token and after each draft; one more than `drafted`."""
     pairs = zip(drafted, tokens, strict=False)
     num_accepted = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(drafted))
     if drafted:
@@ -180,7 +180,7 @@ def accept(sequence: EngineSequence, drafted: Sequence[int], tokens: Sequence[in
 
 
 def cut_at_first_error(result: StepResult, finite: Sequence[bool]) -> None:
-    """End at the first token whose logits are no numbers, as if the tokens before it had come one by one."""
+    """Cut a result at the first token whose logits are not finite, as if the tokens had come one by one."""
     for at in range(len(result.token_ids)):
         if not finite[at]:
             del result.token_ids[at:]
@@ -190,14 +190,14 @@ def cut_at_first_error(result: StepResult, finite: Sequence[bool]) -> None:
 
 
 def end_where_grammar_failed(sequence: EngineSequence, result: StepResult) -> None:
-    """A grammar that could not be followed leaves no token of the step."""
+    """Drop the step's tokens and set the error if the sequence's grammar could not be followed."""
     if sequence.constraint is not None and (failure := sequence.constraint.failure) is not None:
         result.token_ids, result.num_accepted_tokens, result.error = [], 0, failure
         result.error_field = sequence.constraint.name
 
 
 def draft_costs(model: Any) -> DraftCosts:
-    """Costs by the weights that are read: what a decode step of a few tokens spends its time on."""
+    """Estimate costs from the number of weights that are read, which dominates decode steps of a few tokens."""
     layers = model.model.layers
     lower = sum(map(_num_weights, layers[: model.config.num_key_value_layers]))
     head = _num_weights(model.lm_head)
@@ -208,7 +208,8 @@ def draft_costs(model: Any) -> DraftCosts:
 
 
 def _num_weights(module: nn.Module) -> int:
-    """Count the weights of matrices by the sizes that they state, fused and packed ones too; experts are left out."""
+    """Count the weights of matrices by `in_features` and `out_features`, including fused and packed ones, but without
+    experts."""
     children: list[Any] = list(module.modules())
     return sum(
         child.in_features * child.out_features
@@ -219,18 +220,18 @@ def _num_weights(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Exits:
-    """The sequences of a step whose next token the exit head chooses."""
+    """Sequences of a step whose next token the exit head chooses."""
 
     at: dict[int, int]
     """Row of `logits` by index into the schedule."""
     logits: torch.Tensor
-    """[num_exits, vocab_size], float32."""
+    """Logits of the exit head [num_exits, vocab_size], float32."""
 
 
 def exiting(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> Exits:
-    """Sequences in mode `threshold` whose exit head is confident enough, by x [1, num_tokens, hidden_size], the hidden
-    states after layer l - 1. A token at layer l has the KV of every later layer: leaving there costs later tokens
-    nothing. Source: paper, appendix E."""
+    """Find the sequences in mode `threshold` for which the exit head is confident enough, given x [1, num_tokens,
+    hidden_size], the hidden states after layer l - 1. A token at layer l has the KV of every later layer, so exiting
+    there costs later tokens nothing. Source: paper, appendix E."""
     asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.early_exit.mode == "threshold"]
     if not asking:
         return Exits({}, x.new_empty(0))

@@ -1,4 +1,4 @@
-"""The outputs of one request on their way from the engine to whoever asked. Knows no engine but what it tells it."""
+"""Streams of a request's outputs from the engine to its caller, with a pace that limits the cost of events."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from swiftkv_platform.engine.outputs import RequestOutput
 from swiftkv_platform.errors import EngineDeadError
 
 MAX_INTERVAL_S = 0.05
-"""Longest time for which tokens are collected by itself: less than a reader sees."""
+"""Maximum interval that the pace chooses, which is too short for readers to notice."""
 EVENT_SHARE = 0.05
 """Share of a stream's time that the events of all others may take."""
 EVENTS_MEASURED = 32
-"""Events over which their cost is measured."""
+"""Number of events over which their cost is measured."""
 FIRST_EVENT_S = 0.0005
-"""Cost of an event before any was measured."""
+"""Assumed cost of an event until it is measured."""
 
 
 class Source(Protocol):
-    """The part of an engine that a stream tells or asks."""
+    """The interface of an engine that a stream needs."""
 
     def forget(self, request_id: str, *, abort: bool) -> None: ...
     def death(self) -> EngineDeadError: ...
 
 
 class EventPace:
-    """Interval between events of a stream: none for one that runs alone, longer the more run beside it.
+    """Interval between a stream's events: zero for a single stream, longer the more streams there are.
 
-    An event holds up all other streams for as long as the event loop takes to write and send it. So tokens are
-    collected for as long as keeps what the others' events take of a stream's time at `EVENT_SHARE`, and never longer
-    than `MAX_INTERVAL_S`. What an event takes is measured: processor time of the event loop's thread by event.
+    An event delays all other streams while the event loop writes and sends it. So tokens are collected just long enough
+    for other streams' events to take `EVENT_SHARE` of a stream's time, but at most `MAX_INTERVAL_S`. The cost of an
+    event is measured as CPU time of the event loop's thread.
 
     Args:
-        clock: that of the thread's processor time, in seconds.
+        clock: CPU time of the thread in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
@@ -50,7 +50,7 @@ class EventPace:
 
     @property
     def interval_s(self) -> float:
-        """Seconds for which a stream may collect tokens, by what runs and what events take now."""
+        """Seconds for which a stream may collect tokens, given the present streams and cost of events."""
         others = max(self._num_sequences - 1, 0)
         return min(others * self._event_s / EVENT_SHARE, MAX_INTERVAL_S)
 
@@ -61,7 +61,7 @@ class EventPace:
         self._num_sequences -= num_sequences
 
     def sent(self) -> None:
-        """Count an event, on the event loop. Their cost is known anew after each `EVENTS_MEASURED`."""
+        """Count an event, on the event loop. The cost is updated after every `EVENTS_MEASURED` events."""
         if self._since is None:
             self._since = self._clock()
             return
@@ -73,12 +73,12 @@ class EventPace:
 
 
 class RequestStream:
-    """One admitted request: its output so far whenever there is more of it, the finished one last; with n > 1 those of
-    all samples as they come, each with its index. Closing it takes the request back.
+    """The outputs of an admitted request: the output so far each time there is more, and the finished one last; with
+    n > 1 those of all samples as they come, each with its index. Closing the stream aborts the request.
 
     Args:
-        interval_s: seconds for which tokens may be collected, infinite where only finished outputs matter; None: as
-            `pace` says.
+        interval_s: seconds for which tokens may be collected, infinite if only finished outputs matter; None: `pace`
+            decides.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.newest: dict[int, RequestOutput] = {}
-        """Newest output of each sample that has any, by index; ahead of what was read from the stream."""
+        """Newest output of each sample by index, which may be ahead of the outputs read from the stream."""
         self._engine = engine
         self._interval_s = interval_s
         self._unfinished = self._unended = num_samples
@@ -103,7 +103,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Raises `EngineDeadError` if the engine fails meanwhile."""
+        """Wait for the next output. Raises `EngineDeadError`: the engine has failed."""
         if not self._unfinished:
             self.close()
             raise StopAsyncIteration
@@ -112,7 +112,7 @@ class RequestStream:
             await self._hold()
             self._due.extend(self._unread.values())
             self._unread.clear()
-            if self._failed:  # both events stay set: what is left is read, and nothing is waited for
+            if self._failed:  # both events stay set, so the rest is read without waiting
                 if not self._due:
                     raise self._engine.death()
                 break
@@ -130,7 +130,7 @@ class RequestStream:
         self._num_paced -= num_samples
 
     async def _hold(self) -> None:
-        """Let more come, until an interval has passed since the last time or a sample is finished."""
+        """Collect outputs until the interval has passed since the last time, or a sample is finished."""
         now = asyncio.get_running_loop().time
         if now() < self._due_at:
             with suppress(TimeoutError):
@@ -140,22 +140,22 @@ class RequestStream:
 
     @property
     def num_sequences(self) -> int:
-        """Samples that the engine still works on; at least one while the stream is open."""
+        """Number of samples that the engine has not finished, but at least one."""
         return max(self._unended, 1)
 
     def close(self) -> None:
-        """Stop listening; what is unfinished is aborted within one step. Again is the same."""
+        """Stop listening; unfinished samples are aborted within one step. Calling it again does nothing."""
         if not self._closed:
             self._closed = True
             self._leave(self._num_paced)
             self._engine.forget(self.request_id, abort=self._unfinished > 0)
 
     def open(self) -> None:
-        """Outputs are this request's from now on."""
+        """Accept outputs from now on; earlier ones belong to another request with the same id."""
         self._open = True
 
     def put(self, output: RequestOutput | None) -> None:
-        """Hand over an output, or None: the engine has failed."""
+        """Add an output; None: the engine has failed."""
         if output is None:
             self._failed = True
         elif not self._open:
@@ -163,7 +163,7 @@ class RequestStream:
         else:
             self.newest[output.index] = output
             self._unended -= output.finished
-            # With an interval the newest output takes the place of the one before it.
+            # With an interval, the newest output replaces the previous one.
             self._unread[output.index, len(output.token_ids) if self._interval_s == 0.0 else 0] = output
         if output is None or output.finished:
             self._urgent.set()

@@ -1,8 +1,7 @@
-"""Attention of queries laid end to end to contexts in the blocks of a cache, in one operator for all sequences.
+"""Attention of concatenated queries to contexts in the blocks of a cache, with one operator for all sequences.
 
-On a GPU it is PyTorch's own, `torch.nn.attention.varlen.varlen_attn` (FlashAttention); where that cannot compute a
-model, and in tests on a CPU, an operator of the same signature made of plain ones. Knows tensors and block tables, no
-schedule and no layer.
+On a GPU it is PyTorch's `torch.nn.attention.varlen.varlen_attn` (FlashAttention). For models that this cannot run, and
+in tests on a CPU, it is an operator with the same signature made of plain operators.
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.packed_attention import VarlenOperator, flash_refusal
 
 FLASH_PAGE = 256
-"""Number that the tokens of a block must be a multiple of for FlashAttention 2, the one that comes with PyTorch."""
+"""The block size must be a multiple of this for FlashAttention 2, which comes with PyTorch."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Operator and shape with which attention reads a cache by its blocks."""
+    """The operator and block size with which attention reads a cache by block tables."""
 
     operator: VarlenOperator
     block_size: int
     device: torch.device
     expanded: bool
-    """Keys and values are handed over as the contexts laid end to end, block by block, and not as the cache's storage.
-    """
+    """Whether the operator gets keys and values of concatenated contexts, block by block, instead of the cache's
+    storage."""
 
 
 @dataclass(frozen=True)
 class VarlenArguments:
-    """Arguments of a call beside queries, keys and values, the same in every layer; int32, on the device."""
+    """Arguments of a call other than queries, keys and values, the same in every layer; int32, on the device."""
 
     cu_seq_q: torch.Tensor
-    """First query of each run of consecutive ones, and the number of all, [num_runs + 1]."""
+    """First query of each run of consecutive positions, and the number of all queries, [num_runs + 1]."""
     cu_seq_k: torch.Tensor
-    """First key of each run's context where contexts are laid end to end, [num_runs + 1]. The last entry is the end of
-    all; runs of one sequence read the same context."""
+    """First key of each run's context among concatenated contexts, and the end of all, [num_runs + 1]. Runs of a
+    sequence read the same context."""
     seqused_k: torch.Tensor
-    """Keys that a run's last query sees, [num_runs]."""
+    """Number of keys that a run's last query sees, [num_runs]."""
     block_table: torch.Tensor | None
-    """Blocks of each run's context, [num_runs, most blocks]; None where contexts are laid end to end."""
+    """Blocks of each run's context, [num_runs, most blocks]; None if contexts are concatenated."""
     max_q: int
     max_k: int
 
@@ -61,9 +60,10 @@ class VarlenArguments:
         window: int | None,
     ) -> torch.Tensor:
         """Attend from queries [num_tokens, num_heads, head_dim] to keys and values [num_blocks, block_size,
-        num_kv_heads, head_dim] or, without a block table, [num_keys, num_kv_heads, head_dim]: the shape of `query`."""
-        # A single query is a context's last and sees all of it. Said so, FlashAttention 2 reads a key head once for all
-        # query heads that share it.
+        num_kv_heads, head_dim] or, without a block table, [num_keys, num_kv_heads, head_dim]. Returns the shape of
+        `query`."""
+        # A single query is its context's last token and sees all of it. Without a causal mask, FlashAttention 2 reads a
+        # key head once for all query heads that share it.
         right = -1 if self.max_q == 1 else 0
         grouped = query.shape[1] != key.shape[-2]
         output: torch.Tensor = operator(
@@ -84,11 +84,11 @@ class VarlenArguments:
         return output
 
     def num_splits(self, *, grouped: bool, window: int | None) -> int | None:
-        """Splits of the keys that one run's attention is computed by; None: as many as the kernel likes.
+        """Return the number of splits of a run's keys; None: the kernel chooses.
 
-        With block tables and several splits FlashAttention 2 combines every run's parts into the first one's place
-        (pytorch/pytorch#194167), without an error. Only where single queries of grouped heads see their whole context,
-        it lays them out otherwise, and splitting pays.
+        With block tables and several splits, FlashAttention 2 writes every run's combined result to the first run's
+        place (pytorch/pytorch#194167), without an error. It uses another layout only if single queries of grouped heads
+        see their whole context; there splitting is correct and pays.
         """
         decodes_grouped = self.max_q == 1 and grouped and window is None
         return None if self.block_table is None or decodes_grouped else 1
@@ -110,8 +110,8 @@ def reference_varlen_attn(
     block_table: torch.Tensor | None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """`varlen_attn` for any device and type: contexts are gathered and padded to the longest, and masks written out.
-    Keys are never split."""
+    """Compute `varlen_attn` on any device and dtype: contexts are gathered and padded to the longest, with explicit
+    masks. Keys are never split."""
     del num_splits
     device, num_tokens = query.device, query.shape[0]
     starts, lengths = cu_seq_q[:-1, None].long(), cu_seq_q.diff()[:, None]  # [num_runs, 1]
@@ -124,7 +124,7 @@ def reference_varlen_attn(
         slots = block_table[:, keys_at // block_size].long() * block_size + keys_at % block_size
         key, value = key.flatten(0, 1), value.flatten(0, 1)
     used = keys_at < seqused_k[:, None]  # [num_runs, max_k]
-    # What lies in a block behind a context may be anything, and a weight of 0 does not make a NaN of it harmless.
+    # Slots after a context's end may hold anything, and a NaN stays NaN even with weight 0.
     keys, values = (x[slots].masked_fill(~used[..., None, None], 0.0).transpose(1, 2) for x in (key, value))
     positions = (seqused_k[:, None] - lengths + rows)[:, :, None]  # [num_runs, max_q, 1]
     seen = used[:, None].expand(-1, max_q, -1)
@@ -142,7 +142,7 @@ def reference_varlen_attn(
 
 
 def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenOperator | None:
-    """The operator for a model; None on a CPU, where contexts are read in runs (`attention.py`)."""
+    """Return the operator for a model; None on a CPU, where contexts are read in runs (`attention.py`)."""
     if device.type == "cpu":
         return None
     reason = flash_refusal(device, dtype, head_dim)
@@ -153,8 +153,8 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def block_size_for(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
-    """Tokens of a block that the operator can read. Raises `InvalidInputError`: `wanted` is not a multiple of what
-    FlashAttention reads."""
+    """Return a block size that the operator can read. Raises `InvalidInputError`: `wanted` is not a multiple of
+    `FLASH_PAGE`, as FlashAttention requires."""
     if operator is not varlen_attn:
         return wanted or default
     if wanted is not None and wanted % FLASH_PAGE:
@@ -168,7 +168,7 @@ def block_size_for(operator: VarlenOperator | None, wanted: int | None, default:
 
 
 def consecutive_runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending positions as runs of consecutive ones: number of positions, and the one behind the last."""
+    """Split ascending positions into runs of consecutive ones: the number of positions, and the one after the last."""
     if positions[-1] - positions[0] == len(positions) - 1:
         return [(len(positions), positions[-1] + 1)]
     runs: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Activations that wait for their next layer: in memory up to a bound, on disk above it. Knows tensors alone."""
+"""Storage for activations that wait for their next layer: in memory up to a limit, on disk beyond it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 
 class KeptTensor:
-    """A tensor that an `ActivationStore` keeps, until this is let go of."""
+    """A tensor in an `ActivationStore`; deleting this object frees its memory or file."""
 
     def __init__(self, store: ActivationStore, tensor: torch.Tensor | None, path: Path | None) -> None:
         self._store, self._tensor, self._path = store, tensor, path
@@ -31,11 +31,11 @@ class KeptTensor:
 
 
 class ActivationStore:
-    """Keeps tensors in host memory, and what exceeds `max_bytes` of them in files.
+    """Store of tensors, up to `max_bytes` in host memory and the rest in files.
 
     Args:
-        max_bytes: bytes in memory at most.
-        directory: where files go.
+        max_bytes: maximum bytes in memory.
+        directory: directory of the files.
     """
 
     def __init__(self, max_bytes: int, directory: Path) -> None:
@@ -48,7 +48,7 @@ class ActivationStore:
     @classmethod
     @contextmanager
     def open(cls, max_bytes: int) -> Iterator[ActivationStore]:
-        """A store whose files go when the block ends."""
+        """Open a store whose files are deleted when the block ends."""
         with tempfile.TemporaryDirectory(prefix="activations-") as directory:
             yield cls(max_bytes, Path(directory))
 

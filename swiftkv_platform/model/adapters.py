@@ -1,8 +1,7 @@
-"""Adapters on disk: written tensor by tensor against the base model, and put together with it to a whole directory.
+"""Adapters on disk: written tensor by tensor as the difference to a base model, and assembled with it into a directory.
 
-Whoever reads a model reads the whole directory, so one of an adapter and its base is what the full artifact is. Its
-unchanged files are links; files that lose tensors, or change their type, are written again. It knows files and names,
-no layers.
+The assembled directory is read like any whole model. Its unchanged files are links to the base's; files that lose
+tensors, or whose tensors change dtype, are rewritten. This module knows files and tensor names, not layers.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
 FindBase = Callable[[BaseModelReference], str | Path]
-"""Directory, or hub id, of a base model."""
+"""Function that returns the directory or hub id of a base model."""
 
 WHOLE = 0.9
-"""Share of a student's bytes from which on an adapter is no smaller than the model."""
+"""Share of a student's bytes at which an adapter counts as no smaller than the model."""
 _PARALLEL_TENSORS = 4
-"""Tensors hashed at the same time."""
+"""Number of tensors hashed at the same time."""
 
 
 class _Difference:
-    """Differences of a student from its base, found tensor by tensor; those of the student's are written."""
+    """The differences of a student from its base, found tensor by tensor; tensors that differ are written."""
 
     def __init__(self, base: Checkpoint, writer: ShardWriter) -> None:
         self._base, self._writer = base, writer
@@ -78,7 +77,7 @@ class _Difference:
         self._writer.add(name, tensor)
 
     def describe(self, name: str) -> torch.Tensor:
-        """Read a tensor of the base, and keep its digest."""
+        """Read a tensor of the base and record its digest."""
         tensor = self._base.tensors([name])[name]
         self.tensors[name] = BaseTensor.of(tensor)
         return tensor
@@ -95,13 +94,13 @@ def write_adapter(
     teacher_modules: Iterable[str],
     refuses_whole: bool = False,
 ) -> AdapterConfig:
-    """Write what of a student its base has not into the directory `target`: weights, `swiftkv_adapter.json`,
+    """Write the part of a student that its base lacks to the directory `target`: weights, `swiftkv_adapter.json`,
     `config.json`.
 
-    A student without its teacher's projections gets them back from a base of which it has changed nothing.
+    A student exported without its teacher's projections gets them from the base, unless it replaces a base tensor.
 
     Args:
-        student: its tensors under the names of its files, each of which is let go of before the next is asked for.
+        student: its tensors by the names in its files, read one at a time.
         config: the student's configuration.
         base: the base's files.
         name_or_path: name by which the base is found when the adapter is loaded.
@@ -109,7 +108,7 @@ def write_adapter(
         refuses_whole: refuse an adapter that is as large as the model.
 
     Raises:
-        ModelError: `refuses_whole`, and hardly a tensor is the base's.
+        ModelError: `refuses_whole` is set, and the adapter has at least the share `WHOLE` of the student's bytes.
     """
     writer = ShardWriter(target, ADAPTER_WEIGHTS, MAX_SHARD_BYTES)
     found = _Difference(base, writer)
@@ -123,7 +122,7 @@ def write_adapter(
         found.describe(name)
     dropped = missing if found.replaced else _not_of(missing, teacher_modules)
     returned = set(missing) - set(dropped)
-    if found.cast:  # with the teacher's projections in the student's type as well
+    if found.cast:  # cast the teacher's projections to the student's dtype too
         found.cast |= {name: next(iter(found.cast.values())) for name in returned}
     adapter = AdapterConfig(
         base=BaseModelReference(
@@ -143,7 +142,7 @@ def write_adapter(
 
 
 def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: Path, files: Files) -> None:
-    """Put an adapter and its base together in the new directory `target`, the base checked tensor by tensor. Raises
+    """Assemble an adapter and its base in the new directory `target`, after checking the base tensor by tensor. Raises
     `ModelError`: the base is not the one that the adapter was made of, or the adapter's files are incomplete."""
     own = stored_checkpoint(directory)
     adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
@@ -169,7 +168,7 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
 
 
 def check_can_be_base(base: Checkpoint, field: str) -> None:
-    """Raises `ModelError` for a model of which a student keeps no tensor as it is stored: a quantised one."""
+    """Raise `ModelError` for a quantised model: its student is dequantised, so no stored tensor would be shared."""
     if any(info.dtype in (*QUANTIZED_DTYPES, torch.int32) for info in base.headers.values()):
         raise ModelError(
             f"{field} is true, and {base.source!r} is stored quantised, which its student holds turned back: nothing "
@@ -180,7 +179,7 @@ def check_can_be_base(base: Checkpoint, field: str) -> None:
 
 
 def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
-    """Raises `ModelError` unless `base` is the adapter's; names and shapes are compared before a weight is read."""
+    """Raise `ModelError` unless `base` is the adapter's; names and shapes are compared before a weight is read."""
     adapter.check_names(base.shards, base.source)
     for name, info in base.headers.items():
         adapter.check_header(name, "unknown" if info.dtype is None else dtype_name(info.dtype), info.shape, base.source)
@@ -202,17 +201,17 @@ def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
 def whole_model(
     source: str | Path, *, base_model: str | Path | None = None, find_base: FindBase | None = None, **arguments: Any
 ) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
-    """The model to read in the place of `source`, and its adapter: of an adapter a directory for as long as the block
-    lasts, of anything else `source` itself and None.
+    """Yield the model to read instead of `source`, and its adapter: for an adapter a directory that lasts until the
+    block ends, for any other model `source` itself and None.
 
     Args:
         base_model: directory or hub id of the base.
-        find_base: where base models are if that is not given; None: by their names, as those of a job's teachers, but
-            for `s3://`.
-        arguments: those of `from_pretrained` that say where on the hub `source` is.
+        find_base: function that locates the base if `base_model` is not given; None: locate it by its name, as a job's
+            teacher, except for `s3://`.
+        arguments: the hub arguments of `from_pretrained` for `source`.
 
     Raises:
-        ModelError: an adapter without its base, or a `base_model` for what is no adapter.
+        ModelError: the adapter's base is missing, or `base_model` is given and `source` is not an adapter.
     """
     directory = _adapter_directory(source, arguments)
     adapter = None if directory is None else read_adapter(directory)
@@ -231,9 +230,9 @@ def whole_model(
 
 @contextmanager
 def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
-    """The model and the checkpoint that a `from_pretrained` of `source` reads, adapters applied to their base.
-    `arguments`: those of `from_pretrained`. `base_model` is taken out; of an adapter those about the hub too. Raises
-    `ModelError`: as `whole_model`."""
+    """Yield the model and the checkpoint that `from_pretrained` should read for `source`, with an adapter applied to
+    its base. Removes `base_model` from `arguments`, those of `from_pretrained`, and for an adapter the hub arguments
+    too. Raises `ModelError`: as `whole_model`."""
     base_model = arguments.pop("base_model", None)
     if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
         yield source, None
@@ -250,7 +249,7 @@ def _by_name(base: BaseModelReference) -> str:
 
 
 def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | None:
-    """The directory of `source` if that is an adapter; one on the hub is fetched."""
+    """Return the directory of `source` if it is an adapter, else None; an adapter on the hub is downloaded."""
     hub = hub_arguments(arguments)
     subfolder = str(hub.get("subfolder", ""))
     if Path(source).is_dir():
@@ -258,7 +257,7 @@ def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | 
         return directory if (directory / ADAPTER).is_file() else None
     place_of = Checkpoint(str(source), {}, hub)
     if any(place_of.find(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
-        return None  # without a question that a machine off the network could not answer
+        return None  # decided without asking the hub, which an offline machine cannot do
     if place_of.find(ADAPTER) is None:
         return None
     return local_directory(str(source), hub.get("revision"), field="model.name_or_path", subfolder=subfolder)
@@ -277,7 +276,7 @@ def _not_of(names: Iterable[str], modules: Iterable[str]) -> list[str]:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one type are equal to the bit, NaN and signs of zeros included."""
+    """Whether two tensors of the same dtype are bitwise equal, including NaN and signs of zeros."""
     if a.shape != b.shape:
         return False
     flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]

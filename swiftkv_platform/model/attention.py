@@ -1,9 +1,8 @@
-"""Attention of layers >= l: their own query, keys and values that come from the hidden state after layer l - 1.
+"""Attention of layers >= l: their own queries, and keys and values made from the hidden state after layer l - 1.
 
-One class a kind of attention: `HeadAttentionMixin` (keys and values by head: MHA, GQA, MQA) here, and
+There is one class per kind of attention: `HeadAttentionMixin` (keys and values by head: MHA, GQA, MQA) here, and
 `LatentAttentionMixin` (MLA) in `latent_attention.py`. They know projections, RoPE and transformers' attention
-interface; which tokens are computed is the decoder's business. Source: paper, section 3.1 (SingleInputKV) and 3.2
-(AcrossKV).
+interface; the decoder decides which tokens are computed. Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 """
 
 from __future__ import annotations
@@ -20,39 +19,39 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 Rotation = torch.Tensor | tuple[torch.Tensor, ...]
 """Output of a family's rotary embedding for a forward pass: tensors [batch, num_tokens, ...]."""
 KeyValue = tuple[torch.Tensor, torch.Tensor]
-"""Two tensors [batch, num_heads, num_tokens, dim] of one cache layer or one attention: keys with RoPE and values, or
-what stands for them in the cache."""
+"""Two tensors [batch, num_heads, num_tokens, dim] of a cache layer or an attention: keys with RoPE and values, or the
+form in which the cache stores them."""
 
 MakeKeyValue = Callable[["SwiftKVAttentionMixin", torch.Tensor, Rotation], KeyValue]
-"""Function that gives a layer its group's keys and values by head, by the layer's normalised input [batch, num_tokens,
-hidden_size] and rotation."""
+"""Function that makes a layer's keys and values by head from the layer's attention, its normalised input [batch,
+num_tokens, hidden_size] and its rotation."""
 
 
 def attention_input(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Input of a layer's attention, from that of the layer: normalised where the family does so."""
+    """Return the input of a layer's attention for the layer's input, normalised if the family has a norm before."""
     norm = getattr(layer, "input_layernorm", None)
     return hidden if norm is None else norm(hidden)
 
 
 class SwiftKVAttentionMixin(nn.Module):
-    """Mixed into a family's attention module for layers >= l; a kind of attention is a subclass.
+    """Mixin for a family's attention module in layers >= l, with one subclass per kind of attention.
 
     Without `shared_key_value` it is the family's own attention (the teacher); with it, the student's.
 
-    What a cache layer stores is two tensors [batch, num_heads, num_tokens, dim], handed over by
-    `past_key_values.update(first, second, cache_layer)`, which returns both over the whole context: keys with RoPE and
-    values, or for MLA the latent and the key part that carries RoPE, one head each. That holds below layer l and in
-    teacher mode too. A leader turns what the cache returns into the keys and values of its group.
+    A cache layer stores two tensors [batch, num_heads, num_tokens, dim]: keys with RoPE and values, or for MLA the
+    latent and the key part that carries RoPE, one head each. `past_key_values.update(first, second, cache_layer)`
+    appends to both and returns them over the whole context. This holds below layer l and in teacher mode too. A leader
+    turns the tensors that the cache returns into the keys and values of its group.
     """
 
     key_value_modules: ClassVar[tuple[str, ...]]
-    """The teacher's modules that group leaders have a twin of, `{name}_swiftkv`."""
+    """Teacher modules of which group leaders have a twin, `{name}_swiftkv`."""
     decode_modules: ClassVar[tuple[str, ...]]
-    """Those of them of which leaders have a second twin, `{name}_decode_swiftkv`, where deep tokens keep K and V of
-    their own."""
+    """Those of `key_value_modules` of which leaders have a second twin, `{name}_decode_swiftkv`, if deep tokens keep
+    their own K and V."""
     shared_heads: nn.Module | None
-    """Stands for this module in attention functions where the student's key-value heads are not the teacher's."""
-    # What the family's own attention brings.
+    """Module that attention functions get instead of this one if the student has other key-value heads."""
+    # Attributes of the family's own attention.
     config: Any
     scaling: float
     attention_dropout: float
@@ -74,27 +73,27 @@ class SwiftKVAttentionMixin(nn.Module):
 
     @classmethod
     def query_modules(cls, config: Any, /) -> tuple[str, ...]:
-        """The teacher's modules that make queries, in the order the hidden state runs through."""
+        """Return the names of the teacher's modules that make queries, in the order in which they are applied."""
         raise NotImplementedError
 
     @classmethod
     def own_modules(cls, config: Any, /) -> tuple[str, ...]:
-        """The teacher's modules that every layer >= l has a twin of."""
+        """Return the names of the teacher's modules of which every layer >= l has a twin."""
         return cls.query_modules(config) + (("o_proj",) if config.own_output_projection else ())
 
     @classmethod
     def rows_of_teacher(cls, _config: Any, name: str, /) -> tuple[str, slice | None]:
-        """The teacher's module that makes what `name` does, and its rows that do; None: all."""
+        """Return the teacher's module that contains the projection `name`, and its rows in it; None: all rows."""
         return name, None
 
     @classmethod
     def teacher_modules(cls, config: Any, /) -> tuple[str, ...]:
-        """Names of the modules that only the teacher has a use for."""
+        """Return the names of the modules that only the teacher uses."""
         names = cls.own_modules(config) + cls.key_value_modules
         return tuple(dict.fromkeys(cls.rows_of_teacher(config, name)[0] for name in names))
 
     def of_teacher(self, name: str) -> Any:
-        """The teacher's module `name`; of one that fuses several, its part as a linear map over the same memory."""
+        """Return the teacher's module `name`; for a fused one, a linear module that shares the memory of its rows."""
         module, rows = self.rows_of_teacher(self.config, name)
         whole = getattr(self, module)
         if rows is None:
@@ -105,58 +104,57 @@ class SwiftKVAttentionMixin(nn.Module):
 
     @property
     def output_projection(self) -> nn.Module:
-        """Projection that the student's heads leave through."""
+        """The student's output projection."""
         return self.o_proj_swiftkv if self.config.own_output_projection else self.o_proj
 
     @property
     def input_projections(self) -> Sequence[nn.Linear]:
-        """Projections of a leader that norm_swiftkv(x) enters. Inference makes one matrix product of all."""
+        """A leader's projections of norm_swiftkv(x). Inference fuses them into one matrix product."""
         raise NotImplementedError
 
     @property
     def decode_projections(self) -> Sequence[nn.Linear]:
-        """Projections of a leader that a deep token's normalised input enters; they put out what `input_projections`
-        do."""
+        """A leader's projections of a deep token's normalised input, with outputs like those of `input_projections`."""
         return [getattr(self, f"{name}_decode_swiftkv") for name in self.decode_modules]
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
-        """Return what the cache stores of a leader's group.
+        """Return the two tensors that the cache stores for a leader's group.
 
         Args:
             projected: outputs of `input_projections` or `decode_projections`, each [batch, num_tokens, out_features].
-            rotation: of these tokens.
+            rotation: rotation of these tokens.
         """
         raise NotImplementedError
 
     def own_key_value(self, hidden_states: torch.Tensor, rotation: Rotation) -> KeyValue:
-        """Return what the cache stores of deep tokens, by this leader's normalised input [batch, num_tokens,
-        hidden_size]."""
+        """Return the two tensors that the cache stores for deep tokens, from this leader's normalised input [batch,
+        num_tokens, hidden_size]."""
         return self.shape_key_value([projection(hidden_states) for projection in self.decode_projections], rotation)
 
     def expand_key_value(self, stored: KeyValue) -> KeyValue:
-        """Keys and values by head of a leader's group, from what its cache layer holds."""
+        """Return the keys and values by head of a leader's group, from the two tensors of its cache layer."""
         return stored
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Queries with RoPE [batch, num_heads, num_tokens, dim] from this layer's normalised input."""
+        """Return the queries with RoPE [batch, num_heads, num_tokens, dim] for this layer's normalised input."""
         raise NotImplementedError
 
     def projecting_modules(self) -> list[nn.Module]:
-        """A leader's modules that make what the cache stores of its whole group."""
+        """Return a leader's modules that make the two tensors that the cache stores for its group."""
         expanding = self.expanding_modules()
         modules = [getattr(self, f"{name}_swiftkv") for name in self.key_value_modules]
         return [module for module in modules if module not in expanding]
 
     def expanding_modules(self) -> list[nn.Module]:
-        """A leader's modules that turn it into keys and values, when the first layer of the group attends."""
+        """Return a leader's modules that turn the cached tensors into keys and values, once for the whole group."""
         return []
 
     def shared_norms(self) -> list[nn.Module]:
-        """A leader's norms that the keys of its whole group go through, and the teacher's in this layer."""
+        """Return a leader's norms on the keys of its group, which are also the teacher's norms in this layer."""
         return []
 
     def idle_modules(self) -> tuple[str, ...]:
-        """Names of the modules that the student does not run."""
+        """Return the names of the modules that the student does not run."""
         return self.teacher_modules(self.config)
 
     def drop_teacher(self) -> None:
@@ -172,13 +170,13 @@ class SwiftKVAttentionMixin(nn.Module):
         shared_key_value: KeyValue | MakeKeyValue | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention output [batch, num_tokens, hidden_size] and weights (None unless the backend returns them).
+        """Return the output [batch, num_tokens, hidden_size] and attention weights (None if the backend has none).
 
         Args:
             hidden_states: normalised input of this layer, [batch, num_tokens, hidden_size].
             position_embeddings: rotation of these tokens.
-            shared_key_value: the group's keys and values by head over the whole context, or what makes them of this
-                layer's input; None runs the teacher's attention.
+            shared_key_value: the group's keys and values by head over the whole context, or a function that makes them
+                from this layer's input; None runs the teacher's attention.
         """
         if shared_key_value is None:
             teacher: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
@@ -208,8 +206,8 @@ class SwiftKVAttentionMixin(nn.Module):
 
 
 class _SharedHeads(nn.Module):
-    """Attributes that transformers' attention functions read of a module, for students whose key-value heads are not
-    the teacher's (paper, appendix C)."""
+    """The module attributes that transformers' attention functions read, for students whose key-value heads are not the
+    teacher's (paper, appendix C)."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -220,8 +218,8 @@ class _SharedHeads(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2. Where there
-    are factors for fewer dimensions, these are the first, and the others stay."""
+    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2. If
+    `rotation` has fewer dimensions than a head, only the first ones are rotated."""
     size = rotation[0].shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], rotation), x[..., size:]), dim=-1)
@@ -234,8 +232,8 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def split_heads(
     projected: torch.Tensor, head_dim: int, norm: nn.Module | None = None, *, of_all: bool = False
 ) -> torch.Tensor:
-    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalised by `norm`, each
-    head by itself or, with `of_all`, all together."""
+    """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim], normalised by `norm` over
+    each head or, with `of_all`, over all heads together."""
     if norm is not None and of_all:
         projected = norm(projected)
     heads: torch.Tensor = projected.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -243,12 +241,12 @@ def split_heads(
 
 
 class HeadAttentionMixin(SwiftKVAttentionMixin):
-    """Keys and values by head (MHA, GQA, MQA), RoPE over the head or its first dimensions, norms on heads where the
-    family has them."""
+    """Keys and values by head (MHA, GQA, MQA), RoPE over the head or its first dimensions, and the family's norms on
+    heads, if any."""
 
     key_value_modules = decode_modules = ("k_proj", "v_proj")
     rotate: Callable[[torch.Tensor, Rotation], torch.Tensor] = staticmethod(rotate)
-    """An instance may be given a faster one."""
+    """Function that applies RoPE; an instance may get a faster one."""
     head_dim: int
     q_proj_swiftkv: nn.Linear
     k_proj_swiftkv: nn.Linear
@@ -259,7 +257,7 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.rotates = True
-        if config.family.has_unrotated_layers:  # queries and keys of a group meet: all are rotated, or none
+        if config.family.has_unrotated_layers:  # a group shares its keys, so all its layers rotate or none does
             self.rotates = bool(config.no_rope_layers[config.layer_map.leader(layer_idx)])
         self.normalises_heads = config.family.query_key_norms is not None
         if not self.normalises_heads:

@@ -1,5 +1,5 @@
-"""Teachers and base models by name, brought to this machine as far as their reader may have them. Knows names and the
-rules of `sources`, little of what models hold; an object store is its caller's.
+"""Teachers and base models by name: resolve a name under the access rules of `sources`, and download the model. The
+caller passes the function that downloads from an object store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.sources.teacher_config import SPEC_FIELD, builtin_teacher
 
 Download = Callable[[str], Path]
-"""Function that brings everything below an `s3://` address to a directory, held to the rules. Raises `ModelError`."""
+"""Function that downloads everything below an `s3://` address to a directory, under the rules. Raises `ModelError`."""
 
 
 def model_directory(
@@ -28,19 +28,19 @@ def model_directory(
     download: Download | None = None,
     field: str = SPEC_FIELD,
 ) -> str:
-    """Return a name that transformers can load: a directory, or, where sources have no rules, a hub id as it came. A
-    GGUF file becomes a directory of this machine's cache.
+    """Return a name that transformers can load: a directory, or an unchanged hub id if access is unrestricted. A GGUF
+    file becomes a directory in this machine's cache.
 
     Args:
         revision: hub revision.
-        access: what may be read; a directory is held to it with everything in it.
-        download: reader of `s3://` addresses; None: they are refused.
-        field: what messages call `name`.
+        access: rules on what may be read; they apply to a directory and to every file in it.
+        download: function for `s3://` addresses; None: they are refused.
+        field: name of the input in error messages.
 
     Raises:
-        ModelError: an unknown built-in teacher, an address with nothing below it, or a model that asks for code or for
-            what may not be read.
-        InvalidInputError: a name that is closed, or a hub id that this machine's working directory shadows.
+        ModelError: the built-in teacher is unknown, nothing is below the address, or the model needs remote code or
+            files that may not be read.
+        InvalidInputError: the name is not allowed, or a path in the working directory shadows the hub id.
     """
     match access.model(name, field):
         case BuiltinSource(name):
@@ -69,12 +69,12 @@ def model_directory(
                 return name
             refuse_shadowed(name, field)
             directory = local_directory(name, revision, field=field)
-            check_model_files(directory, Boundary.of(directory.parents[1]), field)  # so loaders read what was checked
+            check_model_files(directory, Boundary.of(directory.parents[1]), field)  # loaders read these files
             return str(directory)
 
 
 def _directory(path: Path, name: str, field: str, boundary: Boundary = UNBOUNDED) -> Path:
-    """The directory `path`, or the one that a GGUF file becomes; its header is checked before `gguf` trusts it."""
+    """Return `path` if it is a directory, or the directory made of a GGUF file, whose header is checked first."""
     if path.suffix != SUFFIX:
         return path
     config = read_gguf_config(path, name, field=field, boundary=boundary)

@@ -1,5 +1,5 @@
-"""Layers below l that skipped prompt tokens bypass (`swiftkv_prefill_layers`, `docs/model.md`): what becomes of hidden
-states there. It knows no cache and no step; `engine/deep_rows.py` bypasses rows of one.
+"""Layers below l that skipped prompt tokens bypass (`swiftkv_prefill_layers`, `docs/model.md`): the hidden states after
+such a layer. `engine/deep_rows.py` does the same for the rows of an engine step.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 Bypass = Callable[[Any, int, torch.Tensor, Any], torch.Tensor]
-"""A pass's hidden states behind a layer that skipped tokens bypass, [batch, num_tokens, hidden_size]: it leaves these
-tokens' K and V in the cache and their hidden states as they are, and deep ones go through the layer."""
+"""Function that returns the hidden states after a layer that skipped tokens bypass, [batch, num_tokens, hidden_size].
+Skipped tokens keep their hidden state and write K and V to the cache; deep tokens run through the layer."""
 
 
 def bypass_before(
     first_deep: int | torch.Tensor, decoder: Any, i: int, hidden: torch.Tensor, context: Any
 ) -> torch.Tensor:
-    """A `Bypass` for rows that end with their deep tokens, from `first_deep` on (of all rows, or of each, [batch]). The
-    others' way through the layer is computed for their K and V, and let go."""
+    """A `Bypass` for rows whose tokens from `first_deep` on are deep (one index for all rows, or one each, [batch]).
+    The other tokens run through the layer too, for their K and V, but their output is discarded."""
     output = decoder.run_layer(i, hidden, context)
     begins = first_deep if isinstance(first_deep, int) else first_deep[:, None]
     deep = torch.arange(hidden.shape[1], device=hidden.device) >= begins
@@ -26,5 +26,5 @@ def bypass_before(
 
 
 def bypass_all(_decoder: Any, _i: int, hidden: torch.Tensor, _context: Any) -> torch.Tensor:
-    """Bypass a layer with tokens that are all a prompt's, and without a cache for their K and V."""
+    """A `Bypass` for passes in which every token is a prompt's, without a cache to write K and V to."""
     return hidden

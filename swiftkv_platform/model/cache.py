@@ -1,7 +1,7 @@
-"""The KV cache that `generate()` uses: `num_kv_cache_layers` layers, not one a model layer, optionally in 8 bits.
+"""The KV cache that `generate()` uses: `num_kv_cache_layers` layers instead of one per model layer, optionally in 8
+bits.
 
-It is a transformers `Cache` of transformers' own layers, so what they can (grow, slide, crop, reorder) it can. It knows
-no attention.
+It is a transformers `Cache` of transformers' own layers, so it can grow, slide, crop and reorder as they do.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from swiftkv_platform.model.selection import TokenSelection
 def make_cache(
     config: Any, *, swiftkv: bool = True, kv_cache_dtype: str = "auto", max_cache_len: int | None = None
 ) -> Cache:
-    """An empty cache for a student (l + ceil((L - l) / g) layers) or, with `swiftkv=False`, its teacher (L layers).
+    """Make an empty cache for a student (l + ceil((L - l) / g) layers) or, with `swiftkv=False`, its teacher (L).
 
     A group's cache layer keeps the longest window of its layers.
 
     Args:
         kv_cache_dtype: `auto` stores what the model computes; `fp8` and `int8` quantise it (`model/quantization.py`).
-        max_cache_len: tokens to allocate once (static cache); None grows as needed.
+        max_cache_len: number of tokens to allocate at once (static cache); None grows as needed.
 
     Raises:
         InvalidInputError: an unknown `kv_cache_dtype`.
@@ -62,8 +62,8 @@ def make_cache(
 
 
 def check_cache(cache: Any, config: Any, *, swiftkv: bool) -> None:
-    """Refuse a transformers cache with another number of layers than the mode's; one without layers grows them. Raises
-    `ModelError`: naming the number of layers and what to do."""
+    """Raise `ModelError` if a transformers cache has another number of layers than the mode needs. A cache without
+    layers is accepted, since it adds them as needed."""
     if not isinstance(cache, Cache) or not cache.layers:
         return
     wanted = config.layer_map.num_kv_cache_layers if swiftkv else config.num_hidden_layers
@@ -78,7 +78,7 @@ def check_cache(cache: Any, config: Any, *, swiftkv: bool) -> None:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of the keys and values that a cache holds, the scales of a quantised one included."""
+    """Return the bytes of a cache's keys and values, including the scales of a quantised cache."""
     layers: list[Any] = cache.layers
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(int(tensor.nbytes) for tensor in tensors)
@@ -92,7 +92,7 @@ def stored_dtype(cache: Any) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class StoredKeyValue:
-    """Keys and values as a quantised layer stores them, to be read where they are needed: one group at a time."""
+    """Keys and values as a quantised layer stores them; `read` dequantises them when they are needed."""
 
     keys: torch.Tensor
     """uint8 [batch, num_heads, num_tokens, dim + 2]."""
@@ -110,10 +110,10 @@ class StoredKeyValue:
 
 
 class _Quantized:
-    """Mixed into a cache layer, whose tensors become bytes: each row's payload and its scale (`quantization.pack`).
+    """Mixin for a cache layer that stores each row as bytes, its payload and its scale (`quantization.pack`).
 
-    Attention reads what is stored, of the tokens being written too: an answer then depends on neither how the prompt
-    was cut into chunks nor which part of it was there already.
+    Attention reads the stored values even for the tokens being written, so that an answer depends neither on how the
+    prompt is split into chunks nor on which part of it was cached already.
     """
 
     def __init__(self, payload: torch.dtype, **arguments: Any) -> None:
@@ -124,26 +124,26 @@ class _Quantized:
         return self.store(key_states, value_states).read()
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredKeyValue:
-        """Store like `update`, without dequantising the context."""
+        """Append like `update`, but return the context without dequantising it."""
         layer: Any = super()
         keys, values = layer.update(pack(key_states, self.payload), pack(value_states, self.payload))
         return StoredKeyValue(keys, values, self.payload, key_states.dtype)
 
 
 class QuantizedLayer(_Quantized, DynamicLayer):
-    """A growing layer in 8 bits."""
+    """A growing cache layer in 8 bits."""
 
 
 class QuantizedSlidingWindowLayer(_Quantized, DynamicSlidingWindowLayer):
-    """A growing layer in 8 bits that keeps a window."""
+    """A growing cache layer in 8 bits with a sliding window."""
 
 
 class QuantizedStaticLayer(_Quantized, StaticLayer):
-    """An allocated layer in 8 bits."""
+    """A preallocated cache layer in 8 bits."""
 
 
 class QuantizedStaticSlidingWindowLayer(_Quantized, StaticSlidingWindowLayer):
-    """An allocated layer in 8 bits that keeps a window."""
+    """A preallocated cache layer in 8 bits with a sliding window."""
 
 
 QUANTIZED_LAYERS: dict[type, Any] = {
@@ -155,11 +155,11 @@ QUANTIZED_LAYERS: dict[type, Any] = {
 
 
 Stored = KeyValue | StoredKeyValue
-"""Contents of the cache layer of one group, or what another cache's `update` returned for it."""
+"""Contents of a group's cache layer: quantised, or as `Cache.update` returns them."""
 
 
 def append(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: int) -> Stored:
-    """Write tokens' keys and values; the whole context's, which a quantised layer hands out as it stores them."""
+    """Append keys and values to a cache layer and return the whole context's; a quantised layer's stay quantised."""
     layer = cache.layers[cache_layer] if stored_dtype(cache) is not None else None
     if isinstance(layer, _Quantized):
         return layer.store(keys, values)
@@ -168,7 +168,7 @@ def append(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: in
 
 
 def take_rows(stored: Stored, kept: TokenSelection) -> Stored:
-    """Return keys and values of the selected rows of the batch; `stored` as it is where all rows are kept."""
+    """Return keys and values of the selected rows of the batch; `stored` itself if all rows are kept."""
     if kept.rows is None:
         return stored
     if isinstance(stored, StoredKeyValue):

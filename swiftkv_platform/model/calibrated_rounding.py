@@ -1,9 +1,9 @@
-"""A student's projections in integers, rounded so that its states on calibration text change least (GPTQ, Frantar et
-al. 2022), layer by layer: no process holds the model.
+"""Integer quantisation of a student's projections, rounded so that its hidden states on calibration text change least
+(GPTQ, Frantar et al. 2022). It goes layer by layer, so the whole model is never in memory.
 
-Each layer is read, runs over the states that the quantised layers before it leave, so that every projection shows the
-inputs that it is served with, and runs again when its projections are rounded. In layers >= l, K and V from x are
-projected of all tokens, and deep tokens alone run, as when it is served. It knows no files and no format.
+Each layer is read and runs over the outputs of the quantised layers before it, which gives every projection the inputs
+that it will have in serving; then its projections are rounded and it runs again. In layers >= l, K and V are projected
+from x for all tokens, and only deep tokens run through the layer, as in serving.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def round_calibrated(
     dtype: torch.dtype,
     max_activation_bytes: int = MAX_ACTIVATION_BYTES,
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield integers and scales, as `quantize_weight` returns them, of every weight of `formats` that is a linear
-    module's and sees a token, layer by layer. Raises `InvalidInputError`: no tokens, or a batch holds none of the
-    model's.
+    """Yield, layer by layer, the integers and scales (see `quantize_weight`) of each weight in `formats` that belongs
+    to a linear module which got a token. Raises `InvalidInputError`: there are no tokens, or a batch has ids that are
+    not the model's.
 
     Args:
-        source: the student, without what only its teacher runs.
-        batches: rows of packed samples; their `loss_mask` says which tokens are deep. Of a sample without a prompt, or
-            of rows without a mask, the first half is the prompt.
+        source: the student, without the modules that only its teacher runs.
+        batches: rows of packed samples; `loss_mask` marks the deep tokens. In a sample without a prompt, or in rows
+            without a mask, the first half counts as the prompt.
         formats: format and group size by weight.
-        dtype: of the scales.
+        dtype: dtype of the scales.
     """
     with ActivationStore.open(max_activation_bytes) as store:
         yield from _Pass(source, store, formats, dtype).run(batches)
 
 
 class _Pass:
-    """One pass over all layers."""
+    """One pass of all rows over all layers."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class _Pass:
         self._config = source.model.config
         self._config._attn_implementation = PACKED
         self._contexts: list[DecoderContext] = []
-        """By row, without hidden states."""
+        """Contexts by row, without hidden states."""
         self._deep: list[torch.Tensor] = []
-        """By row, which tokens are deep, bool [num_tokens]."""
+        """Masks of deep tokens by row, bool [num_tokens]."""
         self._hidden: list[KeptTensor] = []
         self._x: list[KeptTensor] = []
         """Outputs of layer l - 1, by row."""
@@ -135,7 +135,7 @@ class _Pass:
                 self._hidden[row] = self._store.keep(self._run(i, row))
 
     def _round_experts(self, i: int, layer: nn.Module) -> None:
-        """Round experts, which are fused in memory, to nearest, as they will be stored."""
+        """Round experts to nearest, in the format in which they will be stored; in memory they are fused."""
         stored = (name for name in self._formats if name.startswith(f"model.layers.{i}.") and ".experts." in name)
         for form, group in {self._formats[name] for name in stored}:
             for experts in layer.parameters():
@@ -144,7 +144,7 @@ class _Pass:
                     experts.copy_(dequantize_weight(*rounded).view_as(experts))
 
     def _run(self, i: int, row: int) -> torch.Tensor:
-        """The hidden states of a row behind layer i."""
+        """Return the hidden states of a row after layer i."""
         hidden, context = self._hidden[row].load("cpu"), self._contexts[row]
         first, config = self._config.num_key_value_layers, self._config
         if i < first:
@@ -160,7 +160,7 @@ class _Pass:
         return self._decoder.run_layer(i, hidden, context.select(kept), shared_key_value=key_value)
 
     def _of_leader(self, i: int, row: int, x: torch.Tensor, rotation: Rotation, kept: TokenSelection) -> Any:
-        """Keys and values of a group, or what makes them; kept for its other layers."""
+        """Return a group's keys and values, or a function that makes them; stores them for the group's other layers."""
         leader = self._decoder.layers[i].self_attn
         inputs = self._decoder.norm_swiftkv(x)
         shared = leader.shape_key_value([project(inputs) for project in leader.input_projections], rotation)
@@ -184,7 +184,7 @@ class _Pass:
 
 @contextmanager
 def _grams(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, torch.Tensor]]:
-    """Sums over tokens of the outer products of the inputs of `modules` while the block runs."""
+    """Yield, by module, the sum over tokens of x^T x for the inputs x of `modules`, updated while the block runs."""
     grams: dict[nn.Module, torch.Tensor] = {}
 
     def add(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:

@@ -1,12 +1,11 @@
 """Calibrated initialisation: closed-form SwiftKV projections from the teacher's own activations.
 
-Copying the teacher's weights feeds them the wrong input: layer i >= l expects its own hidden state, and SwiftKV gives
-it h = norm_swiftkv(x). Here what each upper layer makes of its hidden state is regressed on h, and the layers of an
-AcrossKV group are then merged: by head in `calibration_heads`, latents in `calibration_latent`. The exit head likewise
-starts as the language model's head on the final hidden state that x lets one expect, not on x itself.
+Copied teacher weights get the wrong input: layer i >= l expects its own hidden state, and SwiftKV gives it
+h = norm_swiftkv(x). Here each upper layer's projections of its hidden state are regressed on h, and the layers of an
+AcrossKV group are then merged: by head in `calibration_heads`, latents in `calibration_latent`. Likewise the exit head
+starts as the language model's head applied to the final hidden state predicted from x, not to x itself.
 
-One forward pass of the teacher; everything is linear in Gram matrices kept in float64, which add up over workers.
-It knows no files and no training.
+It takes one forward pass of the teacher. All sums are Gram matrices in float64, which add up over workers.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def method_of(layers: Mapping[int, Any]) -> Method:
 
 
 class _Recorder:
-    """Keeps the last outputs of modules of the teacher's upper attention while the teacher runs."""
+    """Recorder of the latest outputs of modules in the teacher's upper attention layers while the teacher runs."""
 
     def __init__(self, layers: Mapping[int, Any], method: Method) -> None:
         self.outputs: dict[tuple[int, str], torch.Tensor] = {}
         self.queries: dict[int, torch.Tensor] = {}
         self.inputs: dict[int, torch.Tensor] = {}
-        """Inputs of layers' projections, [batch, num_tokens, hidden_size]."""
+        """Inputs of the projections by layer, [batch, num_tokens, hidden_size]."""
         self._handles: list[Any] = []
         for i, layer in layers.items():
             attention = layer.self_attn
@@ -72,7 +71,7 @@ class _Recorder:
         self.inputs[i] = inputs[0]
 
     def own_sums(self, layer_map: Any) -> dict[int, OwnSums]:
-        """The sums of every group of several layers."""
+        """Return the sums of the recorded batch, by leader, for groups of more than one layer."""
         sums = {}
         for leader in layer_map.leaders:
             group = layer_map.group(leader)
@@ -97,7 +96,7 @@ def recording(layers: Mapping[int, Any], method: Method) -> Iterator[_Recorder]:
 
 
 def decoder_inputs(batch: TokenBatch, decoder: Any) -> dict[str, torch.Tensor]:
-    """Arguments that the decoder takes for a batch. Raises `InvalidInputError`: it holds no ids of this model."""
+    """Return the decoder's arguments for a batch. Raises `InvalidInputError`: it does not hold ids of this model."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids, vocab_size = given.get("input_ids"), decoder.config.vocab_size
     if not isinstance(ids, torch.Tensor) or ids.ndim not in (1, 2) or ids.dtype not in (torch.int64, torch.int32):
@@ -122,8 +121,8 @@ def decoder_inputs(batch: TokenBatch, decoder: Any) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
-    """Run the teacher over `batches` and sum what calibration needs. Raises `InvalidInputError`: no tokens, or a batch
-    that holds none of the model's."""
+    """Run the teacher over `batches` and sum the statistics of calibration. Raises `InvalidInputError`: there are no
+    tokens, or a batch has ids that are not the model's."""
     decoder, config = model.model, model.config
     layers = {i: decoder.layers[i] for i in range(config.num_key_value_layers, config.num_hidden_layers)}
     method = method_of(layers)
@@ -159,7 +158,7 @@ def with_intercept(states: torch.Tensor) -> torch.Tensor:
 
 
 def exit_sums(inputs: torch.Tensor, final: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums n^T n and n^T final of `CalibrationStatistics.exits`, for [batch, num_tokens, hidden_size] each."""
+    """Return n^T n and n^T final, see `CalibrationStatistics.exits`. Inputs: [batch, num_tokens, hidden_size] each."""
     inputs, final = inputs.flatten(0, 1).double(), final.flatten(0, 1).double()
     return inputs.T @ inputs, inputs.T @ final
 
@@ -183,8 +182,8 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
 
 
 def calibrate_exit_head(gram: torch.Tensor, cross: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """The exit head, in float32: the language model's `head` on the final hidden state that x lets one expect. `gram`:
-    see `CalibrationStatistics.exits`, as `cross`."""
+    """Return the exit head in float32: the language model's `head` applied to the final hidden state predicted from x.
+    `gram`, `cross`: see `CalibrationStatistics.exits`."""
     expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected: the final hidden state
     calibrated: torch.Tensor = head.float() @ expected.T.to(head.device, torch.float32)
     return calibrated

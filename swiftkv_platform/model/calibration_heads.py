@@ -1,22 +1,20 @@
 """Calibrating attention by head: each upper layer's K and V (before RoPE) are regressed on h, and the layers of a group
 are merged into one K and one V.
 
-- Keys. RoPE turns each frequency (the pair of dimensions j, j + d/2, one complex number) by itself, so a group may mix
-  its layers' keys by one complex factor a frequency without disturbing positions. Per head and frequency the shared key
-  is the principal component of the layers' predicted keys, each weighted by the energy of the queries that will meet
-  it, and every layer's query takes up the factor that leads back: where k_i = c_i k_shared, q_i . k_i equals
+- Keys. RoPE rotates each frequency (the pair of dimensions j, j + d/2, one complex number) separately, so a group may
+  mix its layers' keys with one complex factor per frequency without affecting positions. Per head and frequency the
+  shared key is the principal component of the layers' predicted keys, each weighted by the energy of the queries that
+  will meet it. Each layer's query absorbs the factor: if k_i = c_i k_shared, then q_i . k_i equals
   (q_i conj(c_i)) . k_shared.
-  The mean of keys, whose signs and phases are arbitrary, cancels where this does not.
-- Heads. With other key-value heads than the teacher's (paper, appendix C) the same merge decides: where one head stands
-  for several, they join the group as if they were layers; where the teacher's are repeated, each copy is fitted to the
-  query heads that read it.
-- Values. Where o_proj is frozen, the shared value minimises the sum over layers of |O_i (v_i - v)|^2:
+  The signs and phases of keys are arbitrary, so their mean would cancel; the principal component does not.
+- Heads. With other key-value heads than the teacher's (paper, appendix C) the same merge applies: if one head replaces
+  several, they join the group as if they were layers; if the teacher's are repeated, each copy is fitted to the query
+  heads that read it.
+- Values. If o_proj is frozen, the shared value minimises the sum over layers of |O_i (v_i - v)|^2:
   v = (sum M_i)^-1 sum M_i v_i with M_i = O_i^T O_i, per key-value head.
-- Output projections of the student's own. Then a layer may read the shared value in its own way, and only what does not
-  fit into head_dim dimensions is lost: v and O'_i are the best approximation of that rank to all O_i v_i. And a layer's
-  heads may join the group in another order, which its q_proj and o_proj take up: the one that loses least of the keys.
-
-It knows no tokens.
+- Own output projections. Each layer may then map the shared value linearly, and only the part that does not fit into
+  head_dim dimensions is lost: v and O'_i are the best approximation of that rank to all O_i v_i. A layer's heads may
+  also join the group in another order, which its q_proj and o_proj absorb: the order that loses least of the keys.
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ from swiftkv_platform.model.initialization import share_heads
 
 @dataclass
 class _Layer:
-    """A layer's attention as it joins its group: by one member, or by several where a shared head stands for several of
-    its own."""
+    """A layer's attention as part of its group: one member, or several if a shared head replaces several of its own."""
 
     attention: Any
     num_heads: int
-    """Shared key-value heads."""
+    """Number of shared key-value heads."""
     keys: list[torch.Tensor]
-    """Maps of h, [rows, num_heads * head_dim] a member, as `values`; as `_paired` makes them."""
+    """Maps from h by member, each [rows, num_heads * head_dim], dimensions ordered by `_paired`."""
     values: list[torch.Tensor]
+    """Maps from h by member, each [rows, num_heads * head_dim]."""
     queries: list[torch.Tensor]
-    """Summed squared queries, [query heads, head_dim] a member, likewise."""
+    """Summed squared queries by member, each [query heads, head_dim], ordered by `_paired`."""
     order: Sequence[int]
     """The teacher's head that joins each shared head."""
 
@@ -68,12 +66,12 @@ class _Layer:
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """The teacher's o_proj by member, [hidden_size, num_heads, its query heads * head_dim], in its own dtype."""
+        """The teacher's o_proj by member, each [hidden_size, num_heads, its query heads * head_dim], in its dtype."""
         weight = _reordered(self.attention.o_proj.weight, 1, self.order)
         return list(weight.unflatten(1, (self.num_heads, len(self.keys), -1)).unbind(2))
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Have head `order[n]` join the shared head n. For a layer of one member."""
+        """Let head `order[n]` join the shared head n; for a layer of one member."""
         self.order = order
         for tensors, dim in ((self.keys, 1), (self.values, 1), (self.queries, 0)):
             tensors[:] = [_reordered(tensor, dim, order) for tensor in tensors]
@@ -91,7 +89,7 @@ class _Layer:
             student.bias.copy_(_split(_real(_complex(_paired(bias, pairs), head_dim) * by_head), pairs))
 
     def turn_output(self, maps: Sequence[torch.Tensor]) -> None:
-        """Set o_proj_swiftkv to the teacher's behind one of `maps` a member, see `share_values`."""
+        """Set o_proj_swiftkv to the teacher's o_proj composed with `maps`, one per member, see `share_values`."""
         turned = [map_outputs(output, one).flatten(2) for output, one in zip(self.outputs, maps, strict=True)]
         self.attention.o_proj_swiftkv.weight.copy_(torch.stack(turned, dim=2).flatten(1))
 
@@ -107,7 +105,7 @@ def _fit(attentions: Sequence[Any], layers: Sequence[int], regression: GroupRegr
     keys = [key for layer in group for key in layer.keys]
     values = [value for layer in group for value in layer.values]
     outputs = [output for layer in group for output in layer.outputs]
-    if leader.normalises_heads:  # a factor on the query would be lost in its norm
+    if leader.normalises_heads:  # the norm would cancel a factor on the query
         shared = torch.stack(keys).mean(0)
     else:
         queries = [query for layer in group for query in layer.queries]
@@ -133,14 +131,14 @@ HEADS = Method(
 
 
 def _members(projection: torch.Tensor, num_heads: int, num_shared: int) -> list[torch.Tensor]:
-    """[inputs, num_heads * head_dim] -> members of a group, each [inputs, num_shared * head_dim]."""
+    """Split or repeat heads: [inputs, num_heads * head_dim] -> members, each [inputs, num_shared * head_dim]."""
     if num_shared >= num_heads:
         return [share_heads(projection.T, num_heads, num_shared).T]
     return [part.flatten(1) for part in projection.unflatten(1, (num_shared, num_heads // num_shared, -1)).unbind(2)]
 
 
 def _reordered(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
-    """`x`, whose dimension `dim` is heads of equal size, with head `order[n]` in the place n."""
+    """Return `x` with head `order[n]` at place n; dimension `dim` consists of heads of equal size."""
     if list(order) == list(range(len(order))):
         return x
     heads: torch.Tensor = x.unflatten(dim, (len(order), -1))
@@ -148,8 +146,8 @@ def _reordered(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
 
 
 def _rotated_pairs(attention: Any) -> torch.Tensor | None:
-    """Order of a head's dimensions in which RoPE's pairs are (j, j + head_dim / 2), where it rotates the first ones
-    alone; None: theirs. What it does not rotate, and may be mixed at will, is in pairs as well."""
+    """Return the order of a head's dimensions in which pairs are (j, j + head_dim / 2), if RoPE rotates only the first
+    dimensions, else None. Dimensions that are not rotated, and can be mixed freely, are paired as well."""
     head_dim: int = attention.head_dim
     rope = attention.config.rope_parameters or {}
     rotated = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
@@ -161,7 +159,7 @@ def _rotated_pairs(attention: Any) -> torch.Tensor | None:
 
 
 def _paired(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
-    """[..., num_heads * head_dim] with each head's dimensions in that order."""
+    """Put each head's dimensions in `[..., num_heads * head_dim]` in the order `pairs` (`_rotated_pairs`)."""
     if pairs is None:
         return x
     paired: torch.Tensor = x.unflatten(-1, (-1, len(pairs)))[..., pairs.to(x.device)].flatten(-2)
@@ -169,7 +167,7 @@ def _paired(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
-    """The inverse of `_paired`."""
+    """Invert `_paired`."""
     return x if pairs is None else _paired(x, pairs.argsort())
 
 
@@ -180,19 +178,19 @@ def _complex(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _real(z: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_complex`."""
+    """Invert `_complex`."""
     return torch.cat((z.real, z.imag), dim=-1).flatten(-2)
 
 
 def merge_keys(
     keys: list[torch.Tensor], queries: list[torch.Tensor], gram: torch.Tensor, num_key_value_heads: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One key projection for a group and, by layer, the complex factor its queries take up.
+    """Merge a group's keys into one projection; returns it and, by layer, the complex factor for its queries.
 
     Args:
         keys: by layer, the regression of its keys on h, [inputs, num_key_value_heads * head_dim].
         queries: by layer, summed squared queries, [num_attention_heads, head_dim].
-        gram: sum of h^T h; keys have its inputs first, and any others behind them weigh nothing.
+        gram: sum of h^T h; the keys' rows for h come first, and rows for other inputs get no weight.
 
     Returns:
         The shared projection, shaped like one of `keys`, and factors [num_key_value_heads, head_dim / 2].
@@ -215,9 +213,9 @@ def merge_keys(
 
 
 def _query_norms(squares: torch.Tensor, num_key_value_heads: int) -> torch.Tensor:
-    """Norms of the queries that a key meets, by head and frequency, [num_key_value_heads, head_dim / 2].
+    """Return the norms of the queries that a key meets, by head and frequency, [num_key_value_heads, head_dim / 2].
 
-    It meets every query head of its group of heads, and both halves of its pair.
+    A key meets all query heads of its group of heads, and both dimensions of its pair.
     """
     real, imaginary = squares.unflatten(0, (num_key_value_heads, -1)).sum(1).chunk(2, dim=-1)
     norms: torch.Tensor = (real + imaginary).clamp_min(1e-30).sqrt()
@@ -227,9 +225,9 @@ def _query_norms(squares: torch.Tensor, num_key_value_heads: int) -> torch.Tenso
 def match_heads(
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]], gram: torch.Tensor, num_key_value_heads: int
 ) -> list[list[int]]:
-    """By layer of a group, its head that joins each shared head: the first layer's in their order, those of each layer
-    behind it so that `merge_keys` loses least. `layers`: predicted keys and summed squared queries, as `merge_keys`
-    takes them."""
+    """Return, by layer of a group, which of its heads joins each shared head: the first layer's in their own order,
+    each later layer's in the order with which `merge_keys` loses least. `layers`: predicted keys and summed squared
+    queries, as `merge_keys` takes them."""
     orders = [list(range(num_key_value_heads))]
     joined: list[tuple[torch.Tensor, torch.Tensor]] = []  # weighted keys and gram @ them, in the heads' new order
     for keys, queries in layers:
@@ -242,8 +240,8 @@ def match_heads(
 
 
 def assign_heads(lost: torch.Tensor) -> list[int]:
-    """For each shared head (row) the head that joins it (column), so that the sum of `lost` is least."""
-    from scipy.optimize import linear_sum_assignment  # takes long, and replicas, which never come here, may lack it
+    """Return, for each shared head (row), the head that joins it (column), minimising the sum of `lost`."""
+    from scipy.optimize import linear_sum_assignment  # slow to import; replicas, which never call this, may lack it
 
     columns: list[int] = linear_sum_assignment(lost.cpu().numpy())[1].tolist()
     return columns
@@ -252,7 +250,7 @@ def assign_heads(lost: torch.Tensor) -> list[int]:
 def _lost_energy(
     joined: Sequence[tuple[torch.Tensor, torch.Tensor]], weighted: torch.Tensor, image: torch.Tensor
 ) -> torch.Tensor:
-    """Energy outside the principal component where the shared head (row) is joined by a layer's head (column)."""
+    """Return the energy outside the principal component if a layer's head (column) joins a shared head (row)."""
     members = torch.stack([keys for keys, _ in joined])
     inner = torch.einsum("anhf,bnhf->hfab", members.conj(), torch.stack([images for _, images in joined]))
     outer = torch.einsum("anhf,nkf->hkfa", members.conj(), image)
@@ -268,15 +266,15 @@ def _lost_energy(
 def share_values(
     values: list[torch.Tensor], outputs: list[torch.Tensor], gram: torch.Tensor, num_key_value_heads: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One value projection for a group, and by layer what leads from the shared value to its own.
+    """Merge a group's values into one projection; returns it and, by layer, the map from the shared value to its own.
 
     Args:
         values: by layer, the regression of its values on h, [inputs, num_key_value_heads * head_dim].
         outputs: by layer, its o_proj, [hidden_size, num_key_value_heads, query heads of each * head_dim].
 
     Returns:
-        The shared projection, shaped like one of `values`, and maps [num_key_value_heads, head_dim, head_dim] that a
-        layer's output projection is to stand behind.
+        The shared projection, shaped like one of `values`, and maps [num_key_value_heads, head_dim, head_dim] to apply
+        before a layer's output projection.
     """
     head_dim = values[0].shape[1] // num_key_value_heads
     shared, maps = share_components(
@@ -288,19 +286,19 @@ def share_values(
 
 
 def map_outputs(output: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
-    """An output projection behind a map of the values of each key-value head, as [hidden_size, num_key_value_heads,
-    query heads of each, head_dim] in float64."""
+    """Compose an output projection with a map of each key-value head's values. Returns [hidden_size,
+    num_key_value_heads, query heads of each, head_dim] in float64."""
     return torch.einsum("okqd,kde->okqe", output.double().unflatten(2, (-1, maps.shape[1])), maps)
 
 
 def _metric(output: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """O^T O of an output projection by key-value head, [num_key_value_heads, head_dim, head_dim]."""
+    """Return O^T O of an output projection by key-value head, [num_key_value_heads, head_dim, head_dim]."""
     heads = output.double().unflatten(2, (-1, head_dim))
     return torch.einsum("okqd,okqe->kde", heads, heads)
 
 
 def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int) -> torch.Tensor:
-    """One value projection for a group, [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
+    """Merge a group's values into one projection [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
     head_dim = values[0].shape[1] // num_key_value_heads
     metric = torch.stack([_metric(output, head_dim) for output in outputs])  # [group, kv_heads, head_dim, head_dim]
     total = metric.sum(0)
@@ -308,7 +306,7 @@ def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_ke
     total = total + RIDGE * total.diagonal(dim1=-2, dim2=-1).mean() * identity
     split = torch.stack([w.unflatten(1, (num_key_value_heads, -1)) for w in values])
     mean = split.mean(0)
-    # Solved for the deviation from the mean, so that where o_proj ignores a direction the ridge leaves the mean there.
+    # Solve for the deviation from the mean: in directions that o_proj ignores, the ridge then leaves the mean.
     weighted = torch.einsum("gkde,gnke->knd", metric, split - mean)
     deviation = torch.linalg.solve(total, weighted.transpose(1, 2)).permute(2, 0, 1)
     merged: torch.Tensor = mean + deviation

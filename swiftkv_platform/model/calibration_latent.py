@@ -1,19 +1,17 @@
 """Calibrating latent attention (MLA): latent and rotary key are regressed on h, and a group's layers are merged.
 
-A group of one copies everything behind the regression. In a longer group a mean would be noise, since each layer has a
-latent basis of its own; what its layers have in common is what they expand their latents to:
+A group of one layer copies the other projections. In a longer group a mean of latents would be noise, since each layer
+has its own latent basis, so the layers are merged by the keys and values that they expand their latents to:
 
-- Keys without RoPE. Scores q_i . k_i stay what they are under any linear map of a head's keys that its queries take up.
-  Per head the shared key is the leading qk_nope_head_dim components of the layers' predicted keys, each weighted by the
+- Keys without RoPE. Scores q_i . k_i do not change under a linear map of a head's keys that its queries absorb. Per
+  head the shared key is the leading qk_nope_head_dim components of the layers' predicted keys, each weighted by the
   second moment Q_i of the queries that will meet it: k_i = F_i k_shared, and layer i's queries become F_i^T q_i.
-- Rotary key. As by head: one complex factor a frequency, here the same for all heads.
-- Values. As by head: merged in the metric of what each layer's o_proj makes of them, or shared with output projections
-  of the student's own.
-- Latent. The shared keys and values together are a linear map of h; its best approximation of rank kv_lora_rank, keys
-  and values counting alike, splits into the down projection (the component scores, as large as the layers' latents) and
-  the up projection. The norm between them is taken for its mean over tokens.
-
-It knows no tokens.
+- Rotary key. As in `calibration_heads`: one complex factor per frequency, here the same for all heads.
+- Values. As in `calibration_heads`: merged in the metric of each layer's o_proj, or shared with the student's own
+  output projections.
+- Latent. The shared keys and values together are a linear map of h. Its best approximation of rank kv_lora_rank, with
+  equal weight on keys and values, splits into the down projection (component scores, scaled to the size of the layers'
+  latents) and the up projection. The norm between them is approximated by its mean over tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from swiftkv_platform.model.calibration_statistics import (
 
 
 def _second_moments(queries: torch.Tensor) -> torch.Tensor:
-    """[num_attention_heads, qk_head_dim, qk_head_dim]."""
+    """Sum q q^T over tokens by head: [num_attention_heads, qk_head_dim, qk_head_dim]."""
     return torch.einsum("thd,the->hde", queries, queries)
 
 
@@ -75,7 +73,7 @@ LATENTS = Method(recorded=("kv_a_proj_with_mqa", "kv_a_layernorm"), query_statis
 def _merge_weighted_values(
     values: list[torch.Tensor], attentions: Sequence[Any], regression: GroupRegression
 ) -> Weighted:
-    """One value by head for a group; an error counts by what the layers' o_proj make of it."""
+    """Merge a group's values by head, weighting errors by the layers' o_proj."""
     num_heads, dim = values[0].shape[1:]
     outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
     flat = [value.flatten(1) for value in values]
@@ -93,13 +91,13 @@ def _merge_weighted_values(
 def _factorise(
     keys: Weighted, values: Weighted, rank: int, num_tokens: int, regression: GroupRegression
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Down projection [rows, rank] to latents of mean square 1, and up projection [rank, heads, dim] from there.
+    """Return the down projection [rows, rank] to latents of mean square 1, and the up projection [rank, heads, dim].
 
-    dim is the keys' and the values' together.
+    `dim` is the dimensions of keys and values together.
     """
     of_h, factor = slice(regression.num_inputs), regression.regression.factor
     images = [torch.einsum("ni,nhd->ihd", factor, part.weights[of_h]) for part in (keys, values)]
-    sizes = [image.norm() for image in images]  # keys and values count alike
+    sizes = [image.norm() for image in images]  # gives keys and values equal weight
     target = torch.cat([(image / size).flatten(1) for image, size in zip(images, sizes, strict=True)], dim=1)
     scores, energies, components = torch.linalg.svd(target, full_matrices=False)
     scores = scores[:, :rank] * energies[:rank]
@@ -115,7 +113,7 @@ def _factorise(
 
 
 def _size(weights: torch.Tensor, statistics: CalibrationStatistics, regression: GroupRegression) -> torch.Tensor:
-    """Root mean square of what `weights` [rows, outputs] make of h."""
+    """Return the root mean square over tokens of the outputs of `weights` [rows, outputs] on h."""
     of_h = weights[: regression.num_inputs]
     total = torch.einsum("no,nm,mo->", of_h, regression.gram, of_h)
     return (total / (statistics.num_tokens * weights.shape[1])).sqrt()
@@ -139,5 +137,5 @@ def _halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pairs(x: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_halves`."""
+    """Invert `_halves`."""
     return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)

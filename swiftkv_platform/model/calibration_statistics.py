@@ -1,4 +1,4 @@
-"""Sums of calibration over tokens, and the regressions that it solves from them. It knows no kind of attention."""
+"""Sums over tokens that calibration collects, and the regressions solved from them, for any kind of attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import nn
 RIDGE = 1e-4
 """Ridge penalty as a share of the mean diagonal of the Gram matrix."""
 _FLOOR = 1e-3
-"""Least eigenvalue of a metric that is inverted, as a share of the mean one."""
+"""Minimum eigenvalue of a metric before inversion, as a share of the mean eigenvalue."""
 
 
 @dataclass
 class OwnSums:
-    """Sums over tokens for what deep tokens write for a group, by the input n of its leader's projections."""
+    """Sums over tokens for the K and V that deep tokens write for a group, with the input n of its leader's
+    projections."""
 
     gram: torch.Tensor
     """Sum of [n, 1]^T [n, 1], [hidden_size + 1, hidden_size + 1]."""
@@ -31,23 +32,23 @@ class OwnSums:
 
 @dataclass
 class CalibrationStatistics:
-    """Sums over tokens: those of two batches, or of two workers, add up to those of all their tokens."""
+    """Sums over tokens, which can be added over batches and workers."""
 
     gram: torch.Tensor
     """Sum of [h, 1]^T [h, 1], [hidden_size + 1, hidden_size + 1]."""
     cross: dict[tuple[int, str], torch.Tensor]
     """Sum of [h, 1]^T output, [hidden_size + 1, outputs], by upper layer and recorded module of its attention."""
     queries: dict[int, torch.Tensor]
-    """Sum of what the method keeps of the queries before RoPE, by upper layer."""
+    """Sum of `Method.query_statistic` of the queries before RoPE, by upper layer."""
     exits: tuple[torch.Tensor, ...]
-    """Sums of n^T n and n^T final, each [hidden_size, hidden_size], with an exit head: n = exit_norm(x), final the
-    teacher's final hidden states; else empty."""
+    """Sums of n^T n and n^T final, each [hidden_size, hidden_size], where n = exit_norm(x) and final is the teacher's
+    final hidden states; empty without an exit head."""
     num_tokens: int
     own: dict[int, OwnSums] = field(default_factory=dict)
-    """By leader of a group of several layers, where deep tokens keep their own K and V."""
+    """Sums by leader of each group of several layers, if deep tokens keep their own K and V."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every sum, in a fixed order, so that workers can reduce them in place."""
+        """Yield every sum in a fixed order, so that workers can reduce them in place."""
         yield self.gram
         yield from (self.cross[key] for key in sorted(self.cross))
         yield from (self.queries[layer] for layer in sorted(self.queries))
@@ -63,7 +64,7 @@ class CalibrationStatistics:
 
 
 def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
-    """Lower Cholesky factor of a Gram matrix with the ridge penalty."""
+    """Return the lower Cholesky factor of a Gram matrix plus the ridge penalty."""
     penalty = RIDGE * gram.diagonal().mean()
     factor: torch.Tensor = torch.linalg.cholesky(
         gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -72,7 +73,7 @@ def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
 
 
 def root_and_inverse(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric square root of [..., dim, dim] and its inverse."""
+    """Return the symmetric square root of a metric [..., dim, dim], and the root's inverse."""
     values, vectors = torch.linalg.eigh(metric)
     values = values.clamp_min(0) + _FLOOR * values.mean(-1, keepdim=True).clamp_min(1e-30)
     return vectors * values.sqrt()[..., None, :] @ vectors.mT, vectors * values.rsqrt()[..., None, :] @ vectors.mT
@@ -80,25 +81,24 @@ def root_and_inverse(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Weighted:
-    """A linear map of h by head in a basis where a unit of error counts the same in every direction."""
+    """A linear map of h by head, in a basis in which errors in all directions have equal weight."""
 
     weights: torch.Tensor
     """[inputs, num_heads, dim]."""
     restore: torch.Tensor
-    """Leads back to what is used, from the right: [num_heads, dim, dim]."""
+    """Matrices [num_heads, dim, dim] that, multiplied from the right, turn `weights` back into the original basis."""
 
 
 def share_components(
     parts: Sequence[torch.Tensor], metrics: Sequence[torch.Tensor], gram: torch.Tensor
 ) -> tuple[Weighted, list[torch.Tensor]]:
-    """One map by head for a group, and by layer the matrix F_i [num_heads, dim, dim] with part_i = F_i shared.
-
-    The best approximation of `dim` dimensions, for layers that may take up any linear map.
+    """Return one shared map by head for a group, and by layer the matrix F_i [num_heads, dim, dim] with part_i = F_i
+    shared: the best approximation in `dim` dimensions, for layers that can absorb any linear map.
 
     Args:
         parts: by layer, a linear map of h, [inputs, num_heads, dim].
-        metrics: by layer, what an error in each direction counts, [num_heads, dim, dim].
-        gram: sum of h^T h; maps have its inputs first, and any others behind them weigh nothing.
+        metrics: by layer, the weight of errors by direction, [num_heads, dim, dim].
+        gram: sum of h^T h; the maps' rows for h come first, and rows for other inputs get no weight.
     """
     dim = parts[0].shape[-1]
     roots = [root_and_inverse(metric) for metric in metrics]
@@ -108,7 +108,7 @@ def share_components(
     _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", of_h, images))  # ascending
     principal = vectors[..., -dim:]  # [heads, group * dim, dim]
     by_layer = principal.unflatten(1, (len(parts), dim)).unbind(1)
-    # Any basis of the components has the same error; with this rotation and size, what takes the maps up changes least.
+    # Any basis of the components has the same error; this rotation and size changes the absorbing projections least.
     agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
     left, _, right = torch.linalg.svd(agreement)
     rotation = left @ right
@@ -118,7 +118,7 @@ def share_components(
 
 
 class Regression:
-    """Ridge regression of recorded outputs on h, with an intercept where the projection that is fitted has a bias."""
+    """Ridge regression of recorded outputs on h, with an intercept if the fitted projection has a bias."""
 
     def __init__(self, statistics: CalibrationStatistics, *, intercept: bool) -> None:
         self._inputs = slice(None if intercept else -1)
@@ -126,11 +126,11 @@ class Regression:
         self.factor = ridge_factor(self.gram)
 
     def solve(self, cross: torch.Tensor) -> torch.Tensor:
-        """[hidden_size + 1, outputs] of the statistics -> weights [inputs, outputs]."""
+        """Return the weights [inputs, outputs] for sums [hidden_size + 1, outputs] of the statistics."""
         return torch.cholesky_solve(cross[self._inputs], self.factor)
 
     def of_group(self, leader: Any, layer: int, statistics: CalibrationStatistics) -> GroupRegression:
-        """Return the regressions of a group, by its leader's attention and number."""
+        """Return the regressions of a group. `leader`, `layer`: its leader's attention and layer number."""
         own, factor = statistics.own.get(layer), None
         if own is not None:
             factor = ridge_factor(own.gram[self._inputs, self._inputs])
@@ -139,12 +139,11 @@ class Regression:
 
 @dataclass(frozen=True)
 class GroupRegression:
-    """Regressions of what the layers of one group put out: on h, and, where deep tokens keep own K and V, on the input
-    n of the leader's projections too.
+    """Regressions of the recorded outputs of a group's layers: on h and, if deep tokens keep their own K and V, also on
+    the input n of the leader's projections.
 
-    Maps have one row for each input: those of h, and those of n behind them. Merging the layers of a group is linear in
-    their maps, and chosen by `gram`, which weighs h alone: so a deep token writes what h would be taken for, if it told
-    as much as n does.
+    Maps have one row for each input, first those of h, then those of n. The layers of a group are merged by a linear
+    combination of their maps, which `gram` determines from h alone and which is then applied to the rows of n too.
     """
 
     regression: Regression
@@ -155,7 +154,7 @@ class GroupRegression:
 
     @property
     def num_inputs(self) -> int:
-        """Rows of h."""
+        """Number of rows for h."""
         return len(self.regression.gram)
 
     @property
@@ -168,7 +167,7 @@ class GroupRegression:
         return self.regression.gram
 
     def predict(self, i: int, name: str) -> torch.Tensor:
-        """The map to what the module `name` of layer i's attention puts out, [rows, outputs]."""
+        """Return the map to the outputs of the module `name` in layer i's attention, [rows, outputs]."""
         solved = self.regression.solve(self.statistics.cross[i, name])
         if not self.keeps_own:
             return solved
@@ -192,14 +191,14 @@ class GroupRegression:
 
 @dataclass(frozen=True)
 class Method:
-    """Calibration method of one kind of attention."""
+    """Calibration method for a kind of attention."""
 
     recorded: tuple[str, ...]
     """Modules of the teacher's attention whose outputs are regressed on h."""
     query_statistic: Callable[[torch.Tensor], torch.Tensor]
-    """Queries before RoPE, [num_tokens, num_attention_heads, dim] -> what is summed of them."""
+    """Function that sums a statistic of queries before RoPE, [num_tokens, num_attention_heads, dim], over tokens."""
     fit: Callable[[Sequence[Any], Sequence[int], GroupRegression], None]
-    """Set the SwiftKV projections of one group: its attention modules (the leader first) and their layers."""
+    """Function that sets the SwiftKV projections of a group, given its attention modules (leader first) and layers."""
 
 
 def assign(projection: nn.Linear, weight_and_bias: torch.Tensor) -> None:
@@ -211,22 +210,23 @@ def assign(projection: nn.Linear, weight_and_bias: torch.Tensor) -> None:
 
 
 REFIT_RIDGE = 1e-2
-"""Penalty of the distance to the projection at first, as a share of the mean diagonal of the Gram matrix."""
+"""Penalty on the distance to the initial projection, as a share of the mean diagonal of the Gram matrix."""
 
 
 @dataclass
 class OutputSums:
-    """Sums over tokens for one layer's output projection; those of two rows, or of two workers, add up."""
+    """Sums over tokens for a layer's output projection, which can be added over rows and workers."""
 
     gram: torch.Tensor
     """Sum of a^T a for the heads' outputs a, [num_heads * head_dim, num_heads * head_dim]."""
     cross: torch.Tensor
-    """Sum of a^T missing, [num_heads * head_dim, hidden_size]: what is to be added to the student's hidden state."""
+    """Sum of a^T missing, [num_heads * head_dim, hidden_size]; `missing`: what attention has to add to the student's
+    hidden state to reach the teacher's."""
 
     @classmethod
     def of(cls, heads: torch.Tensor, missing: torch.Tensor, scale: float) -> OutputSums:
-        """The sums of [batch, num_tokens, num_heads * head_dim] and [batch, num_tokens, hidden_size]; with `scale` 0
-        they count nothing."""
+        """Compute the sums for `heads` [batch, num_tokens, num_heads * head_dim] and `missing` [batch, num_tokens,
+        hidden_size]; with `scale` 0 they are zero."""
         a, missing = heads.flatten(0, 1).double() * scale, missing.flatten(0, 1).double()
         return cls(a.T @ a, a.T @ missing)
 
@@ -237,12 +237,11 @@ class OutputSums:
 
 
 def refit_output(projection: nn.Linear, sums: OutputSums) -> None:
-    """Set an output projection to the ridge regression of `sums`, which keeps what they do not tell; its bias stays.
+    """Set an output projection to the ridge regression of `sums`, which keeps it where they are silent; its bias stays.
 
-    A calibrated layer is fitted to the teacher's states, and in the student it gets others, since the layers before it
-    are only close to the teacher's. The `refitted` start makes up for as much of that as least squares find: layer
-    after layer, `o_proj_swiftkv` is regressed on the outputs of the student's own heads, towards the teacher's hidden
-    state behind its attention.
+    A calibrated layer is fitted to the teacher's states, but in the student it gets slightly different ones from the
+    layers before it. The `refitted` start corrects for this by least squares: layer after layer, `o_proj_swiftkv` is
+    regressed on the outputs of the student's own heads, with the teacher's hidden state after attention as the target.
     """
     start = projection.weight.double().T  # [num_heads * head_dim, hidden_size]
     penalty = REFIT_RIDGE * sums.gram.diagonal().mean()

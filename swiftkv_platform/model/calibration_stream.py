@@ -1,10 +1,10 @@
-"""The calibrated start of a model that no process holds: layer by layer, the rows divided among workers.
+"""The calibrated start of a model that does not fit into a process: layer by layer, with rows divided among workers.
 
-A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is let go of.
-Sums over tokens are added up over the workers as soon as a layer has passed, and a group is fitted after its last one.
-A worker holds one layer at a time, the first one the attention of a group besides, its rows' activations, and the sums
-of one group. The mathematics is that of `calibration`, and of `refit_output` for a `refitted` start, where the
-student runs behind the teacher, group by group, and every worker holds the attention of one. It knows no files.
+A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is freed. Sums
+over tokens are reduced over the workers after each layer, and a group is fitted after its last layer. A worker holds
+one layer at a time, its rows' activations and the sums of one group; the first worker also holds the attention of a
+group. The mathematics is in `calibration`, and in `refit_output` for a `refitted` start: there the student runs after
+the teacher, group by group, and every worker holds the attention of a group.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
 
 
 class LayerSource(Protocol):
-    """A student on the meta device, and its weights."""
+    """A student on the meta device, and the source of its weights."""
 
     model: Any
 
     def fill(self, module: nn.Module, *, own: bool = True) -> None:
-        """Give the parameters of `module` their values; without `own` none of those that the teacher has not."""
+        """Load the parameters of `module`; without `own`, only those that the teacher has too."""
 
     def release(self, module: nn.Module) -> None:
-        """Let go of them."""
+        """Free the parameters of `module`."""
 
 
 @torch.no_grad()
@@ -63,27 +63,28 @@ def calibrate_streamed(
     max_activation_bytes: int = MAX_ACTIVATION_BYTES,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the calibrated start by name, one tensor at a time, on the first worker; the others yield nothing. Every
-    worker runs it to its end. Raises `InvalidInputError`: no worker has tokens, or a batch holds none of the model's.
+    """Yield the names and tensors of the calibrated start, one at a time, on the first worker; the others yield nothing
+    but must run it to its end. Raises `InvalidInputError`: no worker has tokens, or a batch has ids that are not the
+    model's.
 
     Args:
         batches: this worker's share of the rows.
-        refit: fit the output projections of the student's own to its own states, see `refit_output`.
-        max_activation_bytes: bytes of activations in memory; more go to disk.
-        progress: called with the layers that the rows have passed, and with all.
+        refit: fit the student's own output projections to its own states, see `refit_output`.
+        max_activation_bytes: maximum bytes of activations in memory; the rest goes to disk.
+        progress: called with the number of layers done and the number of all layers.
     """
     with ActivationStore.open(max_activation_bytes) as store:
         yield from _Stream(source, workers, device, store, refit=refit).run(batches, progress)
 
 
 def _own_parameters(attention: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of an attention that the teacher has not, by name."""
+    """Return the parameters of an attention that the teacher does not have, by name."""
     return {name: parameter for name, parameter in attention.named_parameters() if "_swiftkv" in name}
 
 
 @contextmanager
 def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """First arguments that `module` is called with while the block runs."""
+    """Yield a list that collects the first argument of each call of `module` while the block runs."""
     seen: list[torch.Tensor] = []
     handle = module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
     try:
@@ -93,7 +94,7 @@ def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 class _Stream:
-    """One pass over all layers."""
+    """One pass of this worker's rows over all layers."""
 
     def __init__(
         self, source: LayerSource, workers: Workers, device: torch.device | str, store: ActivationStore, *, refit: bool
@@ -108,18 +109,18 @@ class _Stream:
         self._positions: list[torch.Tensor] = []
         self._hidden: list[KeptTensor] = []
         self._x: list[KeptTensor] = []
-        """Outputs of layer l - 1 where every token is a prompt's, by row."""
+        """Outputs of layer l - 1 by row, with every token taken as a skipped prompt token."""
         self._deep_x: list[KeptTensor] = []
-        """Those of the teacher, which deep tokens have where prompts bypass layers below l."""
+        """Outputs of the teacher's layer l - 1 by row; they differ from `_x` if prompts bypass layers below l."""
         self._refits = refit
         self._student: list[KeptTensor] = []
         """The student's hidden states, by row."""
         self._targets: dict[int, list[KeptTensor]] = {}
-        """The teacher's hidden states behind the attention of the layers of a group, by row."""
+        """The teacher's hidden states after attention, by layer of a group and row."""
         self._own_inputs: list[KeptTensor] = []
-        """Inputs of the projections of a group's leader, by row, where deep tokens keep their own K and V."""
+        """Inputs of the projections of a group's leader, by row, if deep tokens keep their own K and V."""
         self._scale = 1.0
-        """0 for a worker without rows, whose one token keeps it in step with the others."""
+        """Weight of the rows: 0 for a worker without rows, which runs one token to take part in the reductions."""
 
     def run(
         self, batches: Iterable[TokenBatch], progress: Callable[[int, int], None]
@@ -163,7 +164,7 @@ class _Stream:
             yield from self._fit_exit_head()
 
     def _embed(self, batches: Iterable[TokenBatch]) -> int:
-        """Embed this worker's rows; returns the tokens of all workers."""
+        """Embed this worker's rows; returns the number of tokens of all workers."""
         decoder, num_tokens = self._decoder, 0
         with self._filled(decoder.embed_tokens):
             for batch in batches:
@@ -187,13 +188,13 @@ class _Stream:
 
     def _step(self, i: int, states: list[KeptTensor], row: int) -> None:
         """Run layer i over the hidden states of a row."""
-        # Masks are made again: those of all rows together may be larger than the rows.
+        # Masks are rebuilt each time: kept for all rows, they could be larger than the rows.
         hidden = states[row].load(self._device)
         context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
         states[row] = self._store.keep(self._decoder.run_layer(i, context.hidden, context))
 
     def _inputs(self, row: int) -> torch.Tensor:
-        """[num_tokens, hidden_size + 1]: h, and 1 for the intercept."""
+        """Return h with a 1 for the intercept, [num_tokens, hidden_size + 1]."""
         return with_intercept(self._decoder.norm_swiftkv(self._x[row].load(self._device))) * self._scale
 
     def _gram(self) -> torch.Tensor:
@@ -205,7 +206,7 @@ class _Stream:
         return self._workers.sum_(total)
 
     def _observe(self, i: int, sums: CalibrationStatistics, leader: int) -> None:
-        """Run an upper layer of the teacher, and add what calibration needs of it over all workers."""
+        """Run an upper layer of the teacher, and add its statistics, reduced over all workers, to `sums`."""
         config, queries = self._config, None
         takes_own = config.decodes_own and len(config.layer_map.group(leader)) > 1
         own_gram: torch.Tensor | None = None
@@ -246,7 +247,7 @@ class _Stream:
     def _fit(
         self, group: Iterable[int], sums: CalibrationStatistics, regression: Regression | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Fit a group, on the first worker, which alone has a regression; with refits it goes to the others."""
+        """Fit a group on the first worker, the only one with a `regression`; for refits the others get the result."""
         layers = list(group)
         attentions = [self._decoder.layers[i].self_attn for i in layers]
         for attention in attentions:
@@ -264,9 +265,9 @@ class _Stream:
             self._source.release(attention)
 
     def _share(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give every worker the values that the first one has."""
+        """Broadcast the first worker's values."""
         for parameter in parameters if self._workers.size > 1 else ():
-            # In float32, which gloo adds up as well, and to which adding zeros changes nothing.
+            # Sum in float32, which gloo supports; adding zeros keeps the values exact.
             values = parameter.float() if self._workers.is_first else torch.zeros_like(parameter, dtype=torch.float)
             parameter.copy_(self._workers.sum_(values))
 
@@ -287,9 +288,9 @@ class _Stream:
                     attention_mask=context.masks.by_layer[i],
                     shared_key_value=shared,
                 )[0]
-            # The projection's own output takes part, so that a bias is left as it is.
+            # The target includes the projection's own output without its bias, so that the bias stays as it is.
             weighted = nn.functional.linear(heads[-1], attention.output_projection.weight)
-            # A norm behind attention reads the branch alone.
+            # With a norm after attention, the target is the norm's input: the branch without the residual.
             branch = target.load(self._device) - (hidden if self._config.family.norms == "before" else 0.0)
             missing = branch / branch_scale - (output - weighted)
             of_row = OutputSums.of(heads[-1], missing, self._scale)
@@ -306,7 +307,7 @@ class _Stream:
             self._source.release(module)
 
     def _student_inputs(self, row: int, leader: Any) -> tuple[torch.Tensor, DecoderContext, KeyValue]:
-        """The student's hidden state of a row, its context, and the keys and values of a leader's group."""
+        """Return the student's hidden state of a row, its context, and the keys and values of a leader's group."""
         x, hidden = self._x[row].load(self._device), self._student[row].load(self._device)
         context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
         inputs = self._decoder.norm_swiftkv(x)

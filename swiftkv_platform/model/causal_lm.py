@@ -1,4 +1,4 @@
-"""The language model around a SwiftKV decoder: heads, modes, loading and export. It knows no particular family."""
+"""The language model around a SwiftKV decoder, for any family: heads, student and teacher mode, loading."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.model.stored_weights import StoredWeights
 
 _NOT_COUNTED = -100
-"""Label of a position that the loss leaves out."""
+"""Label of a position that the loss ignores."""
 
 
 class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
-    """Mixed into a family's causal language model."""
+    """Mixin for a family's causal language model."""
 
     decoder_class: ClassVar[type[SwiftKVDecoderMixin]]
-    # What the family's own causal language model brings.
+    # Attributes of the family's own causal language model.
     config: Any
     config_class: ClassVar[Any]
     lm_head: nn.Module
@@ -45,22 +45,22 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
             self.exit_norm = type(self.model.norm)(config.hidden_size, eps=config.rms_norm_eps)
             self.exit_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.num_key_value_layers == config.num_hidden_layers:
-            # Dense: of a student's checkpoint it takes the teacher.
+            # A dense model loads the teacher from a student's checkpoint.
             self._keys_to_ignore_on_load_unexpected = [r"_swiftkv\.", r"^exit_(norm|head)\."]
         self.post_init()
 
     def swiftkv(self, enabled: bool = True) -> Self:
-        """Student mode (True, the default after loading) or teacher mode (False): one set of weights serves both."""
+        """Switch to student mode (True, the default after loading) or teacher mode (False); they share all weights."""
         _check_mode(self.config, enabled)
         self.model.swiftkv_enabled = enabled
         return self
 
     def swiftkv_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters trained by default, by name: the q, k, v projections and norm of SwiftKV, and the exit head."""
+        """Return the parameters trained by default, by name: SwiftKV's projections and norm, and the exit head."""
         return {name: p for name, p in self.named_parameters() if "swiftkv" in name or name.startswith("exit_")}
 
     def exit_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits of the exit head on x, the hidden state after layer l - 1: [..., hidden_size] -> [..., vocab_size]."""
+        """Apply the exit head to x, the hidden state after layer l - 1: [..., hidden_size] -> [..., vocab_size]."""
         if not self.config.early_exit:
             raise ModelError("this model has no exit head; convert it with early_exit=True", field="early_exit")
         logits: torch.Tensor = self.exit_head(self.exit_norm(x))
@@ -80,16 +80,16 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         prompt_length: int | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [batch, num_kept, vocab_size] of the positions `logits_to_keep` names (0: all), as in transformers.
+        """Return the logits [batch, num_kept, vocab_size] at the positions `logits_to_keep` (0: all), as transformers.
 
-        In student mode only the tokens at these positions run through layers >= l. Labels, hidden states and attentions
-        concern all tokens, so with them every token does. With `early_exit`, which `generate()` passes, these are the
-        logits of the last token, and rows may stop at layer l with those of the exit head.
+        In student mode only the tokens at these positions run through layers >= l; if labels, hidden states or
+        attentions are asked for, all tokens do. With `early_exit`, which `generate()` passes, these are the logits of
+        the last token, and rows may stop at layer l with those of the exit head.
 
-        Of a student that keeps K and V of what it writes (`swiftkv_decode_key_value: own`), the last token of the
-        prompt and all behind it are deep. `prompt_length`, padding included, says where that is, for all rows or each,
-        [batch]; without it, it is before the first of `labels` that counts, else `logits_to_keep` names, by a number,
-        the deep tokens, and 0 the last one alone.
+        If deep tokens keep their own K and V (`swiftkv_decode_key_value: own`), the prompt's last token and all later
+        ones are deep. `prompt_length`, including padding, is one number for all rows or one each, [batch]. Without it,
+        the first deep token is the one before the first counted label; without labels, a number `logits_to_keep` is the
+        number of deep tokens, where 0 means the last one only.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if self.config.decodes_own and tokens is not None:
@@ -133,26 +133,26 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
 
     @classmethod
     def teacher_modules(cls, config: Any) -> list[str]:
-        """Names of the modules of layers >= l that only the teacher runs."""
+        """Return the names of the modules of layers >= l that only the teacher runs."""
         modules = cls.decoder_class.layer_class.attention_class.teacher_modules(config)
         layers = range(config.num_key_value_layers, config.num_hidden_layers)
         return [f"model.layers.{i}.self_attn.{module}" for i in layers for module in modules]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """Load as in transformers, in student mode unless `swiftkv=False` is an argument. Weights are read once names
-        and shapes of all tensors are right; an export without the teacher's projections is recognised by their absence.
+        """Load as in transformers, in student mode unless `swiftkv=False` is passed. Weights are read after names and
+        shapes of all tensors are checked; an export without the teacher's projections is recognised by their absence.
 
-        Of an adapter its base is read too, which `base_model=` (a directory or hub id) may name instead of the adapter.
+        For an adapter its base is read too; `base_model=` (a directory or hub id) overrides the adapter's own entry.
 
         Raises:
-            ModelError: naming the tensors that are missing, not expected or of another shape; teacher mode of an export
-                without the teacher's projections; an adapter whose base is not there or another model.
+            ModelError: tensors are missing, unexpected or of another shape, named in the message; teacher mode of an
+                export without the teacher's projections; an adapter's base is missing or another model.
         """
         source, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         if config is None or isinstance(config, str | Path):
             config = read_config(config or source, config_class=cls.config_class, **hub_arguments(kwargs))
-        # Of config.json `swiftkv` reads as True; the Auto classes set it from an argument after that.
+        # `swiftkv` is True when config.json is read; the Auto classes then set it from their argument.
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True
         check_whole(config, source)
@@ -172,9 +172,9 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     def without_weights(
         cls, directory: str | Path, *, config: Any, dtype: torch.dtype | str = "auto"
     ) -> tuple[Any, StoredWeights]:
-        """The model that `from_pretrained` would load of a directory that is no adapter, on the meta device, and where
-        its weights are read. Names and shapes of all tensors are checked first. Raises `ModelError`: as
-        `from_pretrained`."""
+        """Return the model that `from_pretrained` would load from a directory (not an adapter's) on the meta device,
+        and the object that reads its weights. Names and shapes of all tensors are checked first. Raises `ModelError`:
+        as `from_pretrained`."""
         config = copy.deepcopy(config)
         config.swiftkv = True
         check_whole(config, directory)
@@ -184,7 +184,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
 
     @classmethod
     def _has_teacher(cls, config: Any, checkpoint: Checkpoint) -> bool:
-        """Whether a checkpoint has what only the teacher runs, which an export may lack."""
+        """Whether a checkpoint has the modules that only the teacher runs, which an export may lack."""
         teacher = cls.teacher_modules(config)
         stored = {name.rpartition(".")[0] for name in checkpoint.shards}
         return not teacher or not stored.isdisjoint(teacher)
@@ -206,7 +206,7 @@ def _first_deep(
     num_tokens: int,
     num_seen: int,
 ) -> int | torch.Tensor:
-    """The first deep one of `num_tokens` tokens behind `num_seen`, or that of each row, [batch]."""
+    """Return the index of the first deep token among `num_tokens` tokens after `num_seen`, or of each row, [batch]."""
     if isinstance(prompt_length, torch.Tensor):
         return (prompt_length - 1 - num_seen).clamp(0, num_tokens)
     if prompt_length is not None:
@@ -221,7 +221,7 @@ def _first_deep(
 
 
 def _slice_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    # Beside vLLM an older transformers may be installed, which has no such function and knows no 2D tensors.
+    # With vLLM an older transformers may be installed, which lacks this function and does not support 2D tensors.
     if not hasattr(modeling_utils, "slice_logits_to_keep"):
         return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
     return modeling_utils.slice_logits_to_keep(hidden_states, logits_to_keep)
@@ -230,11 +230,11 @@ def _slice_logits(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tenso
 def _select_logits(
     logits_to_keep: int | torch.Tensor, num_tokens: int
 ) -> tuple[TokenSelection | None, int | torch.Tensor]:
-    """The tokens that `logits_to_keep` names, and what it names among them (0: all), as transformers spells both."""
+    """Return the tokens that `logits_to_keep` selects, and a `logits_to_keep` to apply among them (0: all)."""
     if isinstance(logits_to_keep, int):
         return (TokenSelection(logits_to_keep) if 0 < logits_to_keep < num_tokens else None), 0
     named = logits_to_keep
-    if named.dtype == torch.bool:  # [num_tokens], or [batch, num_tokens] with a count of its own in each row
+    if named.dtype == torch.bool:  # [num_tokens], or [batch, num_tokens] with a different count in each row
         positions = (named if named.ndim == 1 else named.any(0)).nonzero().squeeze(1)
         return TokenSelection(positions), 0 if named.ndim == 1 else named[:, positions]
     if named.ndim == 1:

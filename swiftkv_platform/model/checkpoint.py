@@ -1,6 +1,6 @@
-"""Safetensors checkpoints: what is in them, read from index and headers alone, and single tensors on demand.
+"""Safetensors checkpoints of any model: names, shapes and dtypes from index and headers, and single tensors on demand.
 
-Knows files and tensors, no model family. A checkpoint may be a local directory or a hub id.
+A checkpoint may be a local directory or a hub id.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = {
 }
 
 Part = slice | tuple[slice, ...]
-"""Rows of a tensor, or a range of each of its first dimensions."""
+"""Part of a tensor: a range of rows, or a range of each of its first dimensions."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,25 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """Data type; None for one that this project has no use for."""
+    """Data type; None for one that this project does not support."""
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Places of a checkpoint's tensors."""
+    """The tensors of a checkpoint and the files that hold them."""
 
     source: str
-    """Directory or hub id, as it was given."""
+    """Directory or hub id, as given."""
     shards: dict[str, str]
     """File name by tensor."""
     hub_arguments: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, source: str | Path, **arguments: Any) -> Checkpoint:
-        """Find the tensors of `source`, where transformers would; of a sharded checkpoint only the index is read.
-        `arguments`: those of `from_pretrained` that say where on the hub; others are ignored. Raises `ModelError`: no
-        weights, pickles alone, or an unreadable file."""
+        """Find the tensors of `source` as transformers does; for a sharded checkpoint only the index is read.
+        `arguments`: the hub arguments of `from_pretrained`; others are ignored. Raises `ModelError`: there are no
+        weights, only pickles, or a file is unreadable."""
         hub = hub_arguments(arguments)
         if weights := _find(source, SAFE_WEIGHTS_NAME, hub):
             with _opened(weights, source) as file:
@@ -91,7 +91,7 @@ class Checkpoint:
 
     @cached_property
     def names_in(self) -> dict[str, list[str]]:
-        """Tensors by file."""
+        """Names of tensors by file."""
         by_shard: dict[str, list[str]] = {}
         for name, shard in self.shards.items():
             by_shard.setdefault(shard, []).append(name)
@@ -104,11 +104,11 @@ class Checkpoint:
 
     @cached_property
     def headers(self) -> dict[str, TensorInfo]:
-        """Shapes and types of all tensors. Raises `ModelError` for what the index promises and the files lack."""
+        """Shapes and dtypes of all tensors. Raises `ModelError`: a tensor in the index is not in its file."""
         found: dict[str, tuple[str, TensorInfo]] = {}
         for shard in sorted(set(self.shards.values())):
             with _opened(self.path(shard), self.source) as file:
-                for name in file.keys():  # noqa: SIM118  # no mapping
+                for name in file.keys():  # noqa: SIM118  # the file is not a mapping
                     found[name] = shard, _info(file.get_slice(name))
         for name, shard in self.shards.items():
             if name not in found or found[name][0] != shard:
@@ -116,8 +116,7 @@ class Checkpoint:
         return {name: found[name][1] for name in self.shards}
 
     def tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
-        """Some tensors, read into memory of their own: nothing of the files stays mapped. `part`: reads no more than
-        this of each."""
+        """Read tensors into new memory, so that no file stays mapped. `part`: read only this part of each."""
         by_shard: dict[str, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.shards[name], []).append(name)
@@ -129,20 +128,20 @@ class Checkpoint:
 
 
 class LazyTensors(Mapping[str, torch.Tensor], ABC):
-    """Tensors that are read when they are asked for."""
+    """Mapping of tensors that are read on access."""
 
     places: Mapping[str, Any]
-    """Where each tensor is, by its name."""
+    """Location of each tensor by its name."""
 
     @abstractmethod
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A tensor, or no more than some rows of it, along the first dimension."""
+        """Read a tensor, or only `rows` of its first dimension."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.places  # a mapping's own way reads the tensor
+        return name in self.places  # Mapping's default would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
@@ -152,14 +151,14 @@ class LazyTensors(Mapping[str, torch.Tensor], ABC):
 
 
 def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None) -> torch.Tensor:
-    """Rows of one of `tensors`, or all of it; of those that are read lazily no more is read."""
+    """Return rows of one of `tensors`, or all of it if `rows` is None; lazy tensors read only these rows."""
     if isinstance(tensors, LazyTensors):
         return tensors.read(name, rows)
     return tensors[name] if rows is None else tensors[name][rows]
 
 
 class StoredTensors(LazyTensors):
-    """Tensors of the safetensors files in a directory, each read when it is asked for."""
+    """The tensors of the safetensors files in a directory, each read on access."""
 
     def __init__(self, directory: Path) -> None:
         self._checkpoint = stored_checkpoint(directory)
@@ -170,13 +169,13 @@ class StoredTensors(LazyTensors):
 
 
 def ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
-    """Range of each dimension of a tensor that lies in `part`; None selects the whole tensor."""
+    """Return `part` as one range for each dimension of a tensor; None selects the whole tensor."""
     given = part if isinstance(part, tuple) else (slice(None) if part is None else part,)
     return (*given, *[slice(None)] * (num_dims - len(given)))
 
 
 def stored_checkpoint(directory: Path) -> Checkpoint:
-    """The tensors of all safetensors files in a directory, whatever the files' names. Raises `ModelError`."""
+    """Find the tensors of all safetensors files in a directory, whatever the files' names. Raises `ModelError`."""
     shards: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with _opened(path, directory) as file:
@@ -185,7 +184,7 @@ def stored_checkpoint(directory: Path) -> Checkpoint:
 
 
 def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a `from_pretrained` that say where on the hub."""
+    """Return those of the arguments of a `from_pretrained` that locate a model on the hub."""
     return {key: arguments[key] for key in _HUB_ARGUMENTS if arguments.get(key) is not None}
 
 

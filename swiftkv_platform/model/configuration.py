@@ -1,7 +1,7 @@
-"""A model's `config.json` and `generation_config.json` as transformers reads them, or one sentence on what is wrong.
+"""A model's `config.json` and `generation_config.json` as transformers reads them, or a `ModelError` of one sentence.
 
-transformers raises what its code comes upon: a missing attribute, a division by zero, an assertion. Every reader here
-goes through this module, so that none of it reaches a caller.
+transformers raises whatever its code runs into: a missing attribute, a division by zero, an assertion. This module
+turns such errors into `ModelError`, and all configurations are read through it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swiftkv_platform.planning import check_generation_values, has_quantized_wei
 
 FIELD = "model.name_or_path"
 _LONGEST = 300
-"""Characters of an error of transformers in a message of ours."""
+"""Maximum characters of a transformers error in a message."""
 
 
 configs.register()
@@ -33,17 +33,17 @@ configs.register()
 def read_config(
     source: str | Path, *, field: str = FIELD, any_family: bool = False, config_class: Any = AutoConfig, **hub: Any
 ) -> Any:
-    """transformers' configuration of a model.
+    """Read a model's configuration as transformers does.
 
     Args:
-        field: what messages call `source`.
-        any_family: whether what only vLLM serves is accepted, families and quantisations.
+        field: name of `source` in error messages.
+        any_family: accept families and quantisations that only vLLM serves.
         config_class: class that reads it.
-        hub: arguments of `from_pretrained` that say where on the hub.
+        hub: hub arguments of `from_pretrained`.
 
     Raises:
-        ModelError: no `config.json`, another family, a quantisation that is not read, or a value that no model can
-            have.
+        ModelError: there is no `config.json`, or it has an unknown family, an unsupported quantisation or an impossible
+            value.
     """
     try:
         values, _ = PreTrainedConfig.get_config_dict(source, **hub)
@@ -58,7 +58,7 @@ def read_config(
         ) from error
     try:
         if not any_family or teacher_type(values.get("model_type")) in FAMILIES:
-            read_architecture(values)  # as the control plane does
+            read_architecture(values)  # the control plane's own check
             _check_activation(values)
         if not any_family:
             has_quantized_weights(values)
@@ -71,7 +71,7 @@ def read_config(
 
 
 def check_whole(config: Any, source: str | Path) -> None:
-    """Raises `ModelError`: a student without the layers that give tokens."""
+    """Raise `ModelError` for a prefill-only export, which cannot generate tokens."""
     if config.swiftkv_prefill_only:
         raise ModelError(
             f"{str(source)!r} was exported with prefill_only: it has what fills KV caches in vLLM, and no layers that "
@@ -82,7 +82,7 @@ def check_whole(config: Any, source: str | Path) -> None:
 
 
 def read_generation_config(file: Path | None, source: str | Path, *, field: str = FIELD) -> GenerationConfig | None:
-    """The defaults of generation in `file`; None for no file. Raises `ModelError`: it has values that cannot be."""
+    """Read the generation defaults in `file`; None without a file. Raises `ModelError`: they have impossible values."""
     if file is None:
         return None
     with refusing(source, f"its {file.name} is refused", field):
@@ -97,7 +97,7 @@ def read_generation_config(file: Path | None, source: str | Path, *, field: str 
 
 @contextmanager
 def made_without_weights(source: str | Path) -> Iterator[None]:
-    """Make a model on the meta device, where what goes wrong is its configuration's. Raises `ModelError`."""
+    """Make models on the meta device inside the block; errors are the configuration's and raise `ModelError`."""
     with refusing(source, "its config.json describes no model that can be made"), torch.device("meta"):
         yield
 
@@ -106,7 +106,7 @@ def made_without_weights(source: str | Path) -> Iterator[None]:
 def refusing(
     source: str | Path, what: str, field: str = FIELD, errors: tuple[type[Exception], ...] = (Exception,)
 ) -> Iterator[None]:
-    """Turn `errors` of transformers into a `ModelError` that says `what`."""
+    """Turn `errors` of transformers in the block into a `ModelError` that says `what`."""
     try:
         yield
     except SwiftKVError:
@@ -116,7 +116,7 @@ def refusing(
 
 
 def one_line(error: Exception) -> str:
-    """An error in one line, with its type where its text alone says little."""
+    """Return an error in one line, with its type unless its text is clear without it."""
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())[:_LONGEST]
     plain = isinstance(error, OSError | ValueError | StrictDataclassError) or (
         isinstance(error, AssertionError) and text

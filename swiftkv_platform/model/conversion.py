@@ -1,6 +1,6 @@
-"""Teacher -> student: rewire a pretrained model, start its SwiftKV projections, export without the teacher's.
+"""Teacher -> student: rewire a pretrained model and initialise its SwiftKV projections.
 
-Source: paper, section 3.1 and 3.2; the calibrated start is described in `calibration.py`. It knows no training.
+Source: paper, section 3.1 and 3.2; the calibrated start is described in `calibration.py`.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ def convert(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> Any:
-    """A SwiftKV student that shares its frozen weights with `teacher`.
+    """Make a SwiftKV student that shares its frozen weights with `teacher`.
 
     Args:
-        teacher: a causal language model of a known family, or its path or hub id. A model in memory hands over its
-            parameters: they are shared, not copied.
+        teacher: a causal language model of a known family, or its path or hub id. The parameters of a model in memory
+            are shared with the student, not copied.
         num_key_value_layers: l, 1..L-1.
-        prefill_reduction: the share of layers that prefill skips, in place of l (default 0.5).
+        prefill_reduction: the share of layers that prefill skips, instead of l (default 0.5).
         key_value_group_size: g of AcrossKV.
         early_exit: add an exit head, started from the teacher's final norm and head.
         sharing: key-value heads of layers >= l (paper, appendix C): the teacher's (`gqa`), one (`mqa`: the mean of the
             teacher's) or one for each query head (`mha`: the teacher's, repeated). `planning.equal_cache_group_size`
-            is the g at which the cache is as large as another's.
-        own_output_projection: give layers >= l an output projection of their own, which a calibrated start fits to the
-            values that layers share; copied, it is the teacher's.
-        decode_key_value: where deep tokens, which run through layers >= l, take K and V from: x, as in the paper
+            gives the g at which the cache has the same size.
+        own_output_projection: give layers >= l their own output projection, which a calibrated start fits to the values
+            that layers share; a copied start has the teacher's.
+        decode_key_value: source of the K and V of deep tokens, which run through layers >= l: x, as in the paper
             (`shared`), or their own hidden state (`own`).
-        prefill_layers: layers that skipped prompt tokens run through, ascending, in place of l, which is behind the
-            last of them; with `decode_key_value` own. None: all layers < l, as in the paper.
+        prefill_layers: layers that skipped prompt tokens run through, ascending, instead of l, which follows from the
+            last of them; needs `decode_key_value` own. None: all layers < l, as in the paper.
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
             projections (k and v: the mean over the group).
         dtype: dtype to load a path in; None keeps the checkpoint's.
         revision: hub revision of a path.
 
     Raises:
-        ModelError: unreadable model, unknown family, or `sharing` where there are no heads to share (MLA).
+        ModelError: unreadable model, unknown family, or `sharing` for a family without heads to share (MLA).
         InvalidInputError: l or g out of range, naming what is accepted; raised before weights are read.
     """
     config = read_config(teacher, revision=revision) if isinstance(teacher, str | Path) else teacher.config
@@ -83,7 +83,7 @@ def convert(
     )
     if isinstance(teacher, str | Path):
         if is_quantized(config):
-            del student_config.quantization_config  # the student holds what the quantised weights stand for
+            del student_config.quantization_config  # the student's weights are dequantised
         teacher = load_teacher(teacher, config, revision=revision, dtype=dtype)
     elif getattr(config, "quantization_config", None):
         raise ModelError(
@@ -99,12 +99,12 @@ def convert(
 
 
 def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Any:
-    """A teacher as it is, in our classes: l = L, every layer computes its own KV and nothing is skipped.
+    """Load an unchanged teacher in this project's classes: l = L, every layer computes its own KV, nothing is skipped.
 
-    It runs through the forward pass of a student, which is what makes it the baseline to compare one with.
+    It uses the same forward pass as a student and so serves as the baseline for one.
 
     Args:
-        path: a causal language model of a known family, or its hub id; of a student the teacher that it carries.
+        path: directory or hub id of a causal language model of a known family; for a student, its teacher is loaded.
         dtype: dtype of the weights; None keeps the checkpoint's.
 
     Raises:
@@ -115,7 +115,7 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
 
 
 def dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any], Any]:
-    """The class and the configuration of what `load_dense` loads. Raises `ModelError`."""
+    """Return the class and the configuration of the model that `load_dense` loads. Raises `ModelError`."""
     config = read_config(path, revision=revision)
     classes = student_classes(config.model_type)
     is_student = isinstance(config, classes.causal_lm.config_class)
@@ -123,7 +123,7 @@ def dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any
 
 
 def dense_config(student: Any) -> Any:
-    """A student's configuration with every layer computing its own KV, as its teacher does."""
+    """Return a student's configuration changed so that every layer computes its own KV, as in its teacher."""
     dense = copy.deepcopy(student)
     dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
     dense.num_key_value_heads_swiftkv, dense.early_exit, dense.own_output_projection = None, False, False
@@ -134,10 +134,10 @@ def dense_config(student: Any) -> Any:
 def load_teacher(
     path: str | Path, config: Any = None, *, revision: str | None = None, dtype: torch.dtype | str | None = None
 ) -> PreTrainedModel:
-    """A teacher in transformers' own class, once its files are known to hold it. Raises `ModelError`.
+    """Load a teacher in transformers' own class, after checking that its files are complete. Raises `ModelError`.
 
     Args:
-        config: its configuration; None reads it.
+        config: the teacher's configuration; None reads it.
         dtype: dtype to load in; None keeps the checkpoint's.
     """
     config = read_config(path, revision=revision) if config is None else config
@@ -161,7 +161,7 @@ def make_student_config(
     decode_key_value: DecodeKeyValue = "shared",
     prefill_layers: Sequence[int] | None = None,
 ) -> Any:
-    """The student's configuration from its teacher's. Raises what `convert` raises of a configuration alone."""
+    """Make a student's configuration from its teacher's. Raises the errors of `convert` that need no weights."""
     if isinstance(teacher, SwiftKVConfigMixin):
         name = cast("Any", teacher).name_or_path
         raise ModelError(
@@ -195,10 +195,10 @@ def make_student_config(
 
 
 def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
-    """A student whose original parameters are the teacher's own tensors and whose new ones are uninitialised."""
+    """Make a student that shares the teacher's parameters and whose new parameters are uninitialised."""
     classes = student_classes(teacher.config.model_type)
     config.dtype = teacher.dtype
-    # As transformers has loaded it, which the configuration may deny.
+    # Tied as in the loaded model, which may differ from the configuration.
     config.tie_word_embeddings = teacher.lm_head.weight is teacher.model.embed_tokens.weight
     config._attn_implementation = teacher.config._attn_implementation
     with torch.device("meta"):
@@ -217,7 +217,7 @@ def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
 
 @torch.no_grad()
 def copy_projections(student: Any) -> None:
-    """The copied start, in place, see `initialization`."""
+    """Set a student's SwiftKV parameters to the copied start, in place, see `initialization`."""
     parameters = student.state_dict()
     for start in copied_start(student):
         parameters[start.name].copy_(start.made(partial(read_rows, parameters)))

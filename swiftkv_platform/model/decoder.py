@@ -1,11 +1,11 @@
-"""The forward pass of a SwiftKV decoder, the only one: training, `generate()` and the engine all come through here.
+"""The forward pass of a SwiftKV decoder, the only one: training, `generate()` and the engine all use it.
 
     layers < l  ->  x  ->  norm_swiftkv  ->  K, V of every layer >= l      (all tokens)
                     x  ->  token selection  ->  layers >= l  ->  norm       (tokens whose logits are needed)
 
 A prompt token whose logits are not needed never enters the upper layers: its K and V for all of them are already known
-after layer l - 1 (paper, section 3.1). Where a student names the layers that prompts run through, it bypasses others
-below l as well, and leaves its K and V there alone. It knows no loss, sampler or scheduler.
+after layer l - 1 (paper, section 3.1). If a student lists the layers that prompts run through, such a token bypasses
+the other layers below l as well, and only its K and V are computed there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from swiftkv_platform.planning import LayerMap
 
 @dataclass(frozen=True)
 class DecoderContext:
-    """Data on the tokens of one forward pass that every layer needs."""
+    """The data on the tokens of a forward pass that every layer needs."""
 
     hidden: torch.Tensor
     """Embeddings, [batch, num_tokens, hidden_size]."""
@@ -53,7 +53,7 @@ class DecoderContext:
         return self.hidden.shape[1]
 
     def select(self, kept: TokenSelection) -> DecoderContext:
-        """The context of the kept tokens: new metadata for the upper layers, this one unchanged."""
+        """Return a new context for the kept tokens, for the upper layers; this one is unchanged."""
         rotation = self.rotation
         return DecoderContext(
             hidden=kept.take(self.hidden),
@@ -66,7 +66,7 @@ class DecoderContext:
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):
-    """Mixed into a family's decoder layer for layers >= l."""
+    """Mixin for a family's decoder layer, for layers >= l."""
 
     attention_class: ClassVar[type[SwiftKVAttentionMixin]]
     self_attn: Any
@@ -77,10 +77,10 @@ class SwiftKVDecoderLayerMixin(nn.Module):
 
 
 class SwiftKVDecoderMixin(nn.Module):
-    """Mixed into a family's decoder (`model.model`)."""
+    """Mixin for a family's decoder (`model.model`)."""
 
     layer_class: ClassVar[type[SwiftKVDecoderLayerMixin]]
-    # What the family's own decoder brings.
+    # Attributes of the family's own decoder.
     config: Any
     embed_tokens: nn.Module
     layers: Any
@@ -96,7 +96,7 @@ class SwiftKVDecoderMixin(nn.Module):
         self._logits_scaling = config.family.multiplier(config, "logits_scaling")
         for i in range(config.num_key_value_layers, config.num_hidden_layers):
             self.layers[i] = self.layer_class(config, i)
-        self.layer_map: LayerMap = config.layer_map  # kept: making it anew costs as much as a small kernel
+        self.layer_map: LayerMap = config.layer_map  # cached: making one costs as much as a small kernel
         if self.layer_map.leaders:  # a dense model has no layer that would read it
             normalises = config.family.normalises_inputs
             size, eps = config.hidden_size, config.rms_norm_eps
@@ -104,7 +104,7 @@ class SwiftKVDecoderMixin(nn.Module):
         self.layer_rotations = LayerRotations(config)
         self.swiftkv_enabled = True
         self.teacher_lower: Callable[[DecoderContext], torch.Tensor] | None = None
-        """The teacher's layers < l, while a student that trained its own is compared with it; None: the same."""
+        """Teacher's layers < l, if the student has trained its own and both are compared; None: they are the same."""
         self._fused_key_value: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.post_init()
 
@@ -119,10 +119,9 @@ class SwiftKVDecoderMixin(nn.Module):
         masks: Masks | None = None,
         **layer_arguments: Any,
     ) -> DecoderContext:
-        """Embed `input_ids` [batch, num_tokens] and build what every layer shares.
+        """Embed `input_ids` [batch, num_tokens] and build the context that all layers share.
 
-        Without `attention_mask` and cache, positions that restart keep packed samples apart. `masks` are made unless
-        they are given.
+        Without `attention_mask` and cache, positions that restart separate packed samples. `masks`: None makes them.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ModelError("give input_ids or inputs_embeds, one of them", field="input_ids")
@@ -150,12 +149,12 @@ class SwiftKVDecoderMixin(nn.Module):
         )
 
     def rotations(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> Rotation:
-        """Rotation of tokens for all layers, of which `layer_rotations` has each one's."""
+        """Return the tokens' rotation for all layers; `layer_rotations.of` selects a layer's part."""
         return self.layer_rotations.make(self.rotary_emb, hidden, position_ids)
 
     def run_layer(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
-        """Layer i over `hidden` [batch, num_tokens, hidden_size]; the teacher's, without a `shared_key_value`."""
-        # Queries and keys of a group meet: all are rotated as its first layer's.
+        """Run layer i over `hidden` [batch, num_tokens, hidden_size]; without a `shared_key_value`, the teacher's."""
+        # A group shares its keys, so its queries are rotated as its first layer's.
         rotated_as = self.layer_map.leader(i) if "shared_key_value" in arguments else i
         output: torch.Tensor = self.layers[i](
             hidden,
@@ -170,10 +169,10 @@ class SwiftKVDecoderMixin(nn.Module):
         return output
 
     def lower(self, context: DecoderContext, bypass: Bypass | None = None) -> torch.Tensor:
-        """x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size].
+        """Return x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size].
 
-        `bypass` has the layers that skipped tokens bypass, of a student that has such; None: all tokens run through
-        every layer, as the teacher's do.
+        `bypass` runs the layers that skipped tokens bypass, if the student has such; None: all tokens run through every
+        layer, as in the teacher.
         """
         hidden = context.hidden
         for i in range(self.layer_map.num_key_value_layers):
@@ -184,8 +183,8 @@ class SwiftKVDecoderMixin(nn.Module):
         return hidden
 
     def write_key_values(self, i: int, hidden: torch.Tensor, context: DecoderContext) -> None:
-        """Put K and V of layer i into the cache, and compute no more of it than its attention's projections.
-        `context`: its attention function lets attention go where its arguments say so."""
+        """Write K and V of layer i to the cache, computing only its attention's projections. `context`: its
+        `layer_arguments` tell the attention function not to attend."""
         layer = self.layers[i]
         layer.self_attn(
             attention_input(layer, hidden),
@@ -199,7 +198,7 @@ class SwiftKVDecoderMixin(nn.Module):
     def teacher_upper(
         self, x: torch.Tensor, context: DecoderContext, *, record: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Layers >= l as pretrained: final normalised hidden state [batch, num_tokens, hidden_size].
+        """Run layers >= l as pretrained; returns the final normalised hidden state [batch, num_tokens, hidden_size].
 
         `record` receives the output of each upper layer, before the final norm.
         """
@@ -227,14 +226,15 @@ class SwiftKVDecoderMixin(nn.Module):
         hidden: torch.Tensor | None = None,
         record: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Layers >= l over shared K and V: final normalised hidden state [num_rows, num_kept, hidden_size].
+        """Run layers >= l over shared K and V; returns the final normalised hidden state [num_rows, num_kept,
+        hidden_size].
 
         Args:
             kept: the tokens whose hidden states are needed; None: all.
-            shared: what `shared_key_values(x, context)` returned, for a caller that computes it apart.
-            deep: takes K and V of deep tokens and hands out those of groups, in the place of `shared`; for a student
-                that `decodes_own`, and only for one.
-            hidden: what the kept tokens enter with, [num_rows, num_kept, hidden_size]; None: x.
+            shared: result of `shared_key_values(x, context)`; None computes it.
+            deep: writer that takes the K and V of deep tokens and returns those of groups, instead of `shared`; for a
+                student that `decodes_own`, and only for one.
+            hidden: input of the kept tokens, [num_rows, num_kept, hidden_size]; None: x.
             record: receives the output of each upper layer, before the final norm.
         """
         assert (deep is not None) == self.config.decodes_own, "a form of its own says which tokens are deep"
@@ -261,7 +261,7 @@ class SwiftKVDecoderMixin(nn.Module):
         return self.normalise(hidden)
 
     def normalise(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm; a factor of the family's on its logits is taken here, where every head's user finds it."""
+        """Apply the final norm, and the family's factor on logits, so that it holds for every head."""
         normalised: torch.Tensor = self.norm(hidden)
         return normalised if self._logits_scaling == 1.0 else normalised / self._logits_scaling
 
@@ -271,7 +271,7 @@ class SwiftKVDecoderMixin(nn.Module):
         return [self.layers[i].self_attn for i in self.layer_map.leaders]
 
     def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Sequence[Stored]:
-        """Return what the cache layer of every group holds, over the whole context; with a cache, appended to it."""
+        """Return the contents of each group's cache layer over the whole context; with a cache, append to it first."""
         shared = self.project_key_values(x, context.rotation)
         if context.past_key_values is None:
             return shared
@@ -279,16 +279,16 @@ class SwiftKVDecoderMixin(nn.Module):
         return [append(context.past_key_values, *kv, first + group) for group, kv in enumerate(shared)]
 
     def project_key_values(self, x: torch.Tensor, rotation: Rotation) -> list[KeyValue]:
-        """K and V of every group from x [batch, num_tokens, hidden_size], as its cache layer stores them. `rotation`:
-        what `rotations` gave."""
+        """Return K and V of every group from x [batch, num_tokens, hidden_size], in the form that its cache layer
+        stores. `rotation`: result of `rotations`."""
         leaders = self._leaders
         if not leaders:
             return []
         rotations = [self.layer_rotations.of(i, rotation) for i in self.layer_map.leaders]
-        # A float32 norm (trained, under autocast) would have every projection keep a narrow copy of its own.
+        # After a float32 norm (trained, under autocast) every projection would cast and keep its own narrow copy.
         hidden = self.norm_swiftkv(x).to(x.dtype)
         if self._fused_key_value is None:
-            # Group by group: where groups are sharded apart, each is gathered once.
+            # Group by group, so that groups sharded separately are each gathered once.
             return [
                 leader.shape_key_value([projection(hidden) for projection in leader.input_projections], its_own)
                 for leader, its_own in zip(leaders, rotations, strict=True)
@@ -308,11 +308,11 @@ class SwiftKVDecoderMixin(nn.Module):
         first: int | torch.Tensor,
         kept: TokenSelection | None = None,
     ) -> DeepSuffix:
-        """The writer of a pass whose rows end with their deep tokens.
+        """Make the writer for a pass whose rows end with their deep tokens.
 
         Args:
-            first: the first of them, or of each row, int64 [batch].
-            kept: what `student_upper` gets; deep tokens are among it.
+            first: the first deep token, or that of each row, int64 [batch].
+            kept: the selection passed to `student_upper`, which includes the deep tokens.
         """
         all_deep = isinstance(first, int) and first == 0 and kept is None
         shared = [] if all_deep else self.project_key_values(x, context.rotation)
@@ -321,7 +321,7 @@ class SwiftKVDecoderMixin(nn.Module):
         )
 
     def fuse_shared_key_value(self) -> None:
-        """Fuse all groups into one GEMM on norm_swiftkv(x), for inference; the projections become views."""
+        """Fuse the projections of all groups into one GEMM on norm_swiftkv(x), for inference; they become views."""
         projections = [projection for leader in self._leaders for projection in leader.input_projections]
         if not projections:
             return
@@ -349,10 +349,10 @@ class SwiftKVDecoderMixin(nn.Module):
         first_deep: int | torch.Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Final hidden states of the `kept` tokens (None: all), [num_rows, num_kept, hidden_size].
+        """Return the final hidden states of the `kept` tokens (None: all), [num_rows, num_kept, hidden_size].
 
-        `kept` may be chosen from x, once that is known. `first_deep`: the first deep token of the pass, or of each row,
-        int64 [batch] (None: the last token), which makes a difference to a student that `decodes_own` alone.
+        `kept` may be a function that selects tokens from x. `first_deep`: the first deep token of the pass, or of each
+        row, int64 [batch] (None: the last token); it matters only if the student `decodes_own`.
         """
         if use_cache and past_key_values is None:
             past_key_values = make_cache(self.config, swiftkv=self.swiftkv_enabled)
@@ -382,7 +382,7 @@ class SwiftKVDecoderMixin(nn.Module):
     def _own_upper(
         self, x: torch.Tensor, context: DecoderContext, kept: TokenSelection | None, first: int | torch.Tensor
     ) -> torch.Tensor:
-        """`student_upper` where rows end with their deep tokens: these run, kept or not."""
+        """Run `student_upper` on rows that end with deep tokens, which all run even if they are not `kept`."""
         num_tokens = context.num_tokens
         run, num_deep = kept, num_tokens - (first if isinstance(first, int) else int(first.min()))
         if kept is not None and kept.rows is None:

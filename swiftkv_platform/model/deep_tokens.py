@@ -1,9 +1,9 @@
 """K and V that deep tokens write for themselves in layers >= l (`swiftkv_decode_key_value: own`).
 
-A skipped prompt token has no hidden state in layers >= l, so its K and V there come from x. A *deep* token, the last
-one of a prompt or one behind it, runs through these layers anyway; in this form it projects K and V of each group from
-its own hidden state in the group's first layer, as its teacher does. Which tokens are deep follows from the prompt's
-length alone (`docs/model.md`). It knows keys and values, no layer.
+A skipped prompt token has no hidden state in layers >= l, so its K and V there come from x. A *deep* token, a prompt's
+last token or a later one, runs through these layers anyway; in this form it projects K and V of each group from its own
+hidden state in the group's first layer, as its teacher does. Which tokens are deep depends only on the prompt's length
+(`docs/model.md`).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from swiftkv_platform.model.selection import TokenSelection
 
 
 class DeepWriter(Protocol):
-    """Puts K and V of a pass's deep tokens where layers >= l attend to them."""
+    """Writer of the K and V of a pass's deep tokens, to which layers >= l attend."""
 
     def write(self, group: int, own: KeyValue) -> Stored:
-        """K and V of a group over the whole context. `own`: what the group's cache layer is to store of the kept
-        tokens, by their own hidden states, [num_rows, num_heads, num_kept, dim] each."""
+        """Write `own` and return K and V of a group over the whole context. `own`: the kept tokens' K and V from their
+        own hidden states, in the form that the cache stores, [num_rows, num_heads, num_kept, dim] each."""
         ...
 
     def write_shared(self, group: int) -> None:
-        """Leave the group to K and V from x: no token of the pass is deep."""
+        """Write only K and V from x for the group, since no token of the pass runs through its layers."""
         ...
 
 
 class DeepGroup:
-    """Keys and values of one group in a pass, made when its leader attends. A `MakeKeyValue`."""
+    """A `MakeKeyValue` for one group and pass, which makes keys and values when the group's leader attends."""
 
     def __init__(
         self, group: int, leader: SwiftKVAttentionMixin, writer: DeepWriter, kept: TokenSelection | None
@@ -54,15 +54,15 @@ class DeepGroup:
 
 @dataclass(frozen=True)
 class DeepSuffix:
-    """Deep tokens that end the rows of a pass. A `DeepWriter`."""
+    """A `DeepWriter` for a pass whose rows end with their deep tokens."""
 
     shared: Sequence[KeyValue]
-    """By group, K and V of all tokens of the pass from x; may be empty where every token is deep."""
+    """By group, K and V of all tokens of the pass from x; may be empty if every token is deep."""
     first: int | torch.Tensor
-    """The first deep token of the pass, or of each row, int64 [batch]; the number of tokens where none is."""
+    """The first deep token of the pass, or of each row, int64 [batch]; the number of tokens if none is deep."""
     num_tokens: int
     kept: TokenSelection | None = None
-    """Tokens that own K and V are handed over of, all deep ones among them; None: all."""
+    """Tokens for which `write` gets own K and V, including all deep ones; None: all."""
     cache: Any = None
     first_cache_layer: int = 0
     """Cache layer of the first group."""
@@ -79,13 +79,13 @@ class DeepSuffix:
         return append(self.cache, *key_value, self.first_cache_layer + group)
 
     def _merge(self, group: int, which: int, own: torch.Tensor) -> torch.Tensor:
-        """[batch, num_heads, num_tokens, dim] of all tokens of the pass."""
+        """Return K or V of all tokens of the pass, [batch, num_heads, num_tokens, dim]."""
         kept, first = self.kept or TokenSelection(), self.first
         if kept.rows is None and isinstance(first, int) and own.shape[2] == self.num_tokens - first:
             return own if first == 0 else torch.cat((self.shared[group][which][:, :, :first], own), dim=2)
         shared, at = self.shared[group][which], kept.positions(self.num_tokens, own.device)
         own = own.to(shared.dtype)
-        if kept.rows is not None:  # the others' last tokens stopped at layer l, and keep what x gave them
+        if kept.rows is not None:  # the other rows' last tokens stopped at layer l and keep K and V from x
             return shared.index_copy(0, kept.rows, shared.index_select(0, kept.rows).index_copy(2, at, own))
         begins = first if isinstance(first, int) else first[:, None]
         deep = (torch.arange(self.num_tokens, device=own.device) >= begins).view(-1, 1, self.num_tokens, 1)

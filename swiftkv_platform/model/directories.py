@@ -1,7 +1,4 @@
-"""Model directories on disk: made whole or not at all, weights linked or copied, shards with an index.
-
-Knows files, no models.
-"""
+"""Model directories on disk: written completely or not at all, weights linked or copied, shards with an index."""
 
 from __future__ import annotations
 
@@ -23,17 +20,16 @@ from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 
 Files = Literal["link", "copy", "symlink"]
-"""Way of putting an unchanged weight file into a new directory: as a hard link, which takes no space and no time, as a
-copy, for a target that must not share its bytes with the source, or as a symbolic link, for a target that its source
-outlives."""
+"""Way to put an unchanged weight file into a new directory: a hard link, which takes no space and no time; a copy, for
+a target that must not share its bytes with the source; or a symbolic link, for a target that its source outlives."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 _OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
-"""Files that describe a model itself, and so not the one made from it."""
+"""Files that describe one model and are wrong for a model made from it."""
 
 
 def check_new(target: Path) -> None:
-    """Raises `ConflictError` unless `target` is new or an empty directory."""
+    """Raise `ConflictError` unless `target` does not exist or is an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConflictError.of(
             "output", str(target), ", which exists and is not empty; name a new or an empty directory"
@@ -42,9 +38,9 @@ def check_new(target: Path) -> None:
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes `target` when the block ends well and leaves nothing otherwise.
+    """Yield a directory to fill, which becomes `target` if the block succeeds and is deleted otherwise.
 
-    It lies beside `target` under a hidden name, so that a process that is killed leaves nothing that looks complete.
+    It is next to `target` under a hidden name, so that a killed process leaves nothing that looks complete.
 
     Raises:
         ConflictError: `target` exists and is not empty.
@@ -55,14 +51,14 @@ def new_directory(target: Path) -> Iterator[Path]:
     try:
         partial.chmod(0o777 & ~_umask())
         yield partial
-        partial.replace(target)  # an empty directory in its place gives way
+        partial.replace(target)  # replaces an empty directory
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def place(source: Path, target: Path, files: Files) -> None:
-    """`source` as `target`; a link where asked for and possible, else a copy."""
+    """Put `source` at `target`: a link if asked for and possible, else a copy."""
     source = source.resolve()  # the hub's cache links to its blobs
     if files == "symlink":
         target.symlink_to(source)
@@ -78,7 +74,7 @@ def place(source: Path, target: Path, files: Files) -> None:
 
 
 def copy_companions(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
-    """Tokenizer, generation defaults, chat template, licence: what lies beside a model and fits its student too."""
+    """Copy the files that fit a model's student too: tokenizer, generation defaults, chat template, licence."""
     for path in sorted(source.iterdir()):
         unfit = (
             path.name.startswith(".") or path.name.endswith((*_WEIGHTS, ".py")) or path.name in {*_OWN, *leaving_out}
@@ -88,14 +84,14 @@ def copy_companions(source: Path, target: Path, *, leaving_out: Collection[str] 
 
 
 def shard_names(shards: Iterable[str], prefix: str) -> dict[str, str]:
-    """New names of weight files. They are not those that `save_pretrained` writes: saved over, a linked file would take
-    its source along."""
+    """Return new names of weight files. They differ from those of `save_pretrained`, which would overwrite a linked
+    file together with its source."""
     ordered = sorted(set(shards))
     return {shard: f"{prefix}-{n:05d}-of-{len(ordered):05d}.safetensors" for n, shard in enumerate(ordered, start=1)}
 
 
 class ShardWriter:
-    """Writes tensors into numbered files as they come, never holding more than one file's worth."""
+    """Writer of tensors into numbered files, which holds at most one file's tensors in memory."""
 
     def __init__(self, directory: Path, name: str, max_bytes: int) -> None:
         self._directory, self._name, self._max_bytes = directory, name, max_bytes
@@ -109,7 +105,7 @@ class ShardWriter:
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self.flush()
         tensor = tensor.detach().cpu().contiguous()
-        # A view of something larger would keep that alive, and safetensors refuses tensors that share memory.
+        # A view would keep its larger storage alive, and safetensors refuses tensors that share memory.
         self._pending[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         self._pending_bytes += tensor.nbytes
 
@@ -126,7 +122,7 @@ class ShardWriter:
 def write_model_shards(
     directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Write a model's tensors under the names that `save_pretrained` gives weight files, one file's worth in memory."""
+    """Write a model's tensors to files named as by `save_pretrained`, with one file's tensors in memory at a time."""
     writer, num_bytes = ShardWriter(directory, "partial", max_shard_bytes), 0
     for name, tensor in tensors:
         num_bytes += tensor.nbytes
@@ -143,13 +139,13 @@ def write_model_shards(
 
 
 def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a weight file with the permissions of other files: safetensors makes its own private."""
+    """Write a weight file with default permissions; safetensors would make it private."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o666 & ~_umask())
 
 
 def write_index(directory: Path, shards: dict[str, str], num_bytes: int) -> None:
-    """`model.safetensors.index.json`."""
+    """Write `model.safetensors.index.json`."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(shards.items()))}
     (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Embeddings of families that multiply them."""
+"""Embeddings of families that multiply them by a factor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Embeddings times a factor; the weight is the checkpoint's. `rounds`: the factor is rounded to its dtype."""
+    """Embedding whose output is multiplied by `scale`. `rounds`: round the factor to the weight's dtype."""
 
     def __init__(self, config: Any, scale: float, *, rounds: bool) -> None:
         super().__init__(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -19,5 +19,5 @@ class ScaledEmbedding(nn.Embedding):
         return self.scaled(super().forward(input_ids))
 
     def scaled(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Embeddings that were read out of the weight, times the factor."""
+        """Multiply embeddings read from the weight by the factor."""
         return embedded * (torch.tensor(self._scale).to(embedded.dtype).item() if self._rounds else self._scale)

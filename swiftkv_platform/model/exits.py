@@ -1,6 +1,6 @@
-"""Threshold early exit within one `generate()` call: which rows of a step exit, and how many tokens did so.
+"""Threshold early exit in one `generate()` call: which rows of a step exit, and how many tokens did so.
 
-It knows logits and finished rows, no model. Source: paper, appendix E.
+Source: paper, appendix E.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from swiftkv_platform.model.selection import TokenSelection
 
 
 def exit_confidence(logits: torch.Tensor) -> torch.Tensor:
-    """Largest probability of each row of the exit head's logits [..., vocab_size], at temperature 1 and before any
-    processor: a row whose confidence reaches the threshold exits."""
+    """Return the largest probability of each row of the exit head's logits [..., vocab_size], at temperature 1 and
+    before any logits processor; a row exits if it reaches the threshold."""
     return logits.float().softmax(-1).amax(-1)
 
 
 class ThresholdExits:
-    """Decides step by step and counts. One step is one `decide`, then one `finish`."""
+    """Decides in each step which rows exit, and counts their tokens. A step is one `decide`, then one `finish`."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self.num_exited_tokens: torch.Tensor | None = None
-        """[batch], int64; tokens after a row's end do not count."""
+        """Exited tokens by row, int64 [batch]; tokens after a row's end do not count."""
         self._exited: torch.Tensor | None = None
         self._running: torch.Tensor | None = None
 
     def decide(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask the rows that exit, bool [batch], by the exit head's logits [batch, vocab_size]."""
+        """Return the mask of rows that exit, bool [batch], given the exit head's logits [batch, vocab_size]."""
         self._exited = exit_confidence(logits) >= self.threshold
         return self._exited
 
     def finish(self, done: torch.Tensor) -> None:
-        """Count the step's tokens, then note the rows that ended with them, bool [batch]."""
+        """Count the step's exited tokens. `done`: rows that have ended with this step, bool [batch]."""
         assert self._exited is not None, "a step ends before it was decided"
         if self.num_exited_tokens is None or self._running is None:
             self.num_exited_tokens = torch.zeros_like(done, dtype=torch.long)
@@ -45,12 +45,12 @@ class ThresholdExits:
         self._running &= ~done
 
     def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Criteria that stop as the given ones do, and tell this object when a row ends."""
+        """Wrap stopping criteria so that they also report finished rows to this object."""
         return _WatchedCriteria(self, criteria)
 
 
 class ExitStep:
-    """One forward pass with exits: chooses from x what goes on, then puts both kinds of logits together."""
+    """One forward pass with exits: selects from x the rows that go on, then merges both kinds of logits."""
 
     def __init__(self, exits: ThresholdExits, exit_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._exits = exits
@@ -59,14 +59,15 @@ class ExitStep:
         self._rows: torch.Tensor | None = None
 
     def choose(self, x: torch.Tensor) -> TokenSelection:
-        """The last token of the rows that do not exit; `x` [batch, num_tokens, hidden_size] is what enters layer l."""
+        """Select the last token of the rows that do not exit. `x` [batch, num_tokens, hidden_size]: layer l's input."""
         self._logits = self._exit_logits(x[:, -1:])  # [batch, 1, vocab_size]
         exited = self._exits.decide(self._logits[:, 0])
         self._rows = (~exited).nonzero().squeeze(1) if bool(exited.any()) else None
         return TokenSelection(1, rows=self._rows)
 
     def merge(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of all rows [batch, 1, vocab_size] from those that went on [num_rows, 1, vocab_size]."""
+        """Return the logits of all rows [batch, 1, vocab_size], given those of rows that went on [num_rows, 1,
+        vocab_size]."""
         assert self._logits is not None, "merged before a row was chosen"
         return logits if self._rows is None else self._logits.index_copy(0, self._rows, logits)
 

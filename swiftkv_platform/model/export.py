@@ -1,5 +1,5 @@
-"""A student as it is served: with its teacher, or without what only the teacher runs (paper, section 3: inference drops
-the projections of layers >= l that SwiftKV replaces). It knows files and names, no training.
+"""Export of a student for serving: with its teacher, or without the modules that only the teacher runs (paper, section
+3: inference drops the projections of layers >= l that SwiftKV replaces).
 """
 
 from __future__ import annotations
@@ -72,37 +72,37 @@ def export(
     base_model: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write `student` to the directory `target`, whole or not at all.
+    """Write `student` to the directory `target`, completely or not at all.
 
-    Without its teacher a student loads, generates and serves as before; `swiftkv(False)` is an error from then on. What
-    lies beside the weights of a directory, such as its tokenizer, comes along. Raises `ModelError`: not a SwiftKV
-    model, `teacher` of one that was exported without, `calibration` without `quantize`, `quantize` of one that is
-    quantised to integers already, or an adapter whose base is not there or another model; `InvalidInputError`:
-    `calibration` without tokens; `ConflictError`: `target` exists and is not empty.
+    Without its teacher a student loads, generates and serves as before, but `swiftkv(False)` is an error. The other
+    files of a directory, such as its tokenizer, are copied. Raises `ModelError`: not a SwiftKV model, `teacher` for one
+    exported without it, `calibration` without `quantize`, `quantize` for one already quantised to integers, or an
+    adapter's base is missing or another model; `InvalidInputError`: `calibration` without tokens; `ConflictError`:
+    `target` exists and is not empty.
 
     Args:
-        student: a SwiftKV model in memory, which stays as it is, or the directory or hub id of one, which is
-            written file by file: files that lose nothing are linked or copied, see `files`, the others rewritten
-            one at a time. An adapter is applied to its base, and the target is a whole model.
+        student: a SwiftKV model in memory, which is not changed, or the directory or hub id of one, which is written
+            file by file: files that keep all tensors are linked or copied, see `files`, the others are rewritten one at
+            a time. An adapter is applied to its base, and the target is a whole model.
         target: a new or empty directory.
         teacher: keep the teacher's projections of layers >= l.
-        prefill_only: write no more than what prompt tokens run through that are skipped: a model that fills KV caches
-            in vLLM for other servers.
-        quantize: store the projections of the layers in integers, as compressed-tensors does: `int8` with a scale a row
-            (W8A8), `int4` with one a group of 128 inputs, or fewer (W4A16), or `mixed`, which has what makes queries,
-            keys and values in int8 and the others in int4 by groups of 32. Heads, embeddings, norms and routers stay as
-            they are. The directory is read tensor by tensor.
-        calibration: rows of tokens that `quantize` rounds by, see `round_calibrated`; the directory is read layer by
-            layer. None: each weight is rounded to nearest.
-        base_model: directory or hub id of an adapter's base; None: as the adapter names it.
-        progress: told how many files of how many are written; for a directory.
+        prefill_only: write only the modules that skipped prompt tokens run through: a model that fills KV caches in
+            vLLM for other servers.
+        quantize: store the projections of the layers in integers, in the formats of compressed-tensors: `int8` with a
+            scale per row (W8A8); `int4` with a scale per group of 128 inputs, or fewer (W4A16); or `mixed`, with the
+            projections of queries, keys and values in int8 and the others in int4 by groups of 32. Heads, embeddings,
+            norms and routers stay unquantised. The directory is read tensor by tensor.
+        calibration: rows of tokens for the rounding of `quantize`, see `round_calibrated`; the directory is read layer
+            by layer. None: each weight is rounded to nearest.
+        base_model: directory or hub id of an adapter's base; None: as named in the adapter.
+        progress: called with the number of files written and of all files; for a directory.
     """
     target = Path(target)
     check_new(target)
     if calibration is not None and quantize is None:
         raise ModelError("calibration is for quantize, which is not set; use quantize='int4'", field="calibration")
     if isinstance(student, str | Path):
-        read_config(student, revision=revision)  # says what is wrong before the hub is asked for weights
+        read_config(student, revision=revision)  # raises for a bad config.json before weights are downloaded
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             of_hub = revision if adapter is None else None
             if quantize is not None:
@@ -132,20 +132,21 @@ def export_adapter(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> AdapterConfig:
-    """Write the tensors in which `student` differs from its base model to the directory `target`, whole or not at all.
+    """Write the tensors in which `student` differs from its base model to the directory `target`, completely or not at
+    all.
 
-    One tensor of each is in memory at a time, besides what is written next.
+    One tensor of each is in memory at a time, besides the tensors of the next file.
 
     Args:
         student: directory or hub id of a SwiftKV model.
         target: a new or empty directory.
         base: directory or hub id of the model that it was made from.
-        name_or_path: name by which the base is found again; None: that of `base`, of a directory its full path.
+        name_or_path: name under which the base is found later; None: `base`, as a full path if it is a directory.
         revision: the base's revision on the hub.
-        progress: told how many tensors of how many are compared.
+        progress: called with the number of tensors compared and of all tensors.
 
     Raises:
-        ModelError: not a SwiftKV model, an adapter already, or one of which hardly a tensor is the base's.
+        ModelError: not a SwiftKV model, an adapter already, or a model that shares hardly a tensor with the base.
         ConflictError: `target` exists and is not empty.
     """
     target = Path(target)
@@ -184,7 +185,7 @@ def export_adapter(
 
 
 def drop_teacher(student: Any) -> None:
-    """Take what only the teacher runs out of a model in memory."""
+    """Remove the modules that only the teacher runs from a model in memory."""
     student.config.swiftkv_teacher_weights = False
     for layer in student.model.layers[student.config.num_key_value_layers :]:
         layer.self_attn.drop_teacher()
@@ -298,7 +299,7 @@ def _export_quantized(
 def _kept(
     source: str | Path, teacher: bool, prefill_only: bool, revision: str | None
 ) -> tuple[Any, Path, Checkpoint, dict[str, str]]:
-    """The configuration to write, the directory, its tensors, and files by name of those to keep."""
+    """Return the configuration to write, the directory, its checkpoint, and the files by name of tensors to keep."""
     config, keeps = _checked(read_config(source, revision=revision), str(source), teacher, prefill_only)
     directory = local_directory(str(source), revision, field="model.name_or_path")
     checkpoint = Checkpoint.open(directory)
@@ -309,7 +310,7 @@ def _kept(
 
 
 def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tuple[Any, Callable[[str], bool]]:
-    """The configuration to write, and whether a tensor is kept."""
+    """Return the configuration to write, and a function that says whether a tensor is kept. Raises `ModelError`."""
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{source!r} is a {getattr(config, 'model_type', '?')} model without SwiftKV; convert it first",
@@ -330,7 +331,7 @@ def _checked(config: Any, source: str, teacher: bool, prefill_only: bool) -> tup
 
 
 def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) -> None:
-    """Raises `ModelError`: nothing to leave out, or no server that takes the rest."""
+    """Raise `ModelError` if the student has no layers to leave out, or vLLM does not serve its family."""
     refused = config.family.refused_by_vllm
     if teacher or refused or not config.layer_map.leaders:
         why = "a teacher decodes" if teacher else refused or "all its layers compute their own K and V"
@@ -342,7 +343,7 @@ def _check_prefill_only(config: SwiftKVConfigMixin, source: str, teacher: bool) 
 
 
 def teacher_modules(config: Any) -> list[str]:
-    """Names of the modules of a student that only its teacher runs."""
+    """Return the names of a student's modules that only its teacher runs."""
     modules: list[str] = student_classes(config.model_type).causal_lm.teacher_modules(config)
     return modules
 

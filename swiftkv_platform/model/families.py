@@ -1,4 +1,4 @@
-"""The SwiftKV classes of each model family, made from transformers' own. It knows the kinds of attention."""
+"""The SwiftKV classes of each model family, derived from transformers' own."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from swiftkv_platform.planning.config_values import check_kind
 
 _ATTENTION = {"head": HeadAttentionMixin, "latent": LatentAttentionMixin}
 _TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
-"""Keys that a student's configuration does not take over from its teacher's."""
+"""Keys of a teacher's configuration that a student's does not inherit."""
 
 
 @dataclass(frozen=True)
 class StudentClasses:
-    """The classes made for one family."""
+    """The classes derived for one family."""
 
     teacher: type[Any]
-    """The language model of transformers."""
+    """The causal language model of transformers."""
     config: type[Any]
     causal_lm: type[Any]
 
     def config_from(self, teacher: Any, **fields: Any) -> Any:
-        """The student's configuration: the teacher's with `fields` of `SwiftKVConfigMixin`; without l it is dense.
-        Raises `ModelError`: the teacher's has such fields."""
+        """Make a student's configuration from its teacher's and `fields` of `SwiftKVConfigMixin`; without l it is
+        dense. Raises `ModelError`: the teacher's configuration has a student's keys."""
         of_teacher = teacher.to_dict()
         check_kind(of_teacher)
         values = {key: value for key, value in of_teacher.items() if key not in _TEACHER_KEYS}
@@ -44,14 +44,14 @@ class StudentClasses:
 
 
 def _teacher_class(family: Family, suffix: str) -> type[Any]:
-    """The family's class of that kind, from its modelling module."""
+    """Import the family's class `{prefix}{suffix}` of transformers."""
     module = importlib.import_module(family.teacher_module("modeling"))
     teacher: type[Any] = getattr(module, family.teacher_class(suffix))
     return teacher
 
 
 def _derive(family: Family, suffix: str, mixin: type, **members: Any) -> type[Any]:
-    """`{prefix}SwiftKV{suffix}`: the mixin before the family's own class, importable from this module."""
+    """Define `{prefix}SwiftKV{suffix}`, importable from this module: `mixin` before the family's own class."""
     teacher = _teacher_class(family, suffix)
     name = f"{family.prefix}SwiftKV{suffix}"
     body = {"__module__": __name__, "__qualname__": name, **members}
@@ -63,13 +63,13 @@ def _derive(family: Family, suffix: str, mixin: type, **members: Any) -> type[An
 def _build(family: Family) -> StudentClasses:
     """Make the classes of one family and register them with transformers.
 
-    transformers keeps experts fused in memory and one by one on disk; how a tensor is named and shaped there is looked
-    up by `model_type`, so a student inherits its teacher's entry.
+    transformers keeps experts fused in memory and one by one on disk, and looks up the conversion by `model_type`, so a
+    student gets its teacher's entry.
     """
     config = configs.CONFIGS[family.model_type]
     attention = _derive(family, "Attention", _ATTENTION[family.attention])
     layer = _derive(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
-    # transformers looks for experts that it can call by groups in the source of a class's own module.
+    # transformers detects grouped experts in the source of a class's module, so a derived class takes its answer.
     shared = {
         "config_class": config,
         "_can_set_experts_implementation_cached_value": _teacher_class(
@@ -89,6 +89,6 @@ STUDENTS = {model_type: _build(family) for model_type, family in FAMILIES.items(
 
 
 def student_classes(model_type: str) -> StudentClasses:
-    """The classes of a family, by the `model_type` of a teacher or a student. Raises `ModelError`: naming the families
-    there are."""
+    """Return the classes of a family, given the `model_type` of a teacher or a student. Raises `ModelError`: it is
+    unknown; the message lists the families."""
     return STUDENTS[find_family({"model_type": model_type}).model_type]

@@ -1,7 +1,8 @@
-"""transformers' `generate()` for a SwiftKV model: its cache, prefill in chunks, early exit. It knows no forward pass.
+"""transformers' `generate()` for a SwiftKV model: its cache, prefill in chunks, early exit.
 
-The decoding loops are transformers' own. What this adds to `generate()`: `kv_cache_dtype` ("auto", "fp8", "int8") and
-`early_exit` (a mode's name, the fields of `EarlyExit`, or one), as arguments or entries of a generation configuration.
+The decoding loops are transformers' own. `generate()` gets two more arguments, which can also be entries of a
+generation configuration: `kv_cache_dtype` ("auto", "fp8", "int8") and `early_exit` (a mode's name, an `EarlyExit` or
+its fields).
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ class EarlyExitOutput(GenerateDecoderOnlyOutput):
     """Output of `generate(..., early_exit=..., return_dict_in_generate=True)`."""
 
     num_exited_tokens: torch.Tensor | None = None
-    """Generated tokens of each row that came from the exit head, [batch]."""
+    """Number of generated tokens of each row that came from the exit head, [batch]."""
 
 
 class SwiftKVGenerationMixin(nn.Module):
-    """Mixed into a family's causal language model; overrides the hooks of transformers' `generate()`."""
+    """Mixin for a family's causal language model that overrides hooks of transformers' `generate()`."""
 
     config: Any
     model: Any
 
     def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Takes up `kv_cache_dtype` and `early_exit`; an argument goes before an entry of a configuration."""
+        """Add `kv_cache_dtype` and `early_exit` to the configuration; arguments override its entries."""
         given = {name: kwargs.pop(name, None) for name in ("kv_cache_dtype", "early_exit")}
         family: Any = super()
         generation_config, model_kwargs = family._prepare_generation_config(generation_config, **kwargs)
@@ -90,7 +91,7 @@ class SwiftKVGenerationMixin(nn.Module):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """`generate()` gets a cache of `num_kv_cache_layers` layers where it would make one of L."""
+        """Pass `generate()` a cache of `num_kv_cache_layers` layers instead of one of L."""
         kv_cache_dtype = _kv_cache_dtype(generation_config)
         wanted = payload_dtype(kv_cache_dtype)
         given = model_kwargs.get("past_key_values")
@@ -99,7 +100,7 @@ class SwiftKVGenerationMixin(nn.Module):
         if generation_config.use_cache is False and wanted is not None:
             _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")
         if generation_config.use_cache is False and self.config.decodes_own:
-            # Each pass runs the answer again, as deep tokens.
+            # Without a cache each pass recomputes the answer, whose tokens are deep.
             model_kwargs["prompt_length"] = _mask_length(generation_config, model_kwargs)
         plain_teacher = not self.model.swiftkv_enabled and wanted is None
         if given is not None or generation_config.use_cache is False or plain_teacher:
@@ -123,18 +124,18 @@ class SwiftKVGenerationMixin(nn.Module):
             self.config, swiftkv=self.model.swiftkv_enabled, kv_cache_dtype=kv_cache_dtype, max_cache_len=max_cache_len
         )
         if generation_config.is_assistant:
-            cache.activate_past_recording()  # what it drafts may have to be rolled back
+            cache.activate_past_recording()  # its drafts may have to be rolled back
         model_kwargs["past_key_values"] = cache
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
-        """Masks are made in the forward pass, layer by layer: a layer and the cache layer it reads may differ."""
+        """Return the mask unchanged: the forward pass makes masks itself, by layer and the cache layer it reads."""
         return attention_mask
 
     def _prefill(
         self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """Stop all chunks but the last, with `prefill_chunk_size`, at layer l: none of their logits is needed."""
+        """Prefill. With `prefill_chunk_size` all chunks but the last stop at layer l: their logits are not needed."""
         family: Any = super()
         chunk_size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
         if chunk_size is not None and cache is not None:
@@ -152,12 +153,12 @@ class SwiftKVGenerationMixin(nn.Module):
         model_kwargs: dict[str, Any],
         chunk_size: int,
     ) -> torch.Tensor:
-        """Run the prompt up to its last chunk; the token ids still to be run (embeddings are sliced by the caller)."""
+        """Run the prompt up to its last chunk; returns the remaining token ids (the caller slices embeddings)."""
         cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
         position_ids = model_kwargs.get("position_ids")
         seen = int(cache.get_seq_length())
         tokens = input_ids if embeddings is None else embeddings
-        # A prompt that continues a cache comes whole or as its new tokens alone; its mask's length tells.
+        # A prompt that continues a cache is passed whole or as its new tokens only; its mask's length tells which.
         mask_length = _mask_length(generation_config, model_kwargs)
         new = tokens[:, seen:] if embeddings is not None or mask_length == tokens.shape[1] else tokens
         num_run = (new.shape[1] - 1) // chunk_size * chunk_size
@@ -185,7 +186,7 @@ class SwiftKVGenerationMixin(nn.Module):
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        """Greedy search and sampling, with early exit where it is asked for."""
+        """Run greedy search or sampling, with early exit if it is asked for."""
         family: Any = super()
         if generation_config.early_exit.mode == "off":
             return family._sample(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
@@ -203,7 +204,7 @@ class SwiftKVGenerationMixin(nn.Module):
         return EarlyExitOutput(**output, num_exited_tokens=exits.num_exited_tokens)
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: its paged cache has one layer for each of the model's."""
+        """Raise `ModelError`: the paged cache of continuous batching has one layer per model layer."""
         raise ModelError(
             "transformers' continuous batching keeps a cache layer for each model layer; "
             "swiftkv_platform.engine.LLMEngine batches this model",
@@ -213,7 +214,7 @@ class SwiftKVGenerationMixin(nn.Module):
 
 
 def _mask_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
-    """Tokens of the prompt, padding included; transformers lets go of a mask that hides nothing."""
+    """Return the prompt's number of tokens, including padding; transformers drops a mask that hides nothing."""
     mask = model_kwargs.get("attention_mask")
     return int(getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1])
 

@@ -1,6 +1,6 @@
-"""Models in GGUF files (llama.cpp's format) as model directories, made once a machine and file. Needs `gguf`.
+"""Conversion of GGUF files (llama.cpp's format) to model directories, cached on each machine. Needs `gguf`.
 
-Quantised weights are dequantised: the model is what llama.cpp computes with, in bfloat16.
+Quantised weights are dequantised to bfloat16.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.directories import new_directory
 
 CACHE = Path(HF_HOME) / "swiftkv" / "gguf"
-"""Directories that were made, by the digest of their file; beside the hub's cache, which operators size and mount."""
+"""Cache of converted directories by digest of their file, next to the hub's cache, which operators size and mount."""
 _FORMAT = 1
-"""Part of a directory's name; another one when the conversion changes."""
+"""Version of the conversion, part of a directory's name."""
 
 
 def gguf_directory(
     file: Path, config: Mapping[str, Any], *, field: str = "model.name_or_path", cache: Path | None = None
 ) -> Path:
-    """The model of a GGUF file as a directory, made if this machine has not made it before.
+    """Return the model directory for a GGUF file, converting the file if this machine has not done so before.
 
-    The whole model is in memory while it is made, in bfloat16.
+    The conversion holds the whole model in memory, in bfloat16.
 
     Args:
-        config: what its header says (`sources.gguf`), as in a `config.json`.
-        field: what messages call the file.
-        cache: where directories are kept; None: `CACHE`.
+        config: fields of a `config.json` from the file's header (`sources.gguf`).
+        field: name of the file in error messages.
+        cache: parent of the directories; None: `CACHE`.
 
     Raises:
-        ModelError: no model that transformers reads, or the package `gguf` is missing.
+        ModelError: transformers cannot read the model, or the package `gguf` is missing.
     """
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -70,14 +70,14 @@ def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) ->
         ) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ModelError.of(field, str(file), f": transformers cannot read it ({error})") from error
-    if wrong := {kind: names for kind, names in report.items() if names}:  # transformers goes on with random weights
+    if wrong := {kind: names for kind, names in report.items() if names}:  # transformers would use random weights
         raise ModelError.of(field, str(file), f": its tensors are not those of its header's model: {wrong}")
     _plain(model, tokenizer).save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
 def _plain(loaded: Any, tokenizer: Any) -> Any:
-    """Move the weights to a model that was never quantised, since transformers saves no other."""
+    """Move the weights to a model that was never quantised, since transformers saves only such models."""
     values = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     with torch.device("meta"):

@@ -1,10 +1,10 @@
-"""The copied start, tensor by tensor: which teacher tensors each new tensor of a student is made from.
+"""The copied start, tensor by tensor: the teacher tensors from which each new tensor of a student is made.
 
     q_*, o_proj   the layer's own                 norm_swiftkv  layer l's input_layernorm
-    k_*, v_*, ... the mean over the group's       exit_norm, exit_head  the teacher's final norm and head
+    k_*, v_*, ... the mean over the group         exit_norm, exit_head  the teacher's final norm and head
 
-Source: paper, sections 3.1 and 3.2; with other key-value heads than the teacher's, appendix C. It knows names and
-tensors, not where they are kept: a model in memory and a checkpoint on disk start from here alike.
+Source: paper, sections 3.1 and 3.2; with other key-value heads than the teacher's, appendix C. The teacher's tensors
+may be in memory or in a checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)")
 
 
 ReadTeacher = Callable[[str, slice | None], torch.Tensor]
-"""Gives a teacher's tensor by name, or some of its rows."""
+"""Function that returns a teacher's tensor by name, or only the given rows of it."""
 
 
 @dataclass(frozen=True)
 class StartingTensor:
-    """One tensor that the student has and its teacher has not."""
+    """A tensor that the student adds to its teacher's."""
 
     name: str
     sources: tuple[str, ...]
-    """Teacher tensors whose mean it is."""
+    """Teacher tensors of which this tensor is the mean."""
     rows: slice | None = None
-    """Rows of the sources that it is made from; None: all."""
+    """Rows of the sources to use; None: all."""
     heads: tuple[int, int] | None = None
-    """Key-value heads of a source and of this tensor, where the first dimension is heads x head_dim and they differ."""
+    """Key-value heads of a source and of this tensor, if they differ; the first dimension is then heads x head_dim."""
 
     def made(self, read: ReadTeacher, rows: slice | None = None) -> torch.Tensor:
-        """Return this tensor, or some of its rows, in the dtype of its sources, which are of one shape; computed in
-        float32."""
-        if self.heads is not None:  # they change the rows
+        """Return this tensor, or only the given rows, in the dtype of its sources. The mean is taken in float32."""
+        if self.heads is not None:  # sharing heads changes the rows
             tensor = self._mean([read(source, self.rows) for source in self.sources])
             return tensor if rows is None else tensor[rows]
         wanted = self.rows
@@ -63,8 +62,8 @@ class StartingTensor:
 def share_heads(tensor: torch.Tensor, num_heads: int, num_shared: int) -> torch.Tensor:
     """[num_heads * head_dim, ...] -> [num_shared * head_dim, ...].
 
-    Fewer heads: each is the mean of the consecutive heads it stands for. More: each head is repeated for the query
-    heads that read it, which changes nothing yet and leaves training room.
+    Fewer heads: each is the mean of the consecutive heads that it replaces. More: each head is repeated for the query
+    heads that read it, which does not change the output but gives training more parameters.
     """
     heads: torch.Tensor = tensor.unflatten(0, (num_heads, -1))
     if num_shared < num_heads:
@@ -74,7 +73,7 @@ def share_heads(tensor: torch.Tensor, num_heads: int, num_shared: int) -> torch.
 
 
 def copied_start(student: Any) -> Iterator[StartingTensor]:
-    """Every tensor that `student` (it may be on the meta device) adds to its teacher, layer by layer."""
+    """Yield every tensor that `student`, which may be on the meta device, adds to its teacher, layer by layer."""
     config, layer_map = student.config, student.config.layer_map
     attention_class = student.decoder_class.layer_class.attention_class
     heads = None

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2) of layers >= l. It knows its projections and RoPE, no tokens.
+"""Multi-head latent attention (MLA, DeepSeek-V2) of layers >= l.
 
     norm_swiftkv(x) -> kv_a_proj_with_mqa -> latent -> norm -> kv_b_proj -> keys (part without RoPE) and values, by head
                                           -> key part with RoPE, one for all heads
 
-The cache holds the normalised latent and the key part with RoPE: kv_lora_rank + qk_rope_head_dim numbers a token and
-layer. Keys and values are expanded from them once a group. Source: arXiv 2405.04434, section 2.1.
+The cache holds the normalised latent and the key part with RoPE: kv_lora_rank + qk_rope_head_dim numbers per token and
+layer. Keys and values are expanded from them once per group. Source: arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swiftkv_platform.model.attention import KeyValue, Rotation, SwiftKVAttentio
 
 
 class LatentAttentionMixin(SwiftKVAttentionMixin):
-    """Queries by a full projection (`q_lora_rank` null) or a low-rank one; keys and values from a shared latent."""
+    """Queries from a full projection (`q_lora_rank` null) or a low-rank one; keys and values from a shared latent."""
 
     key_value_modules = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
     decode_modules = ("kv_a_proj_with_mqa",)
@@ -42,12 +42,12 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
         return (self.kv_a_proj_with_mqa_swiftkv,)
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
-        """The normalised latent [batch, 1, num_tokens, kv_lora_rank] and the key part with RoPE, [.., rope_dim]."""
+        """Return the normalised latent [batch, 1, num_tokens, kv_lora_rank] and the keys' RoPE part [.., rope_dim]."""
         latent, rotary_key = projected[0].unsqueeze(1).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return self.kv_a_layernorm_swiftkv(latent), rotate_pairs(rotary_key, rotation)
 
     def expand_key_value(self, stored: KeyValue) -> KeyValue:
-        """Keys [batch, num_heads, context_len, qk_head_dim] and values [.., v_head_dim] from latent and rotary key."""
+        """Return keys [batch, num_heads, context_len, qk_head_dim] and values [.., v_head_dim] of a stored latent."""
         latent, rotary_key = stored
         by_head = self.kv_b_proj_swiftkv(latent.squeeze(1)).unflatten(-1, (-1, self.qk_nope_head_dim + self.v_head_dim))
         keys, values = by_head.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)

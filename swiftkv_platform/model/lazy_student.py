@@ -1,7 +1,7 @@
-"""A student without weights, and where each tensor's values come from: no process need ever hold it whole.
+"""A student whose weights are read on demand, so that no process has to hold the whole model.
 
-A module is filled before it runs or is sharded, and released when it has run; of a model that is sharded already every
-worker reads its own rows. It knows names and files, no strategy.
+A module is filled before it runs or is sharded, and released after it has run; for a model that is sharded already each
+worker reads its own rows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _Place = tuple[int, str]
 
 
 class LazyStudent:
-    """A student on the meta device whose weights are read when they are asked for.
+    """A student on the meta device whose weights are read on demand.
 
     Args:
-        model: the student, its positional buffers in place.
-        start: where new tensors start, or tensors that are the student's own, by name; what it lacks is copied from the
+        model: the student, with its positional buffers on a real device.
+        start: initial values of new tensors, or the student's own tensors, by name; others are copied from the
             teacher's.
-        device: where values go.
+        device: device of the values.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class LazyStudent:
         device: torch.device | str = "cpu",
         **shape: Any,
     ) -> LazyStudent:
-        """The student of the teacher at `path`, whose names and shapes are checked first.
+        """Make the student of the teacher at `path`, whose tensor names and shapes are checked first.
 
         Args:
             dtype: dtype of the student; None keeps the checkpoint's values and the configuration's dtype.
-            shape: what `make_student_config` takes.
+            shape: arguments of `make_student_config`.
 
         Raises:
-            ModelError: unreadable model, unknown family, or tensors that are missing or do not fit.
+            ModelError: unreadable model, unknown family, or tensors that are missing or have another shape.
             InvalidInputError: l or g out of range.
         """
         teacher = read_config(path, revision=revision)
@@ -83,7 +83,7 @@ class LazyStudent:
             whole = student_classes(teacher.model_type).teacher(copy.deepcopy(teacher))
         check_tensors(checkpoint, whole, quantized=quantized)
         if quantized:
-            del config.quantization_config  # the student holds what the quantised weights stand for
+            del config.quantization_config  # the student's weights are dequantised
         if dtype is not None:
             config.dtype = dtype
 
@@ -103,12 +103,12 @@ class LazyStudent:
         return sum(info.num_bytes for info in self._teacher.checkpoint.headers.values())
 
     def started_from(self, start: Mapping[str, Tensor]) -> None:
-        """Take the student's own tensors from `start` from now on."""
+        """Read the student's own tensors from `start` from now on."""
         self._start = start
 
     def attach(self, fork: nn.Module) -> None:
-        """Learn which parameter is which of a fork, or of what else has the student as `student` and may have a
-        `kept_teacher`."""
+        """Map the parameters of a fork, or another module with the student as `student` and optionally a
+        `kept_teacher`, to their names in the student."""
         self._learn(fork, _student_name)
 
     def _learn(self, root: nn.Module, student_name: Callable[[str], str]) -> None:
@@ -122,17 +122,17 @@ class LazyStudent:
                     name = student_name(f"{prefix}.{leaf}" if prefix else leaf)
                     self._names[id(module), leaf] = name
                     aliases[id(parameter)].append(name)
-        # The first of the names that a tied parameter has; of the kept teacher's copies each is a parameter.
+        # A tied parameter goes by its first name; the kept teacher's copies are parameters of their own.
         self._tied = {name: names[0] for names in aliases.values() if len(names) > 1 for name in names}
         self._filled: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
     def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
-        """Give every parameter of `module` that is on the meta device its values, in the dtype it has.
+        """Load every parameter of `module` that is on the meta device, in its dtype.
 
         Args:
-            own: those that the teacher has not among them.
-            read: without, there is storage and no value, as for a worker that gets the values of another.
+            own: include parameters that the teacher does not have.
+            read: read the values; False only allocates storage, for a worker that receives the values from another.
         """
         for part, leaf, parameter in _parameters(module):
             name = self._names[id(part), leaf]
@@ -157,11 +157,11 @@ class LazyStudent:
 
     @torch.no_grad()
     def fill_shards(self, root: nn.Module, only: Mapping[str, Any] | None = None) -> None:
-        """Give every parameter of a model that FSDP2 has sharded its values, of which a worker reads its own rows.
+        """Load every parameter of a model sharded by FSDP2; each worker reads its own rows.
 
         Args:
-            root: the module that the names were learnt of.
-            only: names of the student's to write; None: all.
+            root: the module passed to `attach`, or the student.
+            only: names in the student of the parameters to load; None: all.
         """
         for own_name, parameter in root.named_parameters():
             name = self._student_name(own_name)
@@ -175,17 +175,17 @@ class LazyStudent:
                 parameter.to_local().copy_(self.read(name, rows))
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A tensor of the student, or no more than some rows of it."""
+        """Read a tensor of the student, or only the given rows of it."""
         if name in self._start:
             return read_rows(self._start, name, rows)
         copied = self._copied.get(name)
-        if copied is None or name in self._teacher:  # the files are a student's
+        if copied is None or name in self._teacher:  # the latter if the files are a student's
             return self._teacher.read(name, rows)
         return copied.made(self._teacher.read, rows)
 
 
 def own_rows(parameter: DTensor) -> slice:
-    """The rows of a parameter that this worker holds, one mesh dimension sharded along the first."""
+    """Return the rows of a parameter that this worker holds; the mesh has one dimension."""
     (placement,) = parameter.placements
     if not isinstance(placement, Shard):
         return slice(0, parameter.shape[0])
@@ -197,7 +197,7 @@ def own_rows(parameter: DTensor) -> slice:
 
 
 def _student_name(name: str) -> str:
-    """The student's name of a fork's parameter."""
+    """Return the name in the student of a fork's parameter."""
     return f"model.{name.removeprefix(_KEPT)}" if name.startswith(_KEPT) else name.removeprefix("student.")
 
 
@@ -209,20 +209,19 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
 
 
 def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
-    """Write a student's weight files as `save_pretrained` would, one file's worth in memory. `teacher`: keep the
-    teacher's projections of layers >= l; without, the configuration says that they are gone."""
+    """Write a student's weight files as `save_pretrained` does, with one file's tensors in memory. `teacher`: keep the
+    teacher's projections of layers >= l; if not, the model's configuration is updated to say so."""
     write_model_shards(directory, stored_tensors(lazy, teacher=teacher))
 
 
 def stored_tensors(lazy: LazyStudent, *, teacher: bool) -> Iterator[tuple[str, Tensor]]:
-    """A student's tensors under the names of its weight files, each read when it is asked for; `teacher` as for
-    `save_lazy`."""
+    """Yield a student's tensors by their names in weight files, each read on demand; `teacher` as for `save_lazy`."""
     model = lazy.model
     dropped = () if teacher else tuple(f"{module}." for module in model.teacher_modules(model.config))
     if not teacher:
         model.config.swiftkv_teacher_weights = False
-    for name, parameter in model.named_parameters():  # a tied head comes once
+    for name, parameter in model.named_parameters():  # yields a tied head once
         if not name.startswith(dropped):
             read = {name: lazy.read(name).to(parameter.dtype)}
-            # What is fused in memory is stored apart.
+            # Tensors fused in memory are stored separately.
             yield from revert_weight_conversion(model, read).items()

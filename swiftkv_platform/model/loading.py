@@ -1,7 +1,6 @@
-"""Loading of a checkpoint by way of transformers: what is wrong with the files is said before weights are read.
+"""Loading of checkpoints through transformers, with checks of the files before weights are read.
 
-It compares index and headers with the model that the configuration describes, and turns quantised weights back. It
-knows no particular family.
+It compares index and headers with the model that the configuration describes, and dequantises weights.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from swiftkv_platform.model.stored_quantization import as_floats, is_quantized, 
 from swiftkv_platform.model.stored_weights import StoredWeights, check_finite, settle_head
 
 _SHOWN = 3
-"""Names of tensors in a message."""
+"""Maximum number of tensor names in a message."""
 _HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
-"""Buffers that old checkpoints stored."""
+"""Buffers that old checkpoints store."""
 _UNREADABLE = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, SafetensorError)
-"""Errors of a load that do not speak of memory."""
+"""Errors of a load other than lack of memory."""
 
 Load = Callable[..., Any]
-"""A `from_pretrained`."""
+"""A `from_pretrained` function."""
 
 
 def find_checkpoint(source: str | Path, arguments: dict[str, Any]) -> Checkpoint | None:
-    """The checkpoint that a `from_pretrained` with `arguments` would read; None where the weights come otherwise."""
+    """Return the checkpoint that `from_pretrained` would read with `arguments`; None for a state dict or GGUF file."""
     if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
         return None
     return Checkpoint.open(source, **arguments)
@@ -51,16 +50,15 @@ def load_checked(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`load(source, *args, config=config, **kwargs)`, once `checkpoint` is known to hold what the model needs.
+    """Call `load(source, *args, config=config, **kwargs)` after checking that `checkpoint` fits the model.
 
     Args:
         load: the `from_pretrained` of transformers.
-        build: makes the model of a configuration; called on the meta device, so that it takes no memory.
-        checkpoint: from `find_checkpoint`; None checks nothing.
+        build: function that makes the model of a configuration; called on the meta device, so it takes no memory.
+        checkpoint: result of `find_checkpoint`; None checks nothing.
 
     Raises:
-        ModelError: tensors that are missing, of another shape or that the model has no place for; an unknown
-            quantisation.
+        ModelError: tensors are missing, unexpected, of another shape or not finite; the quantisation is unknown.
     """
     if checkpoint is None:
         return load(source, *args, config=config, **kwargs)
@@ -91,8 +89,8 @@ def load_checked(
 def open_checked(
     model_class: Any, config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype | str | None = None
 ) -> tuple[Any, StoredWeights]:
-    """The model that `load_checked` would load, without its weights, and where they are read. Raises `ModelError`: as
-    `load_checked`, and as `build_empty`."""
+    """Return the model that `load_checked` would load, without its weights, and the reader of these. Raises
+    `ModelError`: as `load_checked` and `build_empty`."""
     settle_head(config, checkpoint)
     quantized = is_quantized(config)
     dtype = _compute_dtype(dtype, config, torch.bfloat16 if quantized else first_dtype(checkpoint))
@@ -106,19 +104,19 @@ def open_checked(
 
 
 def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Any:
-    """A model on the meta device, but for its positional buffers, with the generation defaults of `checkpoint`.
+    """Make a model on the meta device, except for its positional buffers, with the generation defaults of `checkpoint`.
 
     Args:
-        build: makes the model; called on the meta device.
+        build: function that makes the model; called on the meta device.
         device: device of the buffers.
 
     Raises:
-        ModelError: buffers that no file holds.
+        ModelError: the model has other buffers, which no file holds.
     """
     with made_without_weights(checkpoint.source):
         model = build()
         model.tie_weights()
-        # Made anew: its buffers are on the meta device too, and are stored nowhere.
+        # Make it again: its buffers are on the meta device too, and no file stores them.
         with torch.device("cpu"):
             model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     generation = read_generation_config(checkpoint.find(GENERATION_CONFIG_NAME), checkpoint.source)
@@ -135,12 +133,12 @@ def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.
 
 
 def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False) -> None:
-    """Compare what `checkpoint` holds with what `model` (on the meta device) stores.
+    """Compare the tensors of `checkpoint` with those that `model` (on the meta device) would store.
 
-    Names are compared first: of a sharded checkpoint the index has them, and no shard need be there yet.
+    Names are compared first: for a sharded checkpoint they are in the index, before any shard is downloaded.
 
     Raises:
-        ModelError: naming the first tensors that are missing, not expected or of another shape.
+        ModelError: tensors are missing, unexpected or of another shape; the message names the first ones.
     """
     if quantized:
         checkpoint = as_floats(checkpoint)
@@ -166,8 +164,8 @@ def check_tensors(checkpoint: Checkpoint, model: Any, *, quantized: bool = False
 
 
 def _stored(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Size]:
-    """Shapes by name as a checkpoint of `model` stores them: families that fuse tensors in memory keep them apart on
-    disk, and either layout loads."""
+    """Return the shapes by name in which a checkpoint stores `model`. Families that fuse tensors in memory may store
+    them fused or separate: the layout of `checkpoint` is used."""
     in_memory = model.state_dict()
     on_disk = revert_weight_conversion(model, dict(in_memory))
     fused = in_memory.keys() - on_disk.keys()
@@ -176,7 +174,7 @@ def _stored(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Size]:
 
 
 def _is_tied(name: str, model: Any, stored: set[str]) -> bool:
-    """Whether another name that the checkpoint holds stands for the same parameter."""
+    """Whether the checkpoint stores the same parameter under another name."""
     names = defaultdict(set)
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].add(alias)
@@ -190,7 +188,7 @@ def _is_ignored(name: str, model: Any) -> bool:
 
 
 def first_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the type that transformers takes where a configuration names none: that of the first floating tensor."""
+    """Return the dtype that transformers uses if the configuration has none: that of the first floating tensor."""
     found = (info.dtype for info in checkpoint.headers.values())
     return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
 

@@ -1,7 +1,7 @@
-"""Attention masks by layer: full or sliding, sized for the cache layer that the layer reads. It knows no attention.
+"""Attention masks by layer: full or sliding, sized for the cache layer that the layer reads.
 
-A group whose layers differ keeps the longest window in its shared cache layer, and each layer masks for itself; so the
-mask depends on the layer's own type and on what its cache layer holds.
+If the layers of a group have different windows, their shared cache layer keeps the longest one and each layer masks by
+its own. So a mask depends on the layer's type and on the length of its cache layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swiftkv_platform.model.selection import TokenSelection
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 PACKED = "swiftkv_packed"
-"""Attention implementation of `packed_attention.py`; SDPA where samples have no lengths."""
+"""Name of the attention implementation in `packed_attention.py`; it is SDPA if no sample lengths are passed."""
 _SDPA = ("sdpa", PACKED)
 
 
@@ -31,19 +31,19 @@ class Masks:
     by_layer: tuple[Any, ...]
     """Masks for the attention backend: [batch, 1, num_tokens, context_len], or None for plain causal."""
     causal_flag: bool = False
-    """Whether None makes the backend use a causal flag that aligns the first query to the first key (SDPA)."""
+    """Whether the backend replaces None by a causal flag, which aligns the first query to the first key (SDPA)."""
     context_lens: tuple[int, ...] = ()
-    """Keys of each layer; more than there are tokens where an allocated cache is not full."""
+    """Number of keys by layer; a preallocated cache that is not full has more keys than tokens."""
 
 
 def layer_types(config: Any) -> list[str]:
-    """`full_attention` or `sliding_attention` for each layer."""
+    """Return `full_attention` or `sliding_attention` for each layer."""
     types: list[str] = get_layer_types_and_kwargs(config)[0]
     return types
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Tokens that a query of each layer sees, itself included; None: all before it."""
+    """Return, by layer, the number of tokens that a query sees, including itself; None: all before it."""
     return tuple(config.sliding_window if kind == SLIDING else None for kind in layer_types(config))
 
 
@@ -56,11 +56,11 @@ def make_masks(
     past_key_values: Cache | None,
     position_ids: torch.Tensor,
 ) -> Masks:
-    """Masks of all layers for the tokens `hidden` [batch, num_tokens, hidden_size].
+    """Make the masks of all layers for the tokens `hidden` [batch, num_tokens, hidden_size].
 
     Args:
         cache_layers: by layer, the cache layer that it reads.
-        attention_mask: [batch, context_len], 0 for padding; None with restarting positions keeps packed samples apart.
+        attention_mask: [batch, context_len], 0 for padding; None with positions that restart separates packed samples.
     """
     if attention_mask is None and past_key_values is None:
         _check_packing(config, position_ids)
@@ -68,7 +68,7 @@ def make_masks(
     masks, context_lens = [], []
     num_tokens = hidden.shape[1]
     for layer_type, cache_layer in zip(layer_types(config), cache_layers, strict=True):
-        # A cache made without a configuration grows its layers as they are written, none of them with a window.
+        # A cache made without a configuration adds layers as they are written, all without a window.
         layers: list[Any] = [] if past_key_values is None else past_key_values.layers
         windowed = cache_layer < len(layers) and getattr(layers[cache_layer], "is_sliding", False)
         key = (layer_type, windowed)
@@ -89,8 +89,8 @@ def make_masks(
 
 
 def _check_packing(config: Any, position_ids: torch.Tensor) -> None:
-    """Refuse what transformers' flash attention would compute wrong: it takes its borders from the positions, in
-    batches of one row alone."""
+    """Raise `ModelError` for packed batches of several rows with flash attention: transformers separates samples by
+    their positions only in batches of one row."""
     implementation = str(config._attn_implementation)
     if "flash" in implementation and len(position_ids) > 1 and bool((position_ids.diff() != 1).any()):
         raise ModelError(
@@ -102,8 +102,8 @@ def _check_packing(config: Any, position_ids: torch.Tensor) -> None:
 
 
 def can_select(config: Any, selection: TokenSelection) -> bool:
-    """Whether the attention backend takes masks for selected queries: flash attention those of the last tokens alone,
-    and one that compiles its masks (flex attention) none."""
+    """Whether the attention backend supports masks for selected queries: flash attention only for the last tokens, and
+    backends that compile their masks (flex attention) not at all."""
     implementation = str(config._attn_implementation)
     if "flash" in implementation:
         return not isinstance(selection.tokens, torch.Tensor)
@@ -111,7 +111,7 @@ def can_select(config: Any, selection: TokenSelection) -> bool:
 
 
 def select_queries(masks: Masks, selection: TokenSelection, num_tokens: int, device: torch.device) -> Masks:
-    """The masks of the selected ones of `num_tokens` queries; the keys stay."""
+    """Return the masks for the selected ones of `num_tokens` queries; the keys stay the same."""
     selected: dict[tuple[int, int], Any] = {}
     by_layer = []
     for mask, context_len in zip(
@@ -130,16 +130,16 @@ def select_queries(masks: Masks, selection: TokenSelection, num_tokens: int, dev
 def _select(mask: torch.Tensor | None, selection: TokenSelection) -> torch.Tensor | None:
     if mask is None:
         return None
-    # Backends without a dense mask take [batch, context_len], and align causal queries to the last keys.
+    # Backends without a dense mask take [batch, context_len] and align causal queries to the last keys.
     return selection.take_queries(mask) if mask.ndim == 4 else selection.take_rows(mask)
 
 
 def _write_out(
     selection: TokenSelection, num_tokens: int, context_len: int, device: torch.device
 ) -> torch.Tensor | None:
-    """The causal mask of the selected queries [1, 1, num_kept, context_len]; None where they see every key.
+    """Make the causal mask of the selected queries [1, 1, num_kept, context_len]; None if they see every key.
 
-    The causal flag aligns the first query to the first key, so it serves no other queries.
+    The causal flag aligns the first query to the first key, so it cannot be used for selected queries.
     """
     if num_tokens == 1 or selection.tokens is None or (selection.keeps_last and context_len == num_tokens):
         return None

@@ -1,10 +1,9 @@
-"""Attention of packed samples that lie end to end: every sample attends to itself, and no mask says so.
+"""Attention over packed samples that are concatenated in one row: each sample attends to itself, without a mask.
 
-On a GPU PyTorch's `varlen_attn` (FlashAttention) takes the samples' borders. Elsewhere SDPA takes one sample after the
-other, causal by its flag: on a CPU that is 11 times as fast as a mask in rows of 2,048 tokens whose samples have 133,
-and 38 times in rows of 8,192. Batching samples of equal length into one call was slower at either size: gathering them,
-and scattering their gradients, costs more than the calls. It knows attention's tensors and the samples' lengths, no
-layer and no loss.
+On a GPU PyTorch's `varlen_attn` (FlashAttention) takes the samples' borders. Elsewhere SDPA runs once per sample with
+its causal flag: on a CPU that is 11 times as fast as a mask in rows of 2,048 tokens with samples of 133, and 38 times
+in rows of 8,192. Batching samples of equal length into one call was slower at either size: gathering them, and
+scattering their gradients, costs more than the calls.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from swiftkv_platform.model.selection import TokenSelection
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_CAPABILITY = (8, 0)
-"""Least compute capability of a GPU that FlashAttention runs on: Ampere."""
+"""Minimum compute capability of a GPU for FlashAttention: Ampere."""
 MAX_FLASH_HEAD_DIM, FLASH_HEAD_DIM_MULTIPLE = 256, 8
 
 
 def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Reason that FlashAttention cannot compute a model on a GPU; None: it can."""
+    """Return why FlashAttention cannot run a model on this GPU; None: it can."""
     capability = torch.cuda.get_device_capability(device)
     if capability < FLASH_CAPABILITY:
         return f"the GPU has compute capability {capability}; {FLASH_CAPABILITY} or more is needed"
@@ -44,7 +43,7 @@ def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 
 
 def flash_refusal_of_heads(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Reason that FlashAttention cannot compute such heads on any GPU; None: it can on those that it runs on."""
+    """Return why FlashAttention cannot run such heads on any GPU; None: it can on those that it supports."""
     if dtype not in FLASH_DTYPES:
         return f"the model computes in {dtype}; float16 or bfloat16 is needed"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % FLASH_HEAD_DIM_MULTIPLE:
@@ -53,65 +52,65 @@ def flash_refusal_of_heads(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 SAMPLES = "packed_samples"
-"""Keyword under which every attention of a pass gets its samples."""
+"""Keyword argument with which every attention layer of a pass gets the samples."""
 
 TOKENS_STEP = 64
-"""Sizes that a training step gives its operators are multiples of this many tokens, where they may be. On a CPU those
-of narrow dtypes are compiled for every size they meet, which takes longer than they run, and the code is kept: some
-5 MiB for each length in attention's backward pass. A few sizes are met again."""
+"""Training pads sizes of operators to multiples of this many tokens where it can. On a CPU, operators of narrow dtypes
+are compiled for each new size, which takes longer than running them, and the code is kept: some 5 MiB for each length
+in attention's backward pass. With padding few sizes occur."""
 
 VarlenOperator = Callable[..., Any]
-"""Called as `torch.nn.attention.varlen.varlen_attn`."""
+"""Function with the signature of `torch.nn.attention.varlen.varlen_attn`."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Neighbouring deep tokens of one sample."""
+    """A run of consecutive deep tokens in a sample; all indices count the tokens of the whole row."""
 
     sample: int
-    """First token of the sample, among all."""
+    """First token of the sample."""
     begin: int
     end: int
-    """The token behind its last one."""
+    """The token after its last one."""
 
 
 @dataclass(frozen=True)
 class _Reads:
-    """Rows of queries that ask, and rows of keys and values that they read, turn by turn."""
+    """Rows of the queries of all turns, and rows of the keys and values that each turn reads, turn by turn."""
 
     asking: Tensor
     read: Tensor
     sizes: list[int]
-    """Queries of each turn."""
+    """Number of queries of each turn."""
     num_read: list[int]
-    """Keys of each turn."""
+    """Number of keys of each turn."""
     borders: tuple[Tensor, Tensor]
-    """Beginnings of the turns, among queries and among keys, see `_borders`."""
+    """Borders of the turns among queries and among keys, see `_borders`."""
 
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Samples that follow each other in a batch of one row; what lies behind the last one attends to nothing. A
+    """Samples concatenated in a batch of one row; tokens after the last sample (padding) attend to nothing. A
     `SelectsTokens`."""
 
     lengths: tuple[int, ...]
     windows: tuple[int | None, ...]
-    """By layer, the tokens that a query sees, itself included; None: all before it."""
+    """By layer, the number of tokens that a query sees, including itself; None: all before it."""
     dtype: torch.dtype
-    """The model computes in it; the operator takes no other."""
+    """Dtype in which the model computes; the operator gets its inputs in it."""
     operator: VarlenOperator | None = None
-    """None: SDPA, sample by sample."""
+    """Attention operator; None: SDPA, sample by sample."""
     borders: Tensor | None = None
-    """First token of each sample and the end of the last one, int32 on the device; where there is an operator."""
+    """First token of each sample and the end of the last one, int32 on the device; set if there is an operator."""
     kept: Tensor | None = None
-    """Tokens that ask, int64 [num_kept]; None: all."""
+    """Tokens that have queries, int64 [num_kept]; None: all."""
     turns: tuple[Turn, ...] | None = None
-    """Turns whose tokens ask, in a student whose deep tokens keep K and V of their own; None: all tokens ask. Where
-    there are any, kept tokens begin with those of all turns."""
+    """Turns whose tokens have queries, in a student whose deep tokens keep their own K and V; None: all tokens have.
+    If there are turns, kept tokens begin with those of all turns."""
     num_tokens: int = 0
-    """All tokens, with what lies behind the samples; where there are turns."""
+    """Number of all tokens, including padding; set if there are turns."""
     device: torch.device | None = None
-    """Device of the tokens; where there are turns."""
+    """Device of the tokens; set if there are turns."""
 
     @classmethod
     def create(
@@ -129,8 +128,8 @@ class PackedSamples:
         return cls(tuple(lengths), layer_windows(config), dtype, operator, borders)
 
     def with_turns(self, counts: Tensor) -> Self:
-        """The samples for layers >= l of a student that keeps own K and V, where the tokens that `counts` [num_tokens]
-        marks are deep. They attend to keys and values from x of all tokens with those of the kept tokens behind them.
+        """Return the samples for layers >= l of a student whose deep tokens, marked by `counts` [num_tokens], keep
+        their own K and V. The keys and values must be those from x of all tokens, followed by the kept tokens' own.
         Reads `counts` on the host."""
         turns: list[Turn] = []
         deep, begin = counts.tolist(), 0
@@ -152,15 +151,14 @@ class PackedSamples:
             return self._attend_turns(query, key, value, scaling, self.windows[layer])
         if self.kept is None:
             return self._attend(query, key, value, scaling, self.windows[layer])
-        # The kept tokens of a sample may be any, and kernels know causal runs: they ask from their places among all.
+        # Kernels need causal runs, but any tokens may be kept: put their queries at their places among all tokens.
         shape = (1, query.shape[1], key.shape[2], query.shape[3])
         asked = query.new_zeros(shape).index_copy(2, self.kept, query)
         return self._attend(asked, key, value, scaling, self.windows[layer]).index_select(1, self.kept)
 
     @cached_property
     def _reads(self) -> _Reads:
-        """The turns' tokens as rows of queries, and of keys and values; the same in every layer, so they go to the
-        device once."""
+        """Rows of the turns' queries, keys and values, which are the same in every layer: copied to the device once."""
         assert self.turns is not None
         assert self.device is not None, "there are turns"
         sizes = [turn.end - turn.begin for turn in self.turns]
@@ -180,11 +178,11 @@ class PackedSamples:
     def _attend_turns(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        """Attend from the turns' tokens to what their samples have from x before the turn, and to their own; the others
-        get zeros."""
+        """Attend from each turn's tokens to the K and V from x before the turn and to the turn's own; other tokens'
+        output is zero."""
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
         if not self.turns:
-            return output + 0.0 * (query.sum() + key.sum() + value.sum())  # other workers wait for its gradients
+            return output + 0.0 * (query.sum() + key.sum() + value.sum())  # other workers wait for these gradients
         reads = self._reads
         query, key, value = (
             tensor.index_select(2, rows)
@@ -230,8 +228,8 @@ class PackedSamples:
     ) -> Tensor:
         assert self.operator is not None
         value_dim = value.shape[-1]
-        value = F.pad(value, (0, query.shape[-1] - value_dim))  # MLA's values are narrower, the kernel's are not
-        # A trained norm is float32, and under autocast its outputs are.
+        value = F.pad(value, (0, query.shape[-1] - value_dim))  # MLA's values are narrower than its keys
+        # A trained norm is float32, and so are its outputs under autocast.
         query, key, value = (tensor[0].transpose(0, 1).to(self.dtype) for tensor in (query, key, value))
         output: Tensor = self.operator(
             query,
@@ -247,13 +245,13 @@ class PackedSamples:
 
 
 def _borders(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Beginnings of runs that follow each other, and the end of the last one, int32."""
+    """Return the beginnings of consecutive runs and the end of the last one, int32 [num_runs + 1]."""
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return ends.to(device, non_blocking=True)
 
 
 def sample_lengths(position_ids: Tensor) -> list[int]:
-    """Lengths of the samples in the rows `position_ids` [batch, num_tokens], end to end. Reads them on the host."""
+    """Return the lengths of the samples in all rows of `position_ids` [batch, num_tokens]. Reads them on the host."""
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff() != 1
     starts = [*begins.flatten().nonzero().flatten().tolist(), position_ids.numel()]
@@ -275,7 +273,7 @@ def _attend_by_sample(
 def _attend_in_windows(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
 ) -> list[Tensor]:
-    """One sample. Beyond its window a run of queries sees at most two windows of keys."""
+    """Attend within a sample, in runs of `window` queries, each of which sees at most two windows of keys."""
     length = query.shape[2]
     window = length if window is None else min(window, length)
     parts = []
@@ -294,7 +292,7 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float |
         keys_at = torch.arange(num_keys, device=query.device)
         mask = (keys_at <= positions) & (keys_at > positions - window)
     elif query.device.type == "cpu" and query.dtype != torch.float32:
-        padding = (0, 0, 0, -num_queries % TOKENS_STEP)  # behind all: no query that counts sees it
+        padding = (0, 0, 0, -num_queries % TOKENS_STEP)  # at the end, where no real query sees it
         query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
     output = F.scaled_dot_product_attention(
         query,
@@ -308,7 +306,7 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float |
     return output[:, :, :num_queries]
 
 
-# A compiled layer would be compiled again for every batch's lengths.
+# A compiled layer would be recompiled for the lengths of each batch.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     module: nn.Module,
@@ -320,7 +318,7 @@ def _attend(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Transformers' interface. Without samples it is SDPA."""
+    """Attention function of transformers' interface; without samples it is SDPA."""
     samples: PackedSamples | None = arguments.pop(SAMPLES, None)
     if samples is None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
@@ -346,12 +344,12 @@ AttentionImplementation = Literal["auto", "varlen_attn", "sdpa"]
 def choose_operator(
     implementation: AttentionImplementation, config: Any, device: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
-    """`varlen_attn`, or None: SDPA, one sample after the other. Raises `InvalidInputError`: `varlen_attn` is asked for,
-    and the device cannot run it."""
+    """Return `varlen_attn`, or None for SDPA, one sample after the other. Raises `InvalidInputError`: `varlen_attn` is
+    asked for, and the device cannot run it."""
     return _choose(implementation, attention_head_dim(config), device, dtype)
 
 
-@cache  # asked in every pass, and said once
+@cache  # called in every pass; warns once
 def _choose(
     implementation: AttentionImplementation, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
@@ -371,7 +369,7 @@ def _choose(
 
 
 def attention_head_dim(config: Any) -> int:
-    """Size of a query's head, and of the key that it meets."""
+    """Return the head size of queries and keys."""
     if getattr(config, "kv_lora_rank", None) is not None:
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -1,6 +1,4 @@
-"""Forward passes over packed samples that lie end to end, and which of their tokens are deep. It knows decoders and
-loss masks, no loss.
-"""
+"""Forward passes over packed samples that are concatenated in one row, and their deep tokens."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ def begin_packed(
     attention: AttentionImplementation = "auto",
     dtype: torch.dtype,
 ) -> DecoderContext:
-    """Begin a pass over all rows end to end, whose samples attend by their lengths.
+    """Begin a pass over all rows, concatenated; each sample attends to itself.
 
     Args:
         input_ids: int64 [batch, num_tokens].
-        position_ids: of the same shape; they restart with every sample.
-        lengths: of the samples; None: as the positions say, which the host then reads.
+        position_ids: int64 [batch, num_tokens]; they restart with every sample.
+        lengths: lengths of the samples; None: derived from the positions, which are then read on the host.
         attention: see `training.attn_implementation`.
-        dtype: the model computes in it.
+        dtype: dtype in which the model computes.
     """
     config, device = decoder.config, input_ids.device
     lengths = sample_lengths(position_ids) if lengths is None else lengths
@@ -52,15 +50,15 @@ def begin_packed(
 
 
 def with_turns(context: DecoderContext, counts: Tensor) -> DecoderContext:
-    """The context of layers >= l of a student that keeps own K and V, where the tokens that `counts` [num_tokens] marks
-    are deep: those whose next token an answer says, each run of them a turn. A turn reads what lies before it, earlier
-    answers too, as a prompt; so it is when it is served."""
+    """Return the context for layers >= l of a student whose deep tokens, marked by `counts` [num_tokens], keep their
+    own K and V. Deep tokens are those that predict a token of an answer; each run of them is a turn. A turn reads
+    everything before it, including earlier answers, as a prompt, as in serving."""
     samples: PackedSamples = context.layer_arguments[SAMPLES]
     return replace(context, layer_arguments={**context.layer_arguments, SAMPLES: samples.with_turns(counts)})
 
 
 class _LayerKeyValues:
-    """K and V by layer, where a family's attention puts those that it caches."""
+    """Cache stand-in that records the K and V of each layer."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, KeyValue] = {}
@@ -72,7 +70,7 @@ class _LayerKeyValues:
 
 @dataclass(frozen=True)
 class _TurnKeyValues:
-    """K and V of a layer of all tokens as a prompt's, and behind them the deep ones' own."""
+    """Cache stand-in that returns a layer's K and V of all tokens as a prompt's, followed by the deep tokens' own."""
 
     prompt: _LayerKeyValues
 
@@ -84,10 +82,10 @@ class _TurnKeyValues:
 def lower_turns(
     decoder: Any, context: DecoderContext, turns: DecoderContext, kept: TokenSelection | None
 ) -> tuple[Tensor, Tensor]:
-    """Layers < l of a student: x of all tokens as a prompt's, and hidden states of the `kept` ones (None: all) there.
+    """Run layers < l of a student; returns x of all tokens as a prompt's, and of the `kept` ones (None: all) as deep.
 
-    They differ where prompts bypass layers. From the first of these on deep tokens run once more, over K and V of
-    what lies before their turn and their own, as they do in layers >= l. `turns`: what `with_turns(context)` gave.
+    The two differ if prompts bypass layers. From the first bypassed layer on, deep tokens run separately, over the K
+    and V before their turn and their own, as they do in layers >= l. `turns`: result of `with_turns(context)`.
     """
     layer_map = decoder.layer_map
     if not layer_map.bypassed:
@@ -111,8 +109,8 @@ def lower_turns(
 
 @dataclass(frozen=True)
 class DeepTurns:
-    """Keys and values for `PackedSamples.with_turns`: from x those of all tokens, and behind them the kept ones' own. A
-    `DeepWriter`."""
+    """A `DeepWriter` for `PackedSamples.with_turns`: returns K and V from x of all tokens, followed by the kept tokens'
+    own."""
 
     shared: Sequence[KeyValue]
 
@@ -124,4 +122,4 @@ class DeepTurns:
         return keys, values
 
     def write_shared(self, group: int) -> None:
-        """Nothing: without a token in layers >= l none attends."""
+        """Do nothing: without a token in layers >= l, nothing attends."""

@@ -1,7 +1,5 @@
-"""Tokens of a pass that go on to layers >= l: prompt tokens, rows of a decode batch, or any tokens of a flat one.
-
-One mechanism for every caller that drops tokens at layer l. It knows tensors' batch and token dimensions, no layer and
-no cache.
+"""Selection of the tokens that go on to layers >= l: prompt tokens, rows of a decode batch, or any tokens of a flat
+batch. All callers that drop tokens at layer l use it.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ import torch
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Rows of the batch and, in each of them, tokens. `TokenSelection()` keeps everything.
+    """A selection of rows of the batch and of tokens in each of them. `TokenSelection()` keeps everything.
 
-    The last n tokens of every row are views; rows and indices are gathered.
+    Taking the last n tokens of every row gives views; rows and indices are gathered.
     """
 
     tokens: int | torch.Tensor | None = None
@@ -24,7 +22,7 @@ class TokenSelection:
     rows: torch.Tensor | None = None
     """Rows of the batch, int64 [num_rows]; None: all."""
     indices: tuple[int, ...] | None = None
-    """The indices of `tokens` on the host, where they are known there: reading them from a GPU would wait for it."""
+    """The indices of `tokens` on the host, if known, since reading them from a GPU would wait for it."""
 
     def count(self, num_tokens: int) -> int:
         """Return how many tokens of a row with `num_tokens` are kept."""
@@ -34,7 +32,7 @@ class TokenSelection:
 
     @property
     def keeps_last(self) -> bool:
-        """Whether it is the last token of each row, known without reading a tensor."""
+        """Whether only the last token of each row is kept, as far as known without reading a tensor."""
         return not isinstance(self.tokens, torch.Tensor) and self.tokens == 1
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +50,7 @@ class TokenSelection:
         return x.index_select(0, self.rows)
 
     def positions(self, num_tokens: int, device: torch.device) -> torch.Tensor:
-        """Indices of the kept tokens in a row, [num_kept]."""
+        """Return the indices of the kept tokens in a row, [num_kept]."""
         return self._take_tokens(torch.arange(num_tokens, device=device), 0)
 
     def _take_tokens(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -66,15 +64,15 @@ class TokenSelection:
 
 @runtime_checkable
 class SelectsTokens(Protocol):
-    """Attention metadata that travels in a context's `layer_arguments` and follows a token selection."""
+    """Attention metadata in a context's `layer_arguments` that has to change with a token selection."""
 
     def select_tokens(self, selection: TokenSelection) -> Self:
-        """New metadata for the kept tokens as queries; the keys stay the whole context. This one is unchanged."""
+        """Return new metadata for the kept tokens as queries; keys remain the whole context. This one is unchanged."""
         ...
 
 
 def select_arguments(arguments: dict[str, Any], selection: TokenSelection) -> dict[str, Any]:
-    """`layer_arguments` for the kept tokens: metadata selects itself, everything else is passed on."""
+    """Return `layer_arguments` for the kept tokens: `SelectsTokens` select, all other values are passed on."""
     return {
         name: value.select_tokens(selection) if isinstance(value, SelectsTokens) else value
         for name, value in arguments.items()

@@ -1,6 +1,6 @@
-"""SimScore: how much the inputs of a decoder's layers resemble each other over real text (paper, equation 1).
+"""SimScore: the similarity of the inputs of a decoder's layers over real text (paper, equation 1).
 
-It knows hidden states and no training: what a depth really costs is measured by rewiring (`distillation.depths`).
+The quality that a depth really costs is measured by rewiring the model (`evaluation.depths`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.calibration import TokenBatch
 
 THRESHOLD = 0.5
-"""Around half of the depth the paper finds every model above this (section 3.2)."""
+"""SimScore that all of the paper's models exceed at around half of their depth (section 3.2)."""
 _MASKS = ("loss_mask", "attention_mask")
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """Sums over tokens; `+` of two workers' sums is that of all their tokens."""
+    """Sums over tokens; `+` adds those of two workers."""
 
     cosines: torch.Tensor
-    """[L, L] float64: by pair of layers, the sum over tokens of the cosine between the inputs of both."""
+    """Sum over tokens of the cosine between two layers' inputs, by pair of layers, [L, L] float64."""
     num_tokens: int
 
     def __add__(self, other: Similarity) -> Similarity:
@@ -32,11 +32,11 @@ class Similarity:
 
     @property
     def scores(self) -> list[float]:
-        """SimScore of the input of layers 0 .. L - 2; the last layer has none after it.
+        """SimScores of the inputs of layers 0 .. L - 2; the last layer has no later one.
 
         Entry l is the mean over layers j > l of the mean cosine between the inputs of l and j. With l layers that
-        compute their own KV it says how far the input of layer l, which SwiftKV projects, resembles what the later
-        layers' projections were made for.
+        compute their own KV, it tells how similar the input of layer l, which SwiftKV projects, is to the inputs for
+        which the later layers' projections were trained.
         """
         mean = self.cosines / self.num_tokens
         return [float(mean[i, i + 1 :].mean()) for i in range(mean.shape[0] - 1)]
@@ -49,10 +49,10 @@ def collect_similarity(model: Any, batches: Iterable[TokenBatch]) -> Similarity:
     Args:
         model: a causal language model of transformers, or a SwiftKV model in teacher mode.
         batches: token ids [batch, num_tokens], or mappings with `input_ids` and `position_ids`. Tokens that a mapping's
-            `loss_mask` or `attention_mask` leaves out do not count.
+            `loss_mask` or `attention_mask` excludes do not count.
 
     Raises:
-        InvalidInputError: no tokens.
+        InvalidInputError: there are no tokens.
     """
     total: Similarity | None = None
     for batch in batches:
@@ -71,9 +71,9 @@ def collect_similarity(model: Any, batches: Iterable[TokenBatch]) -> Similarity:
 
 
 def recommend_depth(scores: list[float]) -> int:
-    """The smallest l from half of the depth on from which every SimScore is at least `THRESHOLD`; else L - 1.
+    """Return the smallest l >= L / 2 such that every SimScore from l on is at least `THRESHOLD`, else L - 1.
 
-    Not below half: scores of shallower layers may be as high, and quality falls there all the same (table 2).
+    It is never below half the depth: shallower layers may have scores as high, but quality falls there (table 2).
     """
     num_layers = len(scores) + 1
     depth = num_layers - 1
@@ -83,6 +83,6 @@ def recommend_depth(scores: list[float]) -> int:
 
 
 def _compare(states: torch.Tensor) -> Similarity:
-    """states: [L, tokens, hidden]."""
+    """Compute the sums for `states` [L, tokens, hidden]."""
     directions = torch.nn.functional.normalize(states.double(), dim=-1).flatten(1)
     return Similarity((directions @ directions.T).cpu(), states.shape[1])

@@ -1,10 +1,10 @@
-"""Quantised checkpoints: which are read, and their weights as floats. It knows formats, no model family.
+"""Quantised checkpoints: which formats are read, and their weights as floats.
 
-A weight of 8 bits, float8 or int8, has a grid of scales beside it, `{name}_scale` (fbgemm and compressed-tensors: one a
-row or one in all; compressed-tensors: one a block too) or `{name}_scale_inv` (fine-grained FP8: one a block); a value
-is the product of the two. compressed-tensors packs 4 bits, or 8, into int32 as `{name}_packed`, with `{name}_shape`
-beside the scales. transformers runs such weights on some GPUs with the format's own library; here they are turned back
-when they are read, which needs neither, and the teacher stays what its weights say.
+A weight of 8 bits, float8 or int8, comes with a grid of scales, `{name}_scale` (fbgemm and compressed-tensors: one per
+row or one for all; compressed-tensors also one per block) or `{name}_scale_inv` (fine-grained FP8: one per block); a
+value is the product of the two. compressed-tensors packs 4 or 8 bits into int32 as `{name}_packed`, and stores
+`{name}_shape` with the scales. transformers runs such weights only on some GPUs and with the format's own library. Here
+they are dequantised when read, which needs neither and gives the same teacher.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from swiftkv_platform.planning import has_quantized_weights
 QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _SCALES = ("_scale", "_scale_inv")
 _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scale", ".k_scale", ".v_scale")
-"""Endings of what only quantised activations and caches need."""
+"""Suffixes of tensors that only quantised activations and caches need."""
 PACKED, SHAPE = "_packed", "_shape"
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether a configuration announces quantised weights. Raises `ModelError`: in a way that is not read."""
+    """Whether a configuration says that weights are quantised. Raises `ModelError`: the format is not supported."""
     return has_quantized_weights({"quantization_config": quantization_fields(config)})
 
 
 def quantization_fields(config: Any) -> dict[str, Any] | None:
-    """The `quantization_config` of a configuration, or None."""
+    """Return the `quantization_config` of a configuration, or None."""
     fields = getattr(config, "quantization_config", None)
     return fields if fields is None or isinstance(fields, dict) else fields.to_dict()
 
 
 def as_floats(checkpoint: Checkpoint) -> Dequantized:
-    """The checkpoint under the names of its weights, in their shapes, and dequantised where it stores them quantised.
-    Reading raises `ModelError`: quantised weights without scales, or scales that do not fit."""
+    """Return a view of the checkpoint with the names and shapes of its unquantised weights, which are dequantised when
+    read. Reading raises `ModelError`: scales are missing or do not fit."""
     own = {name for name in checkpoint.shards if not _belongs_to_another(name, checkpoint)}
     shards = {name.removesuffix(PACKED): shard for name, shard in checkpoint.shards.items() if name in own}
     return Dequantized(checkpoint.source, shards, checkpoint.hub_arguments, stored=checkpoint)
 
 
 def read_all(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every weight in `dtype`, a file at a time."""
+    """Read every weight in `dtype`, file by file."""
     names = (name for names in checkpoint.names_in.values() for name in names)
     return {name: checkpoint.tensors([name])[name].to(dtype) for name in names}
 
 
 def without_swiftkv(fields: dict[str, Any]) -> dict[str, Any]:
-    """A teacher's `quantization_config` for its student, whose own tensors are not quantised."""
+    """Return a teacher's `quantization_config` changed for its student, whose own tensors are not quantised."""
     if fields["quant_method"] == "compressed-tensors":
         ignored = [*(fields.get("ignore") or []), "re:.*_swiftkv$", "exit_head"]
         return {**fields, "ignore": ignored}
@@ -68,7 +68,7 @@ def without_swiftkv(fields: dict[str, Any]) -> dict[str, Any]:
         "v_proj_decode_swiftkv",
         "exit_head",
     ]
-    # A list replaces the default, which spares the head.
+    # A list replaces the default, which excludes the head.
     return {**fields, "modules_to_not_convert": [*(names if names is not None else ["lm_head"]), *own]}
 
 
@@ -83,8 +83,8 @@ class Dequantized(Checkpoint):
         return {name: self._info(name) for name in self.shards}
 
     def tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
-        """Quantised ones times their scales, in float32. `part`: reads no more than this of each, but for scales, which
-        are read whole."""
+        """Read tensors, the quantised ones times their scales in float32. `part`: read only this part of each, except
+        for scales, which are read whole."""
         return {name: self._tensor(name, part) for name in names}
 
     @cached_property
@@ -103,8 +103,7 @@ class Dequantized(Checkpoint):
         return shapes
 
     def integers(self, name: str) -> IntegerWeight | None:
-        """Integers and scales that stand for a weight, with a scale for each row or group of its inputs; None: it is
-        stored otherwise."""
+        """Read a weight as integers with a scale for each row or group of inputs; None if it is not stored so."""
         stored, scales = self.stored, f"{name}{_SCALES[0]}"
         packed = f"{name}{PACKED}" in stored.shards
         if not packed and (name not in stored.shards or stored.headers[name].dtype != torch.int8):
@@ -139,7 +138,7 @@ class Dequantized(Checkpoint):
         return self._multiply(name, weight, self.stored.tensors([scales])[scales], part)
 
     def _unpack(self, name: str, part: Part | None) -> tuple[torch.Tensor, int]:
-        """Integers of a packed weight, int8, and the bits of each."""
+        """Read the integers of a packed weight, int8, and the number of bits of each."""
         size = self._shapes[name][1]
         packed = f"{name}{PACKED}"
         count = 8 if self.stored.headers[packed].shape[1] == -(-size // 8) else 4  # integers of one int32
@@ -150,7 +149,7 @@ class Dequantized(Checkpoint):
         return unpack_int32(read, 32 // count)[:, start : start + last - first], 32 // count
 
     def _multiply(self, name: str, weight: torch.Tensor, scale: torch.Tensor, part: Part | None) -> torch.Tensor:
-        """`weight`, a `part` of a tensor, times the scales of the whole of it."""
+        """Multiply `weight`, a `part` of a tensor, by the scales of the whole tensor."""
         rows, columns = shape = self.headers[name].shape
         grid = scale.float()
         grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(len(grid), -1)
@@ -158,7 +157,7 @@ class Dequantized(Checkpoint):
             raise self._misfit(f"{name} is {rows} x {columns} and its scales {tuple(scale.shape)}")
         for dim, (size, kept) in enumerate(zip(shape, ranges(part, 2), strict=True)):
             if grid.shape[dim] > 1:
-                # Blocks are of equal size, but for the last, which the weight may cut short.
+                # Blocks have equal size, except that the last one may be shorter.
                 block = torch.arange(size)[kept] // _block(size, grid.shape[dim])
                 grid = grid.index_select(dim, block)
         return weight.float() * grid
@@ -172,7 +171,7 @@ class Dequantized(Checkpoint):
 
 
 def _belongs_to_another(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a tensor is part of the quantisation of another."""
+    """Whether a tensor belongs to another one's quantisation, such as its scales."""
     if name.endswith(_ACTIVATIONS):
         return True
     for suffix in (*_SCALES, SHAPE):
@@ -183,5 +182,5 @@ def _belongs_to_another(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def _block(size: int, count: int) -> int:
-    """Rows or columns of one block, where `count` blocks cover `size`; the usual 128 where that fits."""
+    """Return the rows or columns of a block if `count` blocks cover `size`; the usual 128 if that fits."""
     return 128 if -(-size // 128) == count else -(-size // count)

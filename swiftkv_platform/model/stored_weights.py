@@ -1,8 +1,7 @@
-"""A model's weights under the names and in the shapes that they have in memory, tensor by tensor or a part of one.
+"""A model's weights by the names and shapes that they have in memory, read tensor by tensor or in parts.
 
-Families that fuse experts in memory store them one by one, and quantised checkpoints store numbers with scales: either
-is put together here from no more of the files than what is asked for. It knows transformers' table of conversions, no
-student.
+Families that fuse experts in memory store them one by one, and quantised checkpoints store numbers with scales. Both
+are converted here, following transformers' table of conversions, and only the needed parts of the files are read.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from swiftkv_platform.model.stored_quantization import as_floats, is_quantized
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ALIAS = {_HEAD: _EMBEDDING, _EMBEDDING: _HEAD}
-"""Name under which a tied tensor may be stored instead."""
+"""Other name under which a tied tensor may be stored."""
 _ROWS = 1024
-"""Rows of head and embedding that are compared at a time."""
+"""Number of rows of head and embedding that are compared at a time."""
 
 
 def settle_head(config: Any, checkpoint: Checkpoint) -> None:
-    """Let `config.tie_word_embeddings` say which tensor is the head, as transformers finds it in the files.
+    """Set `config.tie_word_embeddings` to whether the files really tie the head, as transformers does.
 
-    A head that is stored beside the embedding and differs from it is the head, whatever a configuration says. Without
-    one, the configuration decides: tied, or a tensor that is missing.
+    A stored head that differs from the stored embedding is used even if the configuration ties them. If none is stored,
+    the configuration decides: the head is tied, or a tensor is missing.
     """
     if getattr(config, "tie_word_embeddings", False) and not {_HEAD, _EMBEDDING} - checkpoint.shards.keys():
         config.tie_word_embeddings = _are_equal(checkpoint, _HEAD, _EMBEDDING)
 
 
 def check_finite(name: str, tensor: torch.Tensor, source: str | Path) -> None:
-    """Raises `ModelError` for a weight with NaN or infinity in it, which every answer of its model would be."""
-    # The extremes are NaN where any number is, and need no memory for each number.
+    """Raise `ModelError` for a weight with a NaN or an infinity, which would spoil every answer of the model."""
+    # The extremes are NaN if any element is, and computing them needs no memory per element.
     if tensor.numel() and not tensor.is_meta and not torch.stack(torch.aminmax(tensor)).isfinite().all():
         raise ModelError.of(
             "model.name_or_path",
@@ -69,19 +68,20 @@ def _are_equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 @dataclass
 class _Stored:
-    """Tensors of the checkpoint that one tensor in memory is made from."""
+    """The tensors of the checkpoint from which one tensor in memory is made."""
 
     converter: WeightConverter | None = None
-    """None for a tensor that is stored as it is."""
+    """Converter of transformers; None for a tensor that is stored unchanged."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the checkpoint, by the pattern of the converter that fits them."""
+    """Names in the checkpoint, by the pattern of the converter that matches them."""
 
     def add(self, pattern: str | None, name: str) -> None:
         self.sources.setdefault(pattern or "", []).append(name)
 
     @property
     def blocks(self) -> list[list[str]] | None:
-        """Experts that are stacked, rows of one block (gates) above those of the next; None: made otherwise."""
+        """Names by block of experts to stack, with the rows of a block (gates) above those of the next; None: not made
+        by stacking."""
         if self.converter is None:
             return None
         merge, *concatenate = self.converter.operations
@@ -92,11 +92,11 @@ class _Stored:
 
 
 class StoredWeights:
-    """Reader of the tensors of a teacher, or of a student, whose conversions are its teacher's.
+    """Reader of the tensors of a teacher or of a student, which has its teacher's conversions.
 
     Args:
         config: the model's configuration.
-        dtype: dtype to read in; None keeps what is stored.
+        dtype: dtype to read in; None keeps the stored one.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: Any, dtype: torch.dtype | None = None) -> None:
@@ -118,16 +118,16 @@ class StoredWeights:
     def open(
         cls, path: str | Path, config: Any, *, dtype: torch.dtype | None = None, revision: str | None = None
     ) -> StoredWeights:
-        """The weights of the teacher at `path`. Raises `ModelError`."""
+        """Open the weights of the teacher at `path`. Raises `ModelError`."""
         return cls(Checkpoint.open(path, revision=revision), config, dtype)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint stores a tensor under a name of its own."""
+        """Whether the checkpoint stores a tensor under this name, not only as tied to another."""
         return name in self._stored
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """A tensor by its name in memory. `part`: reads no more than this. Of what has to be converted as a whole, the
-        rest is read and let go of. Raises `ModelError`: it holds numbers that are not finite."""
+        """Read a tensor by its name in memory. `part`: read only this part; if the tensor can only be converted whole,
+        the rest is read and dropped. Raises `ModelError`: it holds numbers that are not finite."""
         tensor = self._read(name, part)
         check_finite(name, tensor, self.checkpoint.source)
         return tensor
@@ -144,7 +144,7 @@ class StoredWeights:
         return made if part is None else made[part].clone()
 
     def _stack(self, blocks: list[list[str]], part: Part | None) -> torch.Tensor:
-        """Experts [num_experts, rows, columns], the rows of all blocks one above the other."""
+        """Read stacked experts [num_experts, rows, columns], with the rows of all blocks one above the other."""
         experts, rows, columns = ranges(part, 3)
         heights = [self._weights.headers[block[0]].shape[0] for block in blocks]
         first, last, _ = rows.indices(sum(heights))

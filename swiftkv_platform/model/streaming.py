@@ -1,9 +1,8 @@
-"""Teacher checkpoint -> student checkpoint on disk, in the memory of a few tensors: what converts a 405B on a laptop.
+"""Teacher checkpoint -> student checkpoint on disk, with a few tensors in memory: converts a 405B model on a laptop.
 
-The teacher's weights do not change, so their files become part of the student as they are, as hard links unless copies
-are asked for: 140 GB need not be written again. New files hold the SwiftKV tensors, made one after the other from the
-few teacher tensors each comes from; one index names both. It knows files and the copied start, no forward pass; the
-calibrated start needs the whole teacher in memory.
+The teacher's weights do not change, so the student reuses their files, as hard links unless copies are asked for:
+140 GB need not be written again. New files hold the SwiftKV tensors, each made from a few teacher tensors; one index
+names both. This is the copied start; the calibrated start needs the whole teacher in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources.hub import local_directory
 
 Progress = Callable[[int, int], None]
-"""Callback that is told how many tensors of how many are written."""
+"""Callback that gets the number of tensors (or files) done and of all."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Converted:
     config: Any
     num_new_tensors: int
     new_bytes: int
-    """Bytes of the SwiftKV tensors; the rest are the teacher's files."""
+    """Bytes of the SwiftKV tensors, without the teacher's files."""
 
 
 def convert_checkpoint(
@@ -72,19 +71,19 @@ def convert_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write the student that `convert` makes of `source` to the directory `target`, whole or not at all.
+    """Write the student that `convert` makes of `source` to the directory `target`, completely or not at all.
 
     Args:
         source: a teacher's directory or hub id, in safetensors.
         target: a new or empty directory.
-        calibration: as for `convert`. With it the teacher is loaded, which takes its memory; without, the largest of
-            `max_shard_bytes` and the tensors that one new tensor is made from.
-        files: how the teacher's weight files get there. A link falls back to a copy where the file system has none. The
-            hub's cache may be linked to: its files never change.
+        calibration: as for `convert`. It loads the whole teacher into memory; without it, memory holds at most
+            `max_shard_bytes` or the teacher tensors of one new tensor, whichever is larger.
+        files: how the teacher's weight files get there. A link falls back to a copy if the file system has no links.
+            Links to the hub's cache are safe: its files never change.
 
     Raises:
         InvalidInputError: l or g out of range.
-        ModelError: whatever is wrong with the teacher, its files or its tokenizer; before a weight is read.
+        ModelError: the teacher, its files or its tokenizer cannot be used; raised before a weight is read.
         ConflictError: `target` exists and is not empty.
     """
     target = Path(target)
@@ -111,7 +110,7 @@ def convert_checkpoint(
         student = student_classes(teacher.model_type).causal_lm(config)
     check_tensors(checkpoint, whole, quantized=quantized)
     if has_tokenizer(directory):
-        load_tokenizer(directory, config.vocab_size)  # better refused now than when it is served
+        load_tokenizer(directory, config.vocab_size)  # refuse it now rather than in serving
     config.dtype = config.dtype or first_dtype(checkpoint)
     if calibration is None:
         tensors = _copied(student, StoredWeights(checkpoint, teacher, config.dtype))
@@ -138,7 +137,7 @@ def convert_checkpoint(
 
 
 def _copied(student: Any, teacher: StoredWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    """The copied start of `student`, read from its teacher's files one tensor at a time."""
+    """Yield the copied start of `student`, made from its teacher's files one tensor at a time."""
     for start in copied_start(student):
         yield start.name, start.made(teacher.read)
 
@@ -148,7 +147,7 @@ def _trained(student: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _place_shards(checkpoint: Checkpoint, target: Path, files: Files) -> dict[str, str]:
-    """The teacher's weight files in `target`; file by tensor."""
+    """Put the teacher's weight files into `target`; returns the file of each tensor."""
     names = shard_names(checkpoint.shards.values(), "teacher")
     for shard, name in names.items():
         place(checkpoint.path(shard), target / name, files)

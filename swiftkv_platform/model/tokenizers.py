@@ -1,4 +1,4 @@
-"""Effects of a tokenizer on a text: the ids it makes, the bytes a token stands for. Knows no model but its size."""
+"""Properties of tokenizers: the ids that they produce, and the bytes of text that a token can cover."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def load_tokenizer(source: str | Path, vocab_size: int, *, field: str = FIELD, revision: str | None = None) -> Any:
-    """The tokenizer of a model, which makes no id that the model has no embedding for.
+    """Load a model's tokenizer and check that the model has an embedding for each of its ids.
 
     Args:
         source: directory or hub id.
         vocab_size: rows of the model's embedding.
-        field: what messages call `source`.
+        field: name of `source` in error messages.
 
     Raises:
-        ModelError: a tokenizer that cannot be read, or makes such ids.
+        ModelError: the tokenizer cannot be read, or has ids without an embedding.
     """
     with refusing(source, "its tokenizer cannot be read", field):
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-        # As loaded: a class, or tokenizer_config.json, may add tokens that tokenizer.json does not have.
+        # Ask the loaded tokenizer: its class or tokenizer_config.json may add tokens that tokenizer.json lacks.
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if highest >= vocab_size:
         raise ModelError.of(
@@ -49,10 +49,10 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def max_bytes_per_token(tokenizer: Any) -> int | None:
-    """Most bytes of a text that one token stands for, so that a longer text has more tokens than a context holds.
+    """Return the maximum bytes of text that one token can cover, from which a minimum number of tokens follows.
 
-    None where it may stand for any number: where a normalizer or a pre-tokenizer takes text away, an unknown word is
-    one token however long it is, or a special token takes the spaces around it. Also where that is not known.
+    None if there is no maximum: a normalizer or a pre-tokenizer removes text, an unknown word of any length is one
+    token, or a special token absorbs the spaces around it. None also if this cannot be determined.
     """
     if not getattr(tokenizer, "is_fast", False):
         return None
@@ -65,7 +65,7 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
         return None
     if any(step["type"] == "ByteLevel" for step in [*normalizers, *pre_tokenizers]):
         whole = set(ByteLevel.alphabet()) <= vocabulary.keys()
-        longest = max(map(len, vocabulary))  # a character for each byte
+        longest = max(map(len, vocabulary))  # one character per byte
     else:
         whole = getattr(backend.model, "byte_fallback", False) and {f"<0x{byte:02X}>" for byte in range(256)} <= set(
             vocabulary
@@ -78,7 +78,7 @@ def max_bytes_per_token(tokenizer: Any) -> int | None:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Token ids that `decode` leaves out with `skip_special_tokens`."""
+    """Return the token ids that `decode` leaves out with `skip_special_tokens`."""
     if not getattr(tokenizer, "is_fast", False):
         return frozenset(tokenizer.all_special_ids)
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -86,18 +86,18 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
-    """The ids in an `eos_token_id`: none, one or several."""
+    """Return the ids in an `eos_token_id`: none, one or several."""
     return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
 
 
 _SHRINKS = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
-"""Normalizers that keep text, by how many bytes may become one: three Hangul letters of nine bytes are one of three."""
+"""Normalizers that keep text, and the factor by which bytes may shrink: three Hangul letters of 9 bytes become 3."""
 _KEEPING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
-"""Pre-tokenizers that keep text."""
+"""Pre-tokenizers that keep text, unless their options say otherwise."""
 
 
 def _is_deleting(step: dict[str, Any]) -> bool:
-    """Whether a step takes text away, as its options say."""
+    """Whether a step's options make it remove text."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is None or len(step["content"].encode()) < len(pattern.encode())
@@ -105,7 +105,7 @@ def _is_deleting(step: dict[str, Any]) -> bool:
 
 
 def steps(component: Any) -> list[dict[str, Any]]:
-    """The parts of a normalizer, pre-tokenizer or decoder, one after another; nothing for None."""
+    """Return the steps of a normalizer, pre-tokenizer or decoder, with sequences flattened; empty for None."""
     unvisited = [] if component is None else [json.loads(component.__getstate__())]
     found = []
     while unvisited:

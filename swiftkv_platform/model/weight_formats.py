@@ -1,7 +1,7 @@
-"""Weights in integers: int8 with a scale a row, and int4 with a scale a group of inputs. It knows tensors, no file.
+"""Weights in integers: int8 with a scale per row, and int4 with a scale per group of inputs.
 
 Both are compressed-tensors' formats, which vLLM and llm-compressor read and write: W8A8 (`int-quantized`; inputs are
-quantised to int8 a token, when they come) and W4A16 (`pack-quantized`; inputs stay as they are).
+quantised to int8 per token at run time) and W4A16 (`pack-quantized`; inputs stay unquantised).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 WeightFormat = Literal["int8", "int4"]
 BITS: dict[WeightFormat, int] = {"int8": 8, "int4": 4}
 GROUP_SIZES = (128, 64, 32)
-"""Inputs that share a scale in int4; the first that divides a model's projections is taken."""
+"""Numbers of inputs that share a scale in int4; the first that divides a model's projections is used."""
 _RATIOS: dict[WeightFormat, tuple[float, float, int]] = {"int8": (0.9, 1.0, 6), "int4": (0.6, 1.08, 17)}
-"""Range of the scales that are tried, relative to the one at which the largest weight is the largest integer, and their
-number."""
+"""Range of the scales that are tried, relative to the one that maps the largest weight to the largest integer, and the
+number of scales tried."""
 MAX_MULTIPLIER = 15
-"""Largest multiple of a row's step that a scale of int4 is: times the integers of 4 bits it fits into int8, so that a
-product by them is one by int8 with a scale a row."""
+"""Maximum multiple of a row's step that an int4 scale can be. The multiple times a 4-bit integer fits into int8, so an
+int4 product can be computed as an int8 product with a scale per row."""
 _PROJECTION = re.compile(r"(.*_proj|.*_with_mqa|w[123])(_decode)?(_swiftkv)?")
-"""Last names of linear modules in the layers that are quantised."""
+"""Last parts of the names of linear modules in the layers that are quantised."""
 HEADS = r".*self_attn\.(?!o_proj)\w+"
-"""Projections that make queries, keys and values, which are few and on which rounding tells most: `mixed` has them in
-int8 and the others in int4. All of them, since vLLM computes them as one."""
+"""Projections that make queries, keys and values, which are small and most sensitive to rounding: `mixed` stores them
+in int8 and the others in int4. It has to be all of them, since vLLM fuses them."""
 DAMPING = 0.05
-"""Share of the mean square of an input that is added to that of each, where rounding is calibrated."""
+"""Share of the mean squared input that is added to each input's, in calibrated rounding."""
 _COLUMNS = 128
-"""Columns that are rounded before the others are told."""
+"""Number of columns that are rounded before the error is propagated to later columns."""
 
 
 def is_projection(name: str) -> bool:
-    """Whether a tensor is the weight of a linear module in the layers that is quantised: not that of a router."""
+    """Whether a tensor is the weight of a linear module in the layers that is quantised, which a router's is not."""
     module, _, leaf = name.rpartition(".")
     return leaf == "weight" and ".layers." in module and bool(_PROJECTION.fullmatch(module.rpartition(".")[2]))
 
@@ -45,26 +45,26 @@ def makes_heads(name: str) -> bool:
 
 
 class IntegerWeight(NamedTuple):
-    """A weight of a projection in integers."""
+    """A projection's weight in integers."""
 
     integers: torch.Tensor
-    """int8 [size_out, size_in]; in int4 -8..7."""
+    """Integers, int8 [size_out, size_in]; -8..7 in int4."""
     scale: torch.Tensor
-    """[size_out, num_groups]; in int8 one group."""
+    """Scales [size_out, num_groups]; one group in int8."""
     form: WeightFormat
 
     @property
     def shape(self) -> torch.Size:
-        """[size_out, size_in]."""
+        """Shape of the weight, [size_out, size_in]."""
         return self.integers.shape
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.integers.shape[1] // self.scale.shape[1]
 
     def part(self, index: Sequence[slice]) -> IntegerWeight | None:
-        """Rows, or rows and columns, of the weight; None: columns that cut a group."""
+        """Return rows, or rows and columns, of the weight; None if the columns would split a group."""
         rows, columns = (*index, slice(None))[:2]
         first, last, _ = columns.indices(self.integers.shape[1])
         if self.scale.shape[1] == 1:
@@ -76,20 +76,20 @@ class IntegerWeight(NamedTuple):
         return IntegerWeight(self.integers[rows, columns].clone(), self.scale[rows, groups].clone(), self.form)
 
     def chunk(self, count: int) -> list[IntegerWeight]:
-        """Divide it into `count` weights of equally many outputs."""
+        """Split into `count` weights with equally many outputs."""
         parts = zip(self.integers.chunk(count), self.scale.chunk(count), strict=True)
         return [IntegerWeight(integers, scale, self.form) for integers, scale in parts]
 
     @classmethod
     def cat(cls, weights: Sequence[IntegerWeight]) -> IntegerWeight:
-        """Weights of one form and group size, one above the other."""
+        """Concatenate the outputs of weights of the same form and group size."""
         return cls(
             torch.cat([one.integers for one in weights]), torch.cat([one.scale for one in weights]), weights[0].form
         )
 
     def multipliers(self) -> torch.Tensor | None:
-        """The scales as multiples 1 to `MAX_MULTIPLIER` of a step of each row, uint8 [size_out, num_groups]; None: they
-        are none."""
+        """Return the scales as multiples 1 to `MAX_MULTIPLIER` of a step per row, uint8 [size_out, num_groups]; None if
+        they are not such multiples."""
         scale = self.scale.float()
         found = torch.zeros_like(scale)
         for top in range(MAX_MULTIPLIER, 0, -1):
@@ -101,8 +101,8 @@ class IntegerWeight(NamedTuple):
 
 
 def group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
-    """The largest group, or the smallest, that divides most of `sizes`, which are inputs of projections; None: none
-    divides any."""
+    """Return the largest group size, or the smallest, that divides all `sizes` (the projections' numbers of inputs)
+    that the smallest divides; None if it divides none."""
     usable = [size for size in sizes if size % GROUP_SIZES[-1] == 0]
     groups = GROUP_SIZES[-1:] if smallest else GROUP_SIZES
     return next((group for group in groups if usable and all(size % group == 0 for size in usable)), None)
@@ -112,14 +112,14 @@ def group_size(sizes: Sequence[int], *, smallest: bool = False) -> int | None:
 def quantize_weight(
     weight: torch.Tensor, form: WeightFormat, group: int | None = None, gram: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the type of `weight`, or
-    [size_out, 1] without groups. Each scale is the one of some that has the least squared error, all rounded to
-    nearest; the search may clip the largest weights. Those of int4 are multiples of a step of their row
-    (`MAX_MULTIPLIER`).
+    """Quantise a weight; returns integers [size_out, size_in], int8, and scales [size_out, size_in / group] in the
+    dtype of `weight`, or [size_out, 1] without groups. Several scales are tried with rounding to nearest, and the one
+    with the least squared error is used; it may clip the largest weights. int4 scales are multiples of a step of their
+    row (`MAX_MULTIPLIER`).
 
     Args:
-        gram: sums of outer products of inputs, float32 [size_in, size_in]. With it the error is that of the output on
-            these inputs, and integers are rounded in turn (GPTQ, Frantar et al. 2022).
+        gram: sum of x^T x over inputs x, float32 [size_in, size_in]. With it the error is measured on the outputs for
+            these inputs, and columns are rounded one after another (GPTQ, Frantar et al. 2022).
     """
     blocks = weight.float().unflatten(1, (-1, group or weight.shape[1]))  # [size_out, num_groups, group]
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -150,9 +150,9 @@ def quantize_weight(
 
 
 def _as_multiples(scale: torch.Tensor, error_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Scales [size_out, num_groups, 1] near `scale` that are 1 to `MAX_MULTIPLIER` times a step of their row: of some
-    steps and multiples those of least error. Steps have four significant bits, so that the products are exact in any
-    type."""
+    """Return scales [size_out, num_groups, 1] near `scale` that are 1 to `MAX_MULTIPLIER` times a step of their row; of
+    the steps and multiples tried, those of least error. Steps have four significant bits, so that the products are
+    exact in any dtype."""
     best, least = scale, torch.full_like(scale[:, :1], torch.inf)
     largest = scale.amax(1, keepdim=True)
     for top in (15, 13, 11):
@@ -169,8 +169,8 @@ def _as_multiples(scale: torch.Tensor, error_of: Callable[[torch.Tensor], torch.
 
 
 def _round_in_turn(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat, gram: torch.Tensor) -> torch.Tensor:
-    """Integers by GPTQ: columns are rounded one after the other, those of the largest inputs first, and what that
-    changes of the output is taken up by the columns to come. Scales are fixed before, so that groups stay in place."""
+    """Round by GPTQ: columns are rounded one after another, those with the largest inputs first, and later columns are
+    adjusted for the error in the output. Scales are fixed in advance, so that groups stay in place."""
     order = gram.diagonal().argsort(descending=True)
     weight, scale, gram = weight[:, order], scale[:, order], gram[order][:, order]
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
@@ -188,33 +188,33 @@ def _round_in_turn(weight: torch.Tensor, scale: torch.Tensor, form: WeightFormat
 
 
 def dequantize_weight(integers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight that `quantize_weight` stands for, float32."""
+    """Undo `quantize_weight`; returns float32 [size_out, size_in]."""
     blocks: torch.Tensor = integers.unflatten(1, (scale.shape[1], -1)) * scale.float().unsqueeze(-1)
     return blocks.flatten(1)
 
 
 def round_to(blocks: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> torch.Tensor:
-    """Nearest integers of the format to `blocks / scale`, as floats."""
+    """Return the integers of the format that are nearest to `blocks / scale`, as floats."""
     top = 2 ** (BITS[form] - 1) - 1
     return (blocks / scale).round_().clamp_(-top - (form == "int4"), top)
 
 
 def pack_int4(integers: torch.Tensor) -> torch.Tensor:
-    """int8 [size_out, size_in] in -8..7 -> int32 [size_out, size_in / 8], the first in the lowest bits, 8 added."""
+    """Pack int8 [size_out, size_in] in -8..7 -> int32 [size_out, size_in / 8]: add 8, the first in the lowest bits."""
     shifts = torch.arange(0, 32, 4)
     packed: torch.Tensor = ((integers.long() + 8).unflatten(1, (-1, 8)) << shifts).sum(-1).to(torch.int32)
     return packed
 
 
 def unpack_int32(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [size_out, count] -> int8 [size_out, count * 32 / bits]: undoes `pack_int4`, and the same of 8 bits."""
+    """Undo `pack_int4` or its 8-bit form: int32 [size_out, count] -> int8 [size_out, count * 32 / bits]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     mask, offset = (1 << bits) - 1, 1 << (bits - 1)
     return (((packed.unsqueeze(-1) >> shifts) & mask) - offset).to(torch.int8).flatten(1)
 
 
 def stored_form(name: str, integers: torch.Tensor, scale: torch.Tensor, form: WeightFormat) -> dict[str, torch.Tensor]:
-    """The tensors that stand for a weight in a checkpoint, by name."""
+    """Return the tensors by name in which a checkpoint stores a quantised weight."""
     if form == "int8":
         return {name: integers, f"{name}_scale": scale}
     return {
@@ -227,12 +227,12 @@ def stored_form(name: str, integers: torch.Tensor, scale: torch.Tensor, form: We
 def compressed_tensors_config(
     targets: Mapping[WeightFormat, str], group: int | None, ignored: Sequence[str], *, calibrated: bool
 ) -> dict[str, Any]:
-    """`quantization_config` of a model.
+    """Return the `quantization_config` of a model in compressed-tensors' form.
 
     Args:
-        targets: which linear modules are in a format, by name (`re:...`) or as all others (`Linear`).
-        group: inputs that share a scale in int4.
-        ignored: linear modules that are in none.
+        targets: target of each format: a pattern of linear modules' names (`re:...`), or all others (`Linear`).
+        group: number of inputs that share a scale in int4.
+        ignored: linear modules that are not quantised.
         calibrated: whether columns were rounded in the order of their inputs.
     """
     schemes = {form: _scheme(form, group, target, calibrated=calibrated) for form, target in targets.items()}

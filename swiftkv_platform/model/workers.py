@@ -1,4 +1,4 @@
-"""The processes that share a piece of work: those of torch's default group, or this one alone. Knows no model."""
+"""The processes that share work: those of torch's default process group, or this one alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Workers:
-    """This process among those it works with. All methods but the properties are collective.
+    """This process and those that it works with. All methods but `share` are collective; properties are not.
 
     Args:
-        in_step: a forward pass of the model at work is collective as well: each takes as many as the others.
+        in_step: whether a forward pass of the model is collective too, so that all workers must run equally many.
     """
 
     def __init__(self, *, in_step: bool = False) -> None:
@@ -39,17 +39,17 @@ class Workers:
         return dist.is_available() and dist.is_initialized()
 
     def share(self, indices: Sequence[int]) -> list[int]:
-        """This worker's share of `indices`, every `size`-th one."""
+        """Return this worker's share of `indices`, every `size`-th one."""
         return list(indices[self.rank :: self.size])
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make `tensor` the sum of all workers', in place."""
+        """Sum `tensor` over all workers, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all workers, by rank, on each."""
+        """Return the values of all workers by rank, on every worker."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
@@ -60,14 +60,14 @@ class Workers:
         return self.gather(socket.gethostname()).count(socket.gethostname())
 
     def from_first(self, value: T) -> T:
-        """Return what `value` is on the first worker, on each."""
+        """Return the first worker's `value`, on every worker."""
         values = [value]
         if self.size > 1:
             dist.broadcast_object_list(values)
         return values[0]
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this worker's of the first one's `values`, which has one for each; the others give None."""
+        """Return this worker's item of the first worker's `values`, one per worker; the others pass None."""
         if self.size == 1:
             assert values is not None, "the first worker says who gets what"
             return values[0]

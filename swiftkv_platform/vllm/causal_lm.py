@@ -1,4 +1,4 @@
-"""The classes that vLLM's registry loads by name, one an architecture. It knows heads and weights, no attention."""
+"""The classes that vLLM's registry loads by name, one per architecture: the head, and loading of weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swiftkv_platform.vllm.names import StudentNames
 
 
 class SwiftKVForCausalLM(nn.Module):
-    """A student, or with `swiftkv: false` its teacher; a subclass names the family."""
+    """A student, or its teacher with `swiftkv: false`; each subclass sets its family."""
 
     family: ClassVar[Family]
 
@@ -60,20 +60,20 @@ class SwiftKVForCausalLM(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Final hidden states [num_tokens, hidden_size]; NaN for tokens whose logits are not needed."""
+        """Return the final hidden states [num_tokens, hidden_size]; NaN for tokens whose logits are not needed."""
         assert intermediate_tensors is None, "pipeline parallelism is refused at load"
         hidden_states: torch.Tensor = self.model(input_ids, positions, inputs_embeds)
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[num_tokens, hidden_size] -> [num_tokens, vocab_size]; zeros of a model that prefills only."""
+        """[num_tokens, hidden_size] -> [num_tokens, vocab_size]; zeros from a prefill-only model."""
         if self.model.prefill_only:
             return hidden_states.new_zeros(len(hidden_states), self.config.vocab_size)
         logits: torch.Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
 
     def get_model_state_cls(self) -> type[Any]:
-        """The state that vLLM's second model runner (V2) keeps of a batch."""
+        """Return the class in which vLLM's second model runner (V2) keeps a batch's state."""
         from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
         from swiftkv_platform.vllm.model_state import OwnState
@@ -82,9 +82,9 @@ class SwiftKVForCausalLM(nn.Module):
         return OwnState if keeps_own else DefaultModelState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint in the common format, ours or the reference's; an adapter with its base's after its own.
-        Raises `ModelError`: SwiftKV tensors that are missing or that the configuration has no place for; another base
-        than the adapter's."""
+        """Load a checkpoint in this project's or the reference's format. For an adapter, `weights` also has the base's
+        tensors, named with `BASE_PREFIX`. Raises `ModelError`: SwiftKV tensors are missing or unexpected, or the base
+        is not the adapter's."""
         if self.adapter is not None:
             weights = self.adapter.apply(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
         groups = self.model.groups if self.model.layer_map.leaders else None
@@ -95,23 +95,23 @@ class SwiftKVForCausalLM(nn.Module):
 
 
 def _define(name: str, **members: Any) -> None:
-    """Make a subclass that is importable from this module as `name`."""
+    """Define a subclass that is importable from this module as `name`."""
     globals()[name] = type(name, (SwiftKVForCausalLM,), {"__module__": __name__, **members})
 
 
-# Of refused families too, none of which is ever made: the registry inspects a class before `checks.py` can refuse it.
+# Refused families need a class too: the registry inspects it before `checks.py` can refuse the model.
 for _family in FAMILIES.values():
     _define(_family.student_class, family=_family)
 
 
 BASE_PREFIX = "base_model/"
-"""Prefix by which the base's tensors are told from the adapter's; no tensor's name has a slash."""
+"""Prefix that marks the base's tensors among the adapter's; no tensor's name has a slash."""
 _UNREAD = ("s3://", "builtin:")
 
 
 def adapter_of(model: ModelConfig) -> AdapterConfig | None:
-    """The adapter that vLLM is to serve; None for a whole model. Raises `ModelError`: a damaged adapter, or one whose
-    base vLLM cannot find."""
+    """Return the adapter that vLLM is to serve; None for a whole model. Raises `ModelError`: the adapter is damaged, or
+    vLLM cannot find its base."""
     document = get_hf_file_to_dict(ADAPTER, model.model, model.revision)
     if document is None:
         return None
@@ -122,7 +122,7 @@ def adapter_of(model: ModelConfig) -> AdapterConfig | None:
 
 
 def check_readable(name: str, source: str) -> None:
-    """Raises `ModelError` for a base that is neither a directory nor a hub id."""
+    """Raise `ModelError` if the base `name` is neither a directory of this machine nor a hub id."""
     is_missing = Path(name).is_absolute() and not Path(name).is_dir()
     if name.startswith(_UNREAD) or name.endswith(".gguf") or is_missing:
         raise ModelError(
@@ -134,7 +134,7 @@ def check_readable(name: str, source: str) -> None:
 
 
 def base_weights(adapter: AdapterConfig) -> DefaultModelLoader.Source:
-    """The base's weight files, as vLLM is told of them."""
+    """Describe the base's weight files to vLLM's loader."""
     return DefaultModelLoader.Source(
         model_or_path=adapter.base.name_or_path, revision=adapter.base.revision, prefix=BASE_PREFIX
     )

@@ -1,4 +1,4 @@
-"""Checks of vLLM's configuration when it loads a SwiftKV model: refusals, and the fast prefill switched on.
+"""Checks of vLLM's configuration when it loads a SwiftKV model: refuse unsupported options, enable fast prefill.
 
 vLLM looks the class up by architecture in `MODELS_CONFIG_MAP`, before it reads weights or picks a model runner.
 """
@@ -31,7 +31,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Refuse what concerns the model alone. Raises `ModelError`, naming option, value and what is accepted."""
+        """Raise `ModelError` for a model that vLLM cannot serve, naming option, value and what is accepted."""
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
         family = find_family({"model_type": config.model_type})
@@ -74,8 +74,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuse what cannot be with skipped tokens or a shared KV cache, and switch vLLM's fast prefill on. Raises
-        `ModelError`: naming the option, its value and what is accepted."""
+        """Refuse options that conflict with skipped tokens or a shared KV cache, and enable vLLM's fast prefill. Raises
+        `ModelError`, naming the option, its value and what is accepted."""
         _check_parallelism(vllm_config)
         _check_features(vllm_config)
         config: Any = vllm_config.model_config.hf_config
@@ -108,7 +108,8 @@ def _check_prefill_only(vllm_config: VllmConfig) -> None:
 
 
 def _keep_own(vllm_config: VllmConfig) -> None:
-    """Have this project's scheduler and logits processor, by which deep tokens keep K and V of their own."""
+    """Set this project's scheduler and logits processor, with which deep tokens keep their own K and V. Raises
+    `ModelError`: an option that conflicts with them."""
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     if speculative is not None:
         raise _refusal(
@@ -131,7 +132,7 @@ def _keep_own(vllm_config: VllmConfig) -> None:
             True,
         )
     scheduler.scheduler_cls = _SCHEDULER
-    if _takes_second_processors(vllm_config):  # there `OwnState` tells where prompts end
+    if _takes_second_processors(vllm_config):  # there `OwnState` passes the prompt lengths to the model
         _add_request_check(vllm_config, _REQUEST_CHECK)
         return
     _add_logits_processor(vllm_config, _FIRST_DEEP_TOKENS)
@@ -145,8 +146,8 @@ def _keep_own(vllm_config: VllmConfig) -> None:
 
 
 def check_graphs_with_own(compilation: CompilationConfig) -> None:
-    """Refuse CUDA graphs of whole batches with prompts: in them a token is not told from its request's last. Raises
-    `ModelError`."""
+    """Raise `ModelError` for full CUDA graphs of batches with prompts: such a graph cannot tell a request's last token
+    from the others."""
     mode = compilation.cudagraph_mode
     if mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL:
         raise _refusal(
@@ -163,12 +164,12 @@ def has_second_processors() -> bool:
 
 
 def _takes_second_processors(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM runs its second model runner, as it does on GPUs, and has logits processors for it."""
+    """Whether vLLM uses its second model runner (V2), as it does on GPUs, and has logits processors for it."""
     return vllm_config.use_v2_model_runner and has_second_processors()
 
 
 def _add_request_check(vllm_config: VllmConfig, name: str) -> None:
-    """Validate requests by a class of this name, of the kind that the model runner takes."""
+    """Add the request check of this name, from the module for the model runner in use."""
     module = _SECOND_RUNNER if _takes_second_processors(vllm_config) else _FIRST_RUNNER
     _add_logits_processor(vllm_config, f"{module}:{name}")
 
@@ -179,10 +180,10 @@ def _add_logits_processor(vllm_config: VllmConfig, name: str) -> None:
 
 
 def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
-    """Validate requests, where a logits processor costs nothing.
+    """Add the check that refuses prompt log-probabilities, unless a logits processor would cost a vLLM feature.
 
-    Beside speculative decoding vLLM takes no processors, and with one vLLM 0.30 gives up model runner V2; there its
-    server refuses such requests, and what slips through meets an assertion (V1) or comes out as NaN (V2).
+    vLLM takes no processors with speculative decoding, and with one vLLM 0.30 falls back from model runner V2. In both
+    cases vLLM's server refuses such requests; any that slip through hit an assertion (V1) or give NaN (V2).
     """
     keeps_runner = _takes_second_processors(vllm_config) or not vllm_config.use_v2_model_runner
     if vllm_config.speculative_config is None and keeps_runner:
@@ -190,8 +191,8 @@ def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
 
 
 def _keep_graphs_piecewise(vllm_config: VllmConfig) -> None:
-    """Leave no full CUDA graphs beside drafts. Decode steps of 1 + k tokens are captured without the indices that fast
-    prefill builds its metadata from: vLLM 0.29 would not start."""
+    """Disable full CUDA graphs with speculative decoding. vLLM captures decode steps of 1 + k tokens without the
+    indices from which fast prefill builds its metadata: vLLM 0.29 would not start."""
     compilation = vllm_config.compilation_config
     if vllm_config.speculative_config is None:
         return

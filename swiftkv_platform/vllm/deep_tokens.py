@@ -1,9 +1,9 @@
 """Deep tokens in vLLM: which rows of a step they are, and the write of their own K and V (`docs/model.md`).
 
-A deep token is its prompt's last one or a later one. The attention metadata of a step tell where a row stands in its
-request, not where the request's prompt ended; vLLM tells that to logits processors, before each forward pass and in the
-order of its rows. So one of them keeps the position of each row's first deep token where the model reads it. In the
-second model runner (V2) a `ModelState` does (`model_state.py`).
+A deep token is its prompt's last token or a later one. A step's attention metadata has the position of a row in its
+request, not the length of the request's prompt. vLLM gives prompt lengths to logits processors, before each forward
+pass and in the order of its rows, so a logits processor copies the position of each row's first deep token to a buffer
+that the model reads. In the second model runner (V2) a `ModelState` does this (`model_state.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ WRITE_OPERATOR = "vllm::swiftkv_write_own"
 
 
 class FirstDeepTokens(RefusePromptLogprobs):
-    """A logits processor that validates parameters and follows the prompt lengths of the batch. Touches no logits."""
+    """A logits processor that validates parameters and tracks the batch's prompt lengths. It changes no logits."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._vllm_config = vllm_config
         self._is_pin_memory = is_pin_memory
         self._prompt_lengths: dict[int, int] = {}
-        """By row of the batch."""
+        """Prompt lengths by row of the batch."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:
@@ -42,7 +42,7 @@ class FirstDeepTokens(RefusePromptLogprobs):
 
 
 def first_deep_tokens(vllm_config: Any) -> torch.Tensor:
-    """Where the model reads the position of each row's first deep token [max_num_batched_tokens]."""
+    """Return the buffer [max_num_batched_tokens] from which the model reads each row's first deep position."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     target: torch.Tensor = next(layer.first_deep for layer in layers if hasattr(layer, "first_deep"))
     return target
@@ -51,13 +51,13 @@ def first_deep_tokens(vllm_config: Any) -> torch.Tensor:
 def own_slots(
     slots: torch.Tensor, positions: torch.Tensor, first_deep: torch.Tensor, kept: tuple[torch.Tensor, int] | None
 ) -> torch.Tensor:
-    """Where each row of the upper half writes its own K and V, -1 for a row that does not.
+    """Return the slot to which each row of the upper half writes its own K and V, or -1 for a row that does not.
 
     Args:
         slots: the cache slot of each token of the step [num_tokens].
         positions: position of each row in its request [num_rows].
         first_deep: by request of the batch, the position of its first deep token.
-        kept: the token of each row, one row a request, and how many rows are not padding; None: every token is a row.
+        kept: the token of each row, one row per request, and the number of rows before padding; None: a row per token.
     """
     num_rows = positions.shape[0]
     writes = positions >= first_deep[:num_rows]
@@ -69,9 +69,8 @@ def own_slots(
 
 
 def _write_own(key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:
-    """Write rows' keys and values, each [num_rows, num_kv_heads, stored_dim], to the slots that the forward context has
-    for the layer. The key is declared as changed, which keeps a compiler from moving the write behind the attention
-    that takes it."""
+    """Write keys and values, each [num_rows, num_kv_heads, stored_dim], to the layer's slots in the forward context.
+    The operator declares that it mutates the key, so that a compiler cannot move the write behind the attention."""
     unified_kv_cache_update(key, value, layer_name)
 
 

@@ -1,4 +1,4 @@
-"""Attention heads on one tensor-parallel rank, and what happens to them head by head: norms, RoPE, padding."""
+"""Attention heads on one tensor-parallel rank, and the operations on each head: norms, RoPE, padding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     stored_dim: int
-    """Head size in the KV cache; larger than `head_dim` where the attention backend has no kernel for that."""
+    """Head size in the KV cache; larger than `head_dim` if the attention backend has no kernel for `head_dim`."""
     tp_size: int
     total_num_heads: int
     total_num_kv_heads: int
@@ -59,7 +59,7 @@ class Heads:
         )
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Fill heads up with zeros: [..., num * head_dim] -> [..., num * stored_dim]. Scores stay as they are."""
+        """Pad heads with zeros: [..., num * head_dim] -> [..., num * stored_dim]. Attention scores do not change."""
         if self.stored_dim == self.head_dim:
             return x
         by_head = x.unflatten(-1, (-1, self.head_dim))
@@ -67,7 +67,7 @@ class Heads:
         return padded
 
     def trim(self, x: torch.Tensor) -> torch.Tensor:
-        """Drop what `pad` filled in: [..., num * stored_dim] -> [..., num * head_dim]."""
+        """Undo `pad`: [..., num * stored_dim] -> [..., num * head_dim]."""
         if self.stored_dim == self.head_dim:
             return x
         by_head = x.unflatten(-1, (-1, self.stored_dim))
@@ -77,7 +77,7 @@ class Heads:
 
 def _stored_dim(head_dim: int) -> int:
     if not current_platform.is_cpu():
-        return head_dim  # vLLM picks an attention backend that has the size
+        return head_dim  # vLLM picks an attention backend that supports the size
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
@@ -92,31 +92,31 @@ def _stored_dim(head_dim: int) -> int:
 
 
 def norm_class(family: Family) -> Any:
-    """The class of a family's norms of hidden states."""
+    """Return the class of a family's norms on hidden states."""
     return GemmaRMSNorm if family.norm_offset else RMSNorm
 
 
 class _ByHead(nn.Module):
-    """A norm of each head by itself."""
+    """Mixin that applies a norm to each head separately."""
 
     weight: nn.Parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads * head_dim], normalised."""
+        """Normalise each head of [num_tokens, num_heads * head_dim]."""
         normalised: torch.Tensor = super().forward(x.unflatten(-1, (-1, len(self.weight))).contiguous())
         return normalised.flatten(-2)
 
 
 class HeadNorm(_ByHead, RMSNorm):
-    """RMSNorm of each head by itself."""
+    """RMSNorm of each head separately."""
 
 
 class OffsetHeadNorm(_ByHead, GemmaRMSNorm):
-    """Gemma's RMSNorm of each head by itself, whose weights are added to 1."""
+    """Gemma's RMSNorm of each head separately, which adds 1 to its weights."""
 
 
 class AllHeadsNorm(RMSNorm):
-    """RMSNorm of all heads together, of which a rank has some."""
+    """RMSNorm over all heads together, of which each rank holds a part."""
 
     def __init__(self, heads: Heads, total: int, eps: float) -> None:
         self._rows = heads.head_dim * max(1, total // heads.tp_size)
@@ -126,11 +126,11 @@ class AllHeadsNorm(RMSNorm):
         set_weight_attrs(self.weight, {"weight_loader": self._load})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads * head_dim], normalised."""
+        """Normalise this rank's [num_tokens, num_heads * head_dim] by the mean square over all ranks."""
         if self._tp_size == 1:
             normalised: torch.Tensor = super().forward(x.contiguous())
             return normalised
-        wide = x.float()  # where ranks have copies of a head, all heads have as many
+        wide = x.float()  # if ranks hold copies of heads, each head has equally many
         mean = tensor_model_parallel_all_reduce(wide.square().mean(-1, keepdim=True)) / self._tp_size
         of_all: torch.Tensor = wide * torch.rsqrt(mean + self.variance_epsilon) * self.weight.float()
         return of_all.to(x.dtype)
@@ -140,7 +140,7 @@ class AllHeadsNorm(RMSNorm):
 
 
 def head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Module:
-    """The norm on queries or keys, of `total` heads, of a family that has one."""
+    """Return the family's norm on queries or keys, for `total` heads on all ranks; the identity if it has none."""
     if family.query_key_norms == "all heads":
         return AllHeadsNorm(heads, total, config.rms_norm_eps)
     of_head = OffsetHeadNorm if family.norm_offset else HeadNorm
@@ -148,7 +148,7 @@ def head_norm(family: Family, config: Any, heads: Heads, total: int) -> nn.Modul
 
 
 def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
-    """RoPE of a layer, over heads or their first dimensions; vLLM makes one module for all layers with the same."""
+    """Return a layer's RoPE, over whole heads or their first dimensions; vLLM reuses a module with equal parameters."""
     parameters = config.rope_parameters
     if config.family.rotates_by_layer_type:
         parameters = parameters[config.layer_types[layer]]
@@ -159,11 +159,11 @@ def rotary_embedding(config: Any, heads: Heads, layer: int) -> nn.Module:
 
 
 def rotate(rotary: nn.Module, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """RoPE on queries or keys alone, [num_tokens, num_heads * head_dim].
+    """Apply RoPE to queries or to keys alone, [num_tokens, num_heads * head_dim].
 
-    In PyTorch's operations: a pass of vLLM's compiler for GPUs takes its own operator to have both.
+    It uses PyTorch's operations: a pass of vLLM's GPU compiler expects vLLM's own operator to get queries and keys.
     """
-    # Phi-3's LongRoPE has one way, which is in these operations, and asks for keys.
+    # Phi-3's LongRoPE has only a forward of PyTorch's operations, which requires keys.
     alone: Any = getattr(rotary, "forward_native", None)
     rotated: torch.Tensor = rotary(positions, x, x)[0] if alone is None else alone(positions, x)[0]
     return rotated

@@ -1,7 +1,7 @@
-"""Decoder layers in vLLM's modules: those that compute their KV, those that read a group's, and what a group stores.
+"""Decoder layers from vLLM's modules: layers that compute their KV, layers that read a group's, and a group's KV cache.
 
-An AcrossKV group has one `GroupKeyValue`, an attention layer that is written for all tokens and never attends; the
-group's layers share its KV cache. vLLM skips a prompt's tokens in the last layers that share KV, so all of a model's
+An AcrossKV group has one `GroupKeyValue`, an attention layer that caches K and V of all tokens and never attends; the
+group's layers share its KV cache. vLLM skips prompt tokens in the trailing layers that share KV, so all of a model's
 `GroupKeyValue`s are made before the first layer that reads one.
 """
 
@@ -36,8 +36,8 @@ from swiftkv_platform.vllm.quantized import GROUPS, OWN_QKV, QKV, check_blocks
 
 
 class OwnAttention(nn.Module):
-    """Attention of a layer < l, and of every layer in teacher mode: the original one. With the name of a `group` that
-    of its leader, where deep tokens keep their own K and V: it writes and reads the group's cache."""
+    """The teacher's attention: in layers < l, and in every layer in teacher mode. With the name of a `group`, the
+    attention of its leader if deep tokens keep their own K and V: it writes and reads the group's cache."""
 
     def __init__(
         self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str | None = None
@@ -67,7 +67,7 @@ class OwnAttention(nn.Module):
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; of a leader, `num_tokens` as in `SharedAttention`."""
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; in a leader, `num_tokens` as in `SharedAttention`."""
         projected, _ = self.qkv_proj(hidden_states)
         query, key, value = projected.split(self.sizes, dim=-1)
         query, key = self.rotary_emb(positions, self.q_norm(query), self.k_norm(key))
@@ -81,7 +81,7 @@ class OwnAttention(nn.Module):
 
 
 class SharedAttention(nn.Module):
-    """Attention of a student's layer >= l: queries of its own over the KV cache of its group."""
+    """Attention of a student's layer >= l: its own queries over the KV cache of its group."""
 
     def __init__(
         self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str, leader: int
@@ -106,17 +106,17 @@ class SharedAttention(nn.Module):
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; `num_tokens` may be those that need logits."""
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; the tokens may be only those that need logits."""
         query = self.q_norm(self.query(hidden_states)[0])
         query = self.heads.pad(rotate(self.rotary_emb, positions, query))
-        # A layer that shares its KV cache reads no keys and values, but the operator's signature asks for tensors.
+        # A layer that shares its KV cache ignores keys and values, but the operator requires tensors.
         unread = query[..., : self.heads.num_kv_heads * self.heads.stored_dim]
         output: torch.Tensor = self.o_proj(self.heads.trim(self.attn(query, unread, unread)))[0]
         return output
 
 
 def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | None) -> dict[str, Any]:
-    """Arguments that the attention layers and KV caches of one model share."""
+    """Return the arguments common to a model's attention layers and KV caches."""
     return {
         "num_heads": heads.num_heads,
         "head_size": heads.stored_dim,
@@ -129,7 +129,7 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
 
 
 def _scale(config: Any, heads: Heads) -> float:
-    """Factor on the scores."""
+    """Return the factor on attention scores."""
     family: Family = config.family
     return family.multiplier(config, "attention_multiplier") if family.multipliers else heads.head_dim**-0.5
 
@@ -149,14 +149,14 @@ def _output_projection(
 
 
 class GroupKeyValue(Attention):
-    """The KV cache of an AcrossKV group: an attention layer that is written and never called."""
+    """The KV cache of an AcrossKV group: an attention layer that is written to but never called."""
 
     def __init__(self, vllm_config: VllmConfig, heads: Heads, windows: Sequence[int | None], prefix: str) -> None:
-        # Layers of a group may differ in their windows: the cache keeps the longest, and each layer masks for itself.
+        # Layers of a group may have different windows: the cache keeps the longest, and each layer masks by its own.
         window = None if None in windows else max(window for window in windows if window is not None)
         super().__init__(**_attention_arguments(vllm_config, heads, window), prefix=prefix)
         self.first_deep: torch.Tensor | None = None
-        """By request of the batch, the position of its first deep token; None: deep tokens have K and V from x."""
+        """First deep position of each request in the batch; None: deep tokens have K and V from x."""
         if not hasattr(self.impl, "do_kv_cache_update"):
             raise ModelError(
                 f"the attention backend {self.attn_backend.get_name()} writes its KV cache only while it attends; "
@@ -172,7 +172,7 @@ class GroupKeyValue(Attention):
             _transfer(self.layer_name)
 
     def end_step(self) -> None:
-        """Show a KV connector the cache, if deep tokens have changed it since `write`."""
+        """Offer the cache to a KV connector if deep tokens have changed it since `write`."""
         if self.first_deep is not None:
             _transfer(self.layer_name)
 
@@ -182,7 +182,7 @@ def _nothing(layer_name: str) -> None:
 
 
 _transfer = maybe_transfer_kv_layer(_nothing)
-"""Waits for what a KV connector loads into a layer's cache, and offers it what is there; nothing without connector."""
+"""Wait for a KV connector to load a layer's cache, and offer it the content to save; no-op without a connector."""
 
 
 class GroupProjections(nn.Module):
@@ -193,7 +193,7 @@ class GroupProjections(nn.Module):
         num_groups = len(leaders)
         config = vllm_config.model_config.hf_config
         self.heads = heads = Heads.of(config)
-        # More ranks than key-value heads: each rank gets a copy of the one it reads (`spread_heads`).
+        # With more ranks than key-value heads, each rank gets a copy of the head it reads (`spread_heads`).
         rows = heads.num_kv_heads * heads.tp_size * heads.head_dim
         self.projection = MergedColumnParallelLinear(
             config.hidden_size,
@@ -224,8 +224,8 @@ class GroupProjections(nn.Module):
         return self.heads.pad(keys).unflatten(-1, shape), self.heads.pad(values).unflatten(-1, shape)
 
     def spread_heads(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A key or value projection's tensor of one kind (`weight`, `bias`, scales, ...) with what is of one head
-        repeated for the ranks that read it."""
+        """Repeat each head's part of a key or value projection's tensor for the ranks that read that head. `kind`:
+        `weight`, `bias`, scales, ..."""
         heads = self.heads
         repeats = heads.num_kv_heads * heads.tp_size // heads.total_num_kv_heads
         parameter: Any = getattr(self.projection, kind, None)
@@ -246,13 +246,13 @@ _NORMS = {
         "post_feedforward_layernorm",
     ),
 }
-"""Names of a layer's norms: before and behind its attention, before and behind its feed-forward part."""
+"""Names of a layer's norms: before and after its attention, before and after its feed-forward part."""
 
 
 def add_and_normalise(
     norm: nn.Module | None, hidden_states: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of both, normalised if there is a `norm`, and the sum."""
+    """Return the sum of both, normalised if there is a `norm`, and the sum itself. `residual`: None is zero."""
     if residual is None:
         return (hidden_states if norm is None else norm(hidden_states)), hidden_states
     if norm is None:
@@ -263,7 +263,7 @@ def add_and_normalise(
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer; `self_attn` is made by the caller, since what it is depends on the layer."""
+    """One decoder layer; the caller passes `self_attn`, whose class depends on the layer."""
 
     def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's output and the residual that is still to be added to it, each [num_tokens, hidden_size]."""
+        """Return the layer's output and the residual yet to be added to it, each [num_tokens, hidden_size]."""
         norms = (None if name is None else getattr(self, name) for name in self.norm_names)
         before_attention, behind_attention, before_feed_forward, behind_feed_forward = norms
         hidden_states, residual = add_and_normalise(before_attention, hidden_states, residual)
@@ -296,7 +296,7 @@ class DecoderLayer(nn.Module):
 
 
 def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
-    """The feed-forward part of a layer, and its name in the checkpoint."""
+    """Make the feed-forward part of a layer; returns its name in the checkpoint, and the module."""
     config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
     if family.feed_forward == "mixtral":
         name = "block_sparse_moe"

@@ -1,15 +1,15 @@
-"""A SwiftKV decoder in vLLM: two compiled halves, the write of the shared KV between them, and the skip.
+"""A SwiftKV decoder in vLLM: two compiled halves, and between them the write of the shared KV and the token skipping.
 
     lower half: embeddings, layers < l, norm_swiftkv, K and V of all groups     all tokens
     write:      K and V into the groups' caches                                 all tokens
     upper half: layers >= l, final norm                                         tokens whose logits are needed
 
-Where deep tokens keep their own K and V, the first layer of each group writes them over those from x before it attends
+If deep tokens keep their own K and V, the first layer of each group overwrites those from x before it attends
 (`deep_tokens.py`).
 
-vLLM's fast prefill for models that share KV says which tokens those are: it gives the layers that read a shared cache
-attention metadata of their own. The write must stay outside the compiled halves: its operator declares no mutation,
-and a compiler drops a call whose result it sees no use of.
+vLLM's fast prefill for models that share KV selects the tokens whose logits are needed: it gives the layers that read
+a shared cache separate attention metadata. The write must stay outside the compiled halves: its operator declares no
+mutation, and a compiler drops a call whose result is unused.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from swiftkv_platform.vllm.quantized import name_parts
 
 
 def student_map(config: Any) -> LayerMap:
-    """The layer map of what is served: the student's, or in teacher mode (`swiftkv: false`) that of a dense model."""
+    """Return the layer map of the served model: the student's, or in teacher mode (`swiftkv: false`) a dense one."""
     layer_map: LayerMap = config.layer_map
     return layer_map if config.swiftkv else LayerMap(config.num_hidden_layers, config.num_hidden_layers, 1)
 
 
 def prefills_only(config: Any) -> bool:
-    """Whether the layers above are left out, which in teacher mode no token can do without."""
+    """Whether the model has no layers >= l; False in teacher mode, where every token needs them."""
     return bool(config.swiftkv and config.swiftkv_prefill_only and config.layer_map.leaders)
 
 
@@ -83,7 +83,7 @@ class DenseDecoder(nn.Module):
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
 class LowerHalf(nn.Module):
-    """Layers < l, and K and V of all groups above."""
+    """Layers < l, and the K and V of all groups."""
 
     def __init__(
         self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module | None, groups: GroupProjections
@@ -94,7 +94,7 @@ class LowerHalf(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [num_tokens, hidden_size], keys and values [num_tokens, num_groups, num_kv_heads, stored_dim]."""
+        """Return x [num_tokens, hidden_size], keys and values [num_tokens, num_groups, num_kv_heads, stored_dim]."""
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states, residual = _run(self.layers, positions, hidden_states)
         normalised, x = add_and_normalise(self.norm, hidden_states, residual)
@@ -139,7 +139,7 @@ class SwiftKVDecoder(nn.Module):
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
         self.embed_tokens.scale = family.multiplier(config, "embedding_multiplier")
-        if family.multipliers == "sizes":  # rounded as the weights are
+        if family.multipliers == "sizes":  # rounded to the weights' dtype
             self.embed_tokens.scale = torch.tensor(self.embed_tokens.scale).to(vllm_config.model_config.dtype).item()
         self.prefill_only = prefills_only(config)
         if not self.prefill_only:
@@ -195,17 +195,17 @@ class SwiftKVDecoder(nn.Module):
             self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
         if config.decodes_own:
             self._keep_own(vllm_config)
-        # CUDA graphs of the upper half read their input where it was at capture.
+        # CUDA graphs of the upper half read their input from its address at capture.
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
         self.upper_positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.upper_input = torch.zeros((size, config.hidden_size), dtype=vllm_config.model_config.dtype, device=device)
 
     def _keep_own(self, vllm_config: VllmConfig) -> None:
-        """Let deep tokens write K and V of their own. Raises `ModelError`: graphs of whole batches with prompts."""
+        """Let deep tokens write their own K and V. Raises `ModelError`: full CUDA graphs of batches with prompts."""
         compilation = vllm_config.compilation_config
         check_graphs_with_own(compilation)
         if compilation.splitting_ops and WRITE_OPERATOR not in compilation.splitting_ops:
-            compilation.splitting_ops.append(WRITE_OPERATOR)  # it takes slots from the step's context, as attention
+            compilation.splitting_ops.append(WRITE_OPERATOR)  # like attention, it reads slots from the step's context
         layers: Any = self.layers
         self.groups.k_norms = nn.ModuleList(layers[leader].self_attn.k_norm for leader in self.layer_map.leaders)
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
@@ -216,8 +216,8 @@ class SwiftKVDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_tokens] -> [num_tokens, hidden_size]; rows of tokens whose logits are not needed hold NaN. Of a model
-        that prefills only x."""
+        """[num_tokens] -> [num_tokens, hidden_size]; rows of tokens whose logits are not needed are NaN. A prefill-only
+        model returns x."""
         if self.dense is not None:
             dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
             return dense
@@ -233,7 +233,7 @@ class SwiftKVDecoder(nn.Module):
         else:
             padded, num_kept = kept
             hidden_states = self._upper(positions[padded], x[padded], kept)
-            # A row that was never computed must not pass for one that was, whoever reads it.
+            # NaN, so that a row that was never computed cannot be mistaken for a result.
             output = torch.full_like(x, torch.nan)
             output[padded[:num_kept]] = hidden_states[:num_kept]
         for cache in self.writers:
@@ -241,8 +241,8 @@ class SwiftKVDecoder(nn.Module):
         return output
 
     def _kept_tokens(self) -> tuple[torch.Tensor, int] | None:
-        """The tokens whose logits are needed, padded to a size that CUDA graphs have, and how many they are; None
-        where every token's are (a decode step) or none can be told apart (profiling, capture of a full graph)."""
+        """Return the indices of tokens whose logits are needed, padded to a CUDA graph size, and their number. None if
+        all tokens' logits are needed (a decode step) or it is unknown (profiling, capture of a full graph)."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             return None
@@ -256,13 +256,13 @@ class SwiftKVDecoder(nn.Module):
         return upper.logits_indices_padded, upper.num_logits_indices
 
     def _upper(self, positions: torch.Tensor, x: torch.Tensor, kept: tuple[torch.Tensor, int] | None) -> torch.Tensor:
-        """The upper half on the rows at `positions`, under a batch descriptor of their number and with their slots."""
+        """Run the upper half on the rows at `positions`, with a batch descriptor and slots for these rows."""
         size = x.shape[0]
         self.upper_positions[:size].copy_(positions)
         self.upper_input[:size].copy_(x)
         context = get_forward_context()
         descriptor, slots = context.batch_descriptor, context.slot_mapping
-        if descriptor is not None:  # otherwise piecewise graphs of the whole batch's size are replayed
+        if descriptor is not None:  # else the piecewise graphs of the whole batch's size would be replayed
             context.batch_descriptor = replace(descriptor, num_tokens=size)
         context.slot_mapping = slots | self._own_slots(slots, positions, kept)
         hidden_states: torch.Tensor = self.upper(self.upper_positions[:size], self.upper_input[:size])
@@ -272,8 +272,8 @@ class SwiftKVDecoder(nn.Module):
     def _own_slots(
         self, slots: dict[str, torch.Tensor], positions: torch.Tensor, kept: tuple[torch.Tensor, int] | None
     ) -> dict[str, torch.Tensor]:
-        """By group, the slots of rows that write their own K and V; empty where none does, and without a cache."""
-        of_rows: dict[int, torch.Tensor] = {}  # groups share their slots, and a decode step is short
+        """Return the slots, by group, of rows that write their own K and V; empty if none do, or without a cache."""
+        of_rows: dict[int, torch.Tensor] = {}  # groups share slots: compute them once a step
         found: dict[str, torch.Tensor] = {}
         for cache in self.writers:
             if cache.first_deep is not None and cache.layer_name in slots:

@@ -1,4 +1,4 @@
-"""Where prompts end, for vLLM's second model runner (V2), which asks the model what it needs of a step's requests."""
+"""Prompt lengths for the model in vLLM's second model runner (V2), which asks the model for its batch state class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftkv_platform.vllm.deep_tokens import first_deep_tokens
 
 
 class OwnState(DefaultModelState):
-    """Tells the model, before each forward pass and in the order of its rows, where the requests' prompts end."""
+    """Batch state that, before each forward pass, gives the model the first deep position of each row's request."""
 
     supports_prompt_embeds = False
 

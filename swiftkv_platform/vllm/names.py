@@ -1,6 +1,6 @@
-"""Translation of a checkpoint's names to those of vLLM's modules, where projections of one input are fused.
+"""Translation of a checkpoint's tensor names to those of vLLM's modules, which fuse projections of the same input.
 
-vLLM counts a fused tensor as loaded when one of its parts came, so the SwiftKV parts are counted here.
+vLLM counts a fused tensor as loaded once one of its parts is, so the SwiftKV parts are counted here.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from swiftkv_platform.planning import LayerMap
 from swiftkv_platform.vllm.quantized import GATE_UP, OPTIONAL, QKV
 
 _SHOWN = 3
-"""Names of tensors in a message."""
+"""Maximum number of tensor names in a message."""
 _KEY_VALUE = re.compile(r"\.[kv]_proj_swiftkv\.")
 
 
 @dataclass(frozen=True)
 class StudentNames:
-    """The tensors of one checkpoint that are served."""
+    """The tensors of a checkpoint that the served model loads."""
 
     layer_map: LayerMap
     """Layer map of the served model; in teacher mode no layer has a leader."""
     expected: frozenset[str]
-    """Names of the SwiftKV tensors that the configuration promises; none in teacher mode."""
+    """Names of the SwiftKV tensors that the configuration calls for; empty in teacher mode."""
     has_key_norms: bool
     own_output: bool
-    """Whether layers >= l have an output projection of their own."""
+    """Whether layers >= l have their own output projection."""
     decodes_own: bool
     """Whether deep tokens keep their own K and V."""
     prefill_only: bool
-    """Whether the layers above are left out."""
+    """Whether the model has no layers >= l."""
 
     @classmethod
     def of(cls, family: Family, config: Any, layer_map: LayerMap, model: nn.Module) -> StudentNames:
-        """The names for `model`, which is made and not yet loaded: its parameters say what a projection has."""
+        """Return the names for `model`, made but not loaded: its parameters determine each projection's tensors."""
         prefill_only = bool(layer_map.leaders) and config.swiftkv_prefill_only
         runs_above = bool(layer_map.leaders) and not prefill_only
         layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers) if runs_above else ()
@@ -62,8 +62,8 @@ class StudentNames:
     def check(
         self, weights: Iterable[tuple[str, torch.Tensor]], spread: Callable[[str, torch.Tensor], torch.Tensor] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand the tensors on; those of groups spread over the ranks by `spread`, which is told their kind. Raises
-        `ModelError`: when they end, naming SwiftKV tensors that were missing or not expected."""
+        """Pass the tensors on, after `spread(kind, tensor)` for the groups' K and V projections. At the end raises
+        `ModelError`, naming SwiftKV tensors that are missing or unexpected."""
         seen = set()
         for name, tensor in weights:
             if self.prefill_only and not self.layer_map.runs_in_prefill(name):
@@ -86,7 +86,7 @@ class StudentNames:
                 )
 
     def mapper(self) -> WeightsMapper:
-        """The names in vLLM; None drops what the other mode runs, and exit heads."""
+        """Return the mapping to vLLM's names; it drops exit heads and tensors that only the other mode uses."""
         dropped = {re.compile(r"^exit_(norm|head)\."): None}
         stacked: dict[str, tuple[str, str | int]] = {}
         renamed: dict[str, str] = {}
@@ -95,13 +95,13 @@ class StudentNames:
             upper = "|".join(str(layer) for layer in range(first, self.layer_map.num_hidden_layers))
             of_teacher = "[qkvo]|qkv" if self.own_output else "[qkv]|qkv"
             dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.({of_teacher})_proj\.")] = None
-            # A group's cache is written and read with the scale 1: those of layers are of other keys and values.
+            # A group's cache is written and read with scale 1: the layers' scales are for the teacher's K and V.
             dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.(attn\.)?[qkv]_(scale|zero_point)$")] = None
             for group, leader in enumerate(leaders):
                 of_leader = f"model.layers.{leader}.self_attn"
                 for part, shard in (("k", group), ("v", len(leaders) + group)):
                     stacked[f"{of_leader}.{part}_proj_swiftkv."] = ("model.groups.projection.", shard)
-                if self.decodes_own:  # the fused projection of any other layer, from other tensors
+                if self.decodes_own:  # fused as in any other layer, but from other tensors
                     twins = ("q_proj_swiftkv", "k_proj_decode_swiftkv", "v_proj_decode_swiftkv")
                     renamed |= {f"{of_leader}.{twin}.": f"{of_leader}.{twin[0]}_proj." for twin in twins}
                 else:
@@ -120,7 +120,7 @@ class StudentNames:
 
 
 def _kinds(model: nn.Module, mapper: WeightsMapper, module: str) -> Iterator[str]:
-    """Kinds of tensors (`weight`, `bias`, scales, ...) that a checkpoint must have of one of its modules."""
+    """Yield the kinds of tensors (`weight`, `bias`, scales, ...) that a checkpoint must have for one of its modules."""
     name = mapper._map_name(f"{module}.weight")
     assert name is not None
     for kind, _ in model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False):

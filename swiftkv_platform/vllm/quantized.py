@@ -1,7 +1,7 @@
-"""Quantised weights: what vLLM must know of a checkpoint's names before it makes a layer.
+"""Quantised weights: the names that vLLM needs before it makes a layer.
 
-A `quantization_config` names the checkpoint's projections. So each layer is made under the name of its tensors there,
-or under one from `name_parts` where several of them are fused; vLLM's own names appear only when tensors are loaded.
+A `quantization_config` uses the checkpoint's names of projections. So each layer is made under its checkpoint name, or
+under a name from `name_parts` if it fuses several; vLLM's own names are used only when tensors are loaded.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning import LayerMap
 
 ACCEPTED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
-"""Methods that students are served with, and vLLM's variants of them (`auto_awq`, `fp8_per_block`, ...)."""
+"""Accepted quantisation methods; vLLM's variants of them (`auto_awq`, `fp8_per_block`, ...) are accepted too."""
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"
 OWN_QKV = "qkv_proj_decode_swiftkv"
 """Fused projection of a leader whose deep tokens keep their own K and V."""
 GROUPS = "kv_proj_swiftkv"
-"""Fused projection of all groups; it stands where the number of a layer stands."""
+"""Fused projection of all groups; in names it takes the place of a layer's number."""
 OPTIONAL = {"g_idx", "weight_g_idx", "weight_shape", "input_scale_ub"}
 """Parameters that a checkpoint need not have."""
 _LISTS = ("ignored_layers", "ignore_list")
-"""Fields of vLLM's configurations with whole names, where transformers takes parts of names."""
+"""Fields of vLLM's configurations that hold whole names, whereas transformers matches parts of names."""
 
 
 def is_accepted(method: str) -> bool:
-    """Whether a method is one of `ACCEPTED` or its variant."""
+    """Whether a method is one of `ACCEPTED` or a variant of one."""
     plain = method.removeprefix("auto_").removesuffix("_marlin")
     return plain in ACCEPTED or plain.startswith("fp8_")
 
 
 def name_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> None:
-    """Tell a configuration which of the checkpoint's projections a fused one has, and by their whole names those that
-    are not quantised."""
+    """Add to a configuration the parts of each fused projection, and the whole names of the projections that are not
+    quantised."""
     quant_config.packed_modules_mapping = {
         QKV: ["q_proj", "k_proj", "v_proj"],
         GATE_UP: ["gate_proj", "up_proj"],
@@ -49,7 +49,7 @@ def name_parts(quant_config: QuantizationConfig, layer_map: LayerMap) -> None:
 
 
 def check_blocks(projection: Any) -> None:
-    """Raises `ModelError`: a fused projection whose parts begin inside a block that has one scale."""
+    """Raise `ModelError` if a part of a fused projection would begin inside a block that shares one scale."""
     block, sizes = getattr(projection, "weight_block_size", None), projection.output_partition_sizes
     if block and any(size % block[0] for size in sizes):
         raise ModelError(
@@ -61,7 +61,7 @@ def check_blocks(projection: Any) -> None:
 
 
 def _spared(listed: Iterable[str], num_layers: int) -> Iterator[str]:
-    """Names that transformers would find in a list of parts of names."""
+    """Return the whole names of the projections that transformers would match by `listed`, which has parts of names."""
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     parts: list[str] = [f"self_attn.{name}{suffix}" for name in attention for suffix in ("", "_swiftkv")]
     parts += [f"self_attn.{part}_proj_decode_swiftkv" for part in "kv"]

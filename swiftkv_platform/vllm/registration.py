@@ -1,9 +1,9 @@
 """Entry point that vLLM calls at start: registers configurations, model classes and load-time checks by name. Imports
 neither torch nor vLLM until it is called.
 
-vLLM calls it in each of its processes, some of them more than once. A vLLM that was not tested is looked at when a
-SwiftKV model is loaded, so that it keeps serving other models. vLLM's engine core does not notice that its frontend was
-killed: it would stay, with the model's memory, beside the frontend that takes the old one's place; so it follows it.
+vLLM calls it in each of its processes, in some more than once. An untested version of vLLM is checked only when a
+SwiftKV model is loaded, so that it keeps serving other models. vLLM's engine core does not notice when its frontend is
+killed, and would keep the model's memory while a new frontend starts. So it watches the frontend and exits with it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import threading
 
 
 def register() -> None:
-    """Make vLLM read, check and serve SwiftKV directories; calling it again changes nothing. Raises `ModelError`: a
-    vLLM that is too old, or that lacks what the plugin registers with."""
+    """Make vLLM read, check and serve SwiftKV directories; calling it again changes nothing. Raises `ModelError`: vLLM
+    is too old, or lacks the interfaces that the plugin registers with."""
     import vllm
 
     from swiftkv_platform import configs
@@ -39,17 +39,17 @@ def register() -> None:
 
 
 FRONTEND_PID = "SWIFTKV_VLLM_FRONTEND_PID"
-"""Environment variable with the process whose end is the end of vLLM's; unset: vLLM's own ways."""
+"""Environment variable with the id of the process with which vLLM's processes exit; unset: vLLM's own handling."""
 _WATCHER = "swiftkv-frontend"
 
 
 def announce_frontend() -> None:
-    """Make the processes that vLLM starts from here end with this one, however it ends."""
+    """Make the processes that vLLM starts from this one exit when it does, even if it is killed."""
     os.environ[FRONTEND_PID] = str(os.getpid())
 
 
 def follow_frontend() -> None:
-    """End this process when the frontend has; a second call changes nothing. The frontend itself follows no process."""
+    """Exit this process when the frontend does; a second call changes nothing. No-op in the frontend itself."""
     frontend = os.environ.get(FRONTEND_PID)
     if frontend in (None, str(os.getpid())) or any(thread.name == _WATCHER for thread in threading.enumerate()):
         return

@@ -1,8 +1,8 @@
 """Check of each request to a student before vLLM queues it: prompt log-probabilities are refused.
 
-The logits of skipped prompt tokens do not exist. vLLM itself would notice in the model runner, where the engine dies.
-A logits processor is the hook that sees a request's parameters; these touch no logits. They are of the class that the
-first model runner takes; `second_runner.py` has those of the second one.
+Skipped prompt tokens have no logits. vLLM itself would fail only in the model runner, which kills the engine. A logits
+processor is the hook that sees a request's parameters; these change no logits. They are for the first model runner;
+`second_runner.py` has those for the second one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 
 def refuse_prompt_logprobs(params: SamplingParams) -> None:
-    """Raise the error that vLLM's server answers with HTTP 400."""
+    """Raise `VLLMValidationError`, which vLLM's server answers with HTTP 400, if prompt log-probabilities are asked."""
     if params.prompt_logprobs is not None:
         raise VLLMValidationError(
             f"prompt_logprobs is {params.prompt_logprobs}, but a SwiftKV model skips prompt tokens and has no logits "
@@ -27,7 +27,7 @@ def refuse_prompt_logprobs(params: SamplingParams) -> None:
 
 
 def require_one_token(params: SamplingParams) -> None:
-    """Raise the error that a server which prefills only answers with HTTP 400."""
+    """Raise `VLLMValidationError` (HTTP 400) unless a request to a prefill-only server asks for one plain token."""
     refuse_prompt_logprobs(params)
     if params.max_tokens != 1 or params.logprobs is not None:
         raise VLLMValidationError(
@@ -59,7 +59,7 @@ class RefusePromptLogprobs(LogitsProcessor):
 
 
 class OneToken(RefusePromptLogprobs):
-    """Check of requests to a server that prefills only: its one token says that the prompt is done."""
+    """Check of requests to a prefill-only server, whose one token signals that the prompt is done."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

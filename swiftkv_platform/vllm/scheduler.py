@@ -1,8 +1,8 @@
 """vLLM's schedulers for students whose deep tokens keep their own K and V (`swiftkv_decode_key_value: own`).
 
-A block that holds a deep token, the last one of a prompt or one behind it, is of use to its own request alone: a prompt
-that has the same text reads it from x. And of a chunk vLLM runs the last token alone through layers >= l, so that a
-chunk may hold one deep token, its last. Nothing else about scheduling changes.
+A block that holds a deep token (a prompt's last token or a later one) is useful to its own request only: in another
+prompt with the same text these tokens have K and V from x. And since vLLM runs only the last token of a chunk through
+layers >= l, a chunk may hold one deep token, its last. Nothing else about scheduling changes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from vllm.v1.request import Request
 
 
 def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-    """The scheduler that vLLM itself would take, for such a student; named by `scheduler_cls`, as a class is."""
+    """Make the synchronous or asynchronous scheduler, as vLLM would choose; vLLM calls it by `scheduler_cls`."""
     kind = OwnAsyncScheduler if vllm_config.scheduler_config.async_scheduling else OwnScheduler
     return kind(vllm_config=vllm_config, **arguments)
 
 
 class _KeepsOwn(Scheduler):
-    """The differences of both schedulers from vLLM's."""
+    """Overrides common to both schedulers."""
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, its blocks named so that no other finds those with deep tokens."""
+        """Queue a request; its blocks with deep tokens get hashes that no other request finds."""
         if request.request_id not in self.requests:
             self._name_blocks(request)
         super().add_request(request)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
-        """Read a session's earlier answers as a prompt, as those of any other are."""
+        """Recompute a session with its earlier answers as part of the prompt, like any other prompt."""
         super()._update_request_as_session(session, update)
         self._free_request_blocks(session)
         session.num_computed_tokens = 0
@@ -50,7 +50,7 @@ class _KeepsOwn(Scheduler):
         request.update_block_hashes()
 
     def _free_request_blocks(self, request: Request) -> None:
-        """Once a request has ended, its own blocks go first: no other finds them."""
+        """Evict a finished request's blocks with deep tokens from the prefix cache: no other request finds them."""
         if request.is_finished() and self.kv_cache_manager.enable_caching:
             by_group = self.kv_cache_manager.get_block_ids(request.request_id)
             for group, blocks in zip(self.kv_cache_config.kv_cache_groups, by_group, strict=True):
@@ -59,27 +59,27 @@ class _KeepsOwn(Scheduler):
         super()._free_request_blocks(request)
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """End a chunk with its first deep token. Generated tokens of a preempted request come one by one again."""
+        """End a chunk at its first deep token. A preempted request's generated tokens are recomputed one per step."""
         count: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return min(count, max(first_deep(request) + 1 - num_computed_tokens, 1))
 
 
 def first_deep(request: Request) -> int:
-    """The first token of a request that runs through all layers: its prompt's last."""
+    """Return the position of a request's first deep token: its prompt's last."""
     count: int = request.num_prompt_tokens
     return count - 1
 
 
 class OwnHasher:
-    """vLLM's names for blocks, with others for those that hold deep tokens: they are one request's own, which finds
-    them again after a preemption."""
+    """vLLM's block hashes, replaced for blocks that hold deep tokens by hashes that only their request knows, so that
+    it finds them again after a preemption."""
 
     def __init__(self, hasher: Callable[[Request], list[bytes]], block_size: int) -> None:
         self._hasher, self._block_size = hasher, block_size
         self._secret = os.urandom(16)
 
     def __call__(self, request: Request) -> list[bytes]:
-        """The names of blocks that have none yet, each of the length that vLLM gave it."""
+        """Return the hashes of blocks that have none yet, of the same length as vLLM's."""
         at, shared = len(request.block_hashes), first_deep(request) // self._block_size
         return [
             name if index < shared else sha256(self._secret + name).digest()[: len(name)]
@@ -88,7 +88,7 @@ class OwnHasher:
 
 
 class OwnScheduler(_KeepsOwn):
-    """vLLM's scheduler, for students whose deep tokens keep K and V of their own."""
+    """vLLM's scheduler, for students whose deep tokens keep their own K and V."""
 
 
 class OwnAsyncScheduler(_KeepsOwn, AsyncScheduler):

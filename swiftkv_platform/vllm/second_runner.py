@@ -1,8 +1,8 @@
-"""The checks of requests as vLLM's second model runner (V2) takes them: logits processors of another class.
+"""Request checks for vLLM's second model runner (V2), which has its own class of logits processors.
 
-vLLM takes that runner wherever Triton runs, which is on GPUs. It has fast prefill from 0.30 on and these processors
-from 0.32 on; before, a student that needs one gets the first runner. A server's frontend imports this module too, so it
-imports nothing of the runner itself.
+vLLM uses that runner wherever Triton runs, which is on GPUs. It has fast prefill from 0.30 on and these processors from
+0.32 on; before, a student that needs one gets the first runner. A server's frontend imports this module too, so it must
+not import the runner itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RefusePromptLogprobs(LogitsProcessor):
 
 
 class OneToken(RefusePromptLogprobs):
-    """Check of requests to a server that prefills only: its one token says that the prompt is done."""
+    """Check of requests to a prefill-only server, whose one token signals that the prompt is done."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

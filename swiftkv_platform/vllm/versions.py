@@ -1,6 +1,6 @@
-"""The vLLM versions that the plugin was tried with, and what of vLLM it stands on, which other versions must have.
+"""The vLLM versions that the plugin was tested with, and the vLLM interfaces that it needs of any other version.
 
-It imports vLLM only to look at one of a version that is not in `TESTED_VERSIONS`.
+It imports vLLM only to inspect a version that is not in `TESTED_VERSIONS`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ CALLS: Mapping[str, str] = {
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs": "self input_batch req_states",
     "vllm.v1.sample.logits_processor.builtin:process_dict_updates": "req_entries batch_update new_state",
 }
-"""Functions that the plugin calls or overrides, each with the arguments that it gives or takes: these must be there,
-and no other may be required."""
+"""Functions that the plugin calls or overrides, each with the arguments that it passes or takes. These must exist, and
+no other may be required."""
 
 FIELDS: Mapping[str, str] = {
     "vllm.config:CacheConfig": "kv_sharing_fast_prefill",
@@ -66,7 +66,7 @@ FIELDS: Mapping[str, str] = {
 
 
 def is_tested(version: str) -> bool:
-    """Whether the plugin's tests ran with this minor version. Raises `ModelError`: an older one than any of them."""
+    """Whether the plugin's tests ran with this minor version. Raises `ModelError`: it is older than all of them."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return False
@@ -83,8 +83,8 @@ def is_tested(version: str) -> bool:
 
 @lru_cache
 def check_version(version: str) -> None:
-    """Take a tested version as it is, and a newer one, with a warning, where it has all that the plugin stands on.
-    Raises `ModelError`: an older version, or a newer one with what it changed."""
+    """Accept a tested version, or, with a warning, a newer one that has all interfaces that the plugin needs.
+    Raises `ModelError`: the version is older, or newer with changed interfaces, which the error names."""
     if is_tested(version):
         return
     changed = list(_changes())
@@ -99,7 +99,7 @@ def check_version(version: str) -> None:
 
 
 def untested(version: str, changed: list[str]) -> ModelError:
-    """The refusal of a version, with sentences' parts that say what has changed in it."""
+    """Return the error for an untested version; `changed`: clauses that say what differs in it."""
     return ModelError(
         f"this plugin has not been tested with vLLM {version}, and there {'; '.join(changed)}. Use vLLM "
         f"{TESTED_VERSIONS[-1]}, a newer swiftkv-platform, or this project's own engine",
@@ -109,7 +109,7 @@ def untested(version: str, changed: list[str]) -> ModelError:
 
 
 def _changes() -> Iterator[str]:
-    """Names that the plugin uses and the installed vLLM has not, or has in another form."""
+    """Yield a clause for each name that the plugin uses and that the installed vLLM lacks or has changed."""
     for module in _MODULES:
         try:
             importlib.import_module(module)

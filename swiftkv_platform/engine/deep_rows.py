@@ -24,6 +24,9 @@ def write_shared(decoder: Any, x: torch.Tensor, context: DecoderContext, rows: S
         kept = TokenSelection(index_tensor(rows, x.device))
         x, cache = kept.take(x), replace(cache, slots=take(cache.slots, rows))
         rotation = tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation)
+    writer = getattr(decoder, "shared_writer", None)  # on the engine's kernels alone
+    if writer is not None and writer.write(x, rotation, cache):
+        return
     for group, key_value in enumerate(decoder.project_key_values(x, rotation)):
         cache.write(*key_value, first + group)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.kernels import packing
 from swiftkv_platform.engine.sharding import Ranks, cut_of, whole_name
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ def round_weights(model: Any, form: WeightFormat) -> None:
                     ", and the model is stored in int8; use auto, or export it from its floats with --quantize int4",
                 )
             continue
-        four = form == "int4" and not makes_heads(name) and linear.in_features % kernels.GROUP == 0
+        four = form == "int4" and not makes_heads(name) and linear.in_features % packing.GROUP == 0
         _round(linear, "int4" if four else "int8")
     embedding = model.get_input_embeddings().weight
     for name in ("lm_head", "exit_head"):
@@ -71,7 +71,7 @@ def common_weights(linears: Sequence[Any]) -> list[IntegerWeight] | list[torch.T
     """The weights of modules that run as one: integers if all have them in one form that the kernels take, else
     floats."""
     found = [integers_of(linear) for linear in linears]
-    integers = [one for one in found if one is not None and kernels.packs(one)]
+    integers = [one for one in found if one is not None and packing.packs(one)]
     if len(integers) == len(linears) and len({(one.form, one.group_size) for one in integers}) == 1:
         return integers
     return [linear.weight.detach() for linear in linears]
@@ -90,7 +90,7 @@ def _projections(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _round(linear: Any, form: WeightFormat, *, keeps_floats: bool = False) -> None:
-    group = kernels.GROUP if form == "int4" else None
+    group = packing.GROUP if form == "int4" else None
     linear.integers = rounded = IntegerWeight(*quantize_weight(linear.weight.detach(), form, group), form)
     if not keeps_floats:
         linear.weight.data = dequantize_weight(rounded.integers, rounded.scale).to(linear.weight.dtype)

@@ -19,6 +19,7 @@ from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.arena import Arena
 from swiftkv_platform.engine.deep_rows import DeepRows
 from swiftkv_platform.engine.integer_weights import common_weights
+from swiftkv_platform.engine.kernels import packing
 from swiftkv_platform.engine.kv_cache import PagedTensor
 from swiftkv_platform.model.attention import HeadAttentionMixin, Rotation, rotate, split_heads
 from swiftkv_platform.model.deep_tokens import DeepGroup
@@ -40,8 +41,8 @@ class NativeLinear(nn.Module):
     def __init__(self, weight: torch.Tensor | IntegerWeight, bias: torch.Tensor | None, arena: Arena) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = kernels.pack(weight).moved_into(arena)
-        self.bias = None if bias is None else kernels.padded(bias)
+        self.weight = packing.pack(weight).moved_into(arena)
+        self.bias = None if bias is None else packing.padded(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -71,7 +72,7 @@ class NativeEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., hidden_size]."""
         pairs = self.weight.view(torch.int32).squeeze(-1)  # both at once: a quarter of the time
-        embedded = pairs[input_ids // kernels.COLUMNS, :, input_ids % kernels.COLUMNS].view(self.weight.dtype)
+        embedded = pairs[input_ids // packing.COLUMNS, :, input_ids % packing.COLUMNS].view(self.weight.dtype)
         return embedded if self._scaled is None else self._scaled(embedded)
 
 
@@ -80,7 +81,7 @@ class NativeRMSNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight = kernels.padded(norm.weight)
+        self.weight = packing.padded(norm.weight)
         self.variance_epsilon = norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +113,7 @@ class _GatedLinear(nn.Module):
         super().__init__()
         self._size, self.in_features = gate.shape
         self.out_features = 2 * self._size  # of its products
-        self.weight = kernels.pack_gated(gate, up).moved_into(arena)
+        self.weight = packing.pack_gated(gate, up).moved_into(arena)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., intermediate_size]."""
@@ -212,6 +213,52 @@ class _Heads:
         assert all(getattr(part, "fused", None) is fused for part in parts), "parts of one product"
         first = [sum(fused.sizes[:at]) for at in range(len(fused.sizes))]
         return cls(linear, first[query], first[key])
+
+
+class SharedKeyValues:
+    """K and V of all groups from x, written in one operator for all of them: one each takes a fifteenth of a prompt's
+    time in a student."""
+
+    def __init__(self, decoder: Any, leaders: Sequence[HeadAttentionMixin], linear: NativeLinear) -> None:
+        self._rotations, self._leaders = decoder.layer_rotations, decoder.layer_map.leaders
+        self._first = decoder.layer_map.num_key_value_layers
+        self._linear, self._norm = linear, decoder.norm_swiftkv
+        self._head_norms = [leader.k_norm for leader in leaders if isinstance(leader.k_norm, NativeRMSNorm)]
+        self._rotates = leaders[0].rotates
+
+    @classmethod
+    def of(cls, decoder: Any) -> Self | None:
+        """None: the groups' projections are no product of ours, or make heads of several kinds."""
+        leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
+        if not leaders or not isinstance(decoder.norm_swiftkv, NativeRMSNorm):
+            return None
+        if any(not isinstance(leader, HeadAttentionMixin) or leader.normalises_all_heads for leader in leaders):
+            return None
+        kinds = {(type(leader.k_norm), leader.rotates) for leader in leaders}
+        norm, _ = next(iter(kinds))
+        linear = getattr(getattr(leaders[0].k_proj_swiftkv, "fused", None), "linear", None)
+        if len(kinds) > 1 or not issubclass(norm, NativeRMSNorm | nn.Identity | None):
+            return None
+        return cls(decoder, leaders, linear) if isinstance(linear, NativeLinear) else None
+
+    def write(self, x: torch.Tensor, rotation: Rotation, cache: Any) -> bool:
+        """Write those of x [1, num_tokens, hidden_size] to a `StepCache` at its slots. False: this cannot."""
+        rotations = [self._rotations.of(i, rotation) for i in self._leaders] if self._rotates else []
+        layers = [cache.read(self._first + group) for group in range(len(self._leaders))]
+        keys = layers[0][0]
+        if not (isinstance(keys, PagedTensor) and keys.native):
+            return False
+        if any(one[0] is not rotations[0][0] or one[0].dtype != x.dtype for one in rotations):
+            return False
+        kernels.write_projected(
+            self._linear.rows(x[0], norm=self._norm),
+            cache.slots,
+            [(keys.rows, values.rows) for keys, values in layers],
+            norms=self._head_norms,
+            rotation=rotations[0] if rotations else None,
+            payload=keys.payload,
+        )
+        return True
 
 
 class NativeLayer(nn.Module):

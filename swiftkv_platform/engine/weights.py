@@ -26,6 +26,7 @@ from swiftkv_platform.engine.native_modules import (
     NativeLinear,
     NativeMLP,
     NativeRMSNorm,
+    SharedKeyValues,
     rotate_heads,
 )
 from swiftkv_platform.model.attention import HeadAttentionMixin
@@ -142,6 +143,7 @@ def use_kernels(model: Any) -> None:
     layers = model.model.layers
     for i, layer in enumerate(layers):
         layers[i] = NativeLayer.of(layer) or layer
+    model.model.shared_writer = SharedKeyValues.of(model.model)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

@@ -18,13 +18,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
 from torch.utils import cpp_extension
 
-from swiftkv_platform.engine.arena import Arena
+from swiftkv_platform.engine.kernels.packing import COLUMNS, Packed, pack
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.weight_formats import IntegerWeight
 
@@ -42,12 +42,6 @@ HEAD_DIM_MULTIPLE = 32
 _FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 """`Format` in the source, by the payload of a quantised cache."""
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
-COLUMNS = 32
-"""Outputs of a block of packed weights."""
-MOST_INPUTS = 1 << 16
-"""Inputs whose products, of 8 bits each, fit into int32 together."""
-GROUP = 32
-"""Number that groups of inputs in int4 are a multiple of."""
 
 
 def serve(model: Any) -> bool:
@@ -161,89 +155,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return y
 
 
-def padded(vector: torch.Tensor) -> torch.Tensor:
-    """A norm's weight or a bias [size] as the kernels read it: in float32, up to a whole block."""
-    return F.pad(vector.detach().float(), (0, -vector.numel() % COLUMNS))
-
-
 class Norm(Protocol):
     """An RMSNorm."""
 
     weight: torch.Tensor
     """Made by `padded`."""
     variance_epsilon: float
-
-
-class Packed(NamedTuple):
-    """A weight as the products read it; all but the numbers are for integers."""
-
-    numbers: torch.Tensor
-    """[num_blocks, size_in / n, COLUMNS, n] in bfloat16 (n = 2) or int8 (4); in int4 uint8 [num_blocks, size_in / 8,
-    COLUMNS, 4], 8 added, the first four of eight inputs in the low bits."""
-    scales: torch.Tensor | None = None
-    """Scales of the outputs, float32 [num_blocks, COLUMNS]."""
-    offsets: torch.Tensor | None = None
-    """128 times the sum of an output's integers, int32 [num_blocks, COLUMNS]."""
-    multipliers: torch.Tensor | None = None
-    """Multipliers of the groups of an output's inputs in int4, uint8 [num_blocks, size_in / group, COLUMNS]."""
-
-    def moved_into(self, arena: Arena) -> Packed:
-        """The same in an arena."""
-        return Packed(arena.move(self.numbers), *(part if part is None else arena.move(part) for part in self[1:]))
-
-
-def packs(weight: IntegerWeight) -> bool:
-    """Whether the products can take a weight: as many inputs as they multiply together, sums that int32 holds, and
-    multipliers for int4."""
-    if weight.integers.shape[1] > MOST_INPUTS:
-        return False
-    if weight.form == "int8":
-        return weight.integers.shape[1] % 4 == 0
-    return weight.group_size % GROUP == 0 and weight.multipliers() is not None
-
-
-def pack(weight: torch.Tensor | IntegerWeight) -> Packed:
-    """A weight [size_out, size_in] that `packs` as `linear` reads it."""
-    if isinstance(weight, torch.Tensor):
-        return Packed(_in_blocks(weight.detach(), 2))
-    integers = weight.integers
-    if weight.form == "int8":
-        scales = weight.scale.float()
-        return Packed(_in_blocks(integers, 4), _blocks(scales).squeeze(-1), _offsets(integers))
-    multipliers = weight.multipliers()
-    assert multipliers is not None, "scales of int4 that are no multiples of one"
-    scales = weight.scale[:, :1].float() / multipliers[:, :1]
-    first, second = (integers + 8).view(torch.uint8).unflatten(1, (-1, 2, 4)).unbind(2)
-    wide = integers.unflatten(1, (-1, weight.group_size)) * multipliers.to(torch.int8).unsqueeze(-1)
-    return Packed(
-        _in_blocks((first | second << 4).flatten(1), 4),
-        _blocks(scales).squeeze(-1),
-        _offsets(wide.flatten(1)),
-        _blocks(multipliers).transpose(1, 2).contiguous(),
-    )
-
-
-def _offsets(integers: torch.Tensor) -> torch.Tensor:
-    return 128 * _blocks(integers).sum(-1, dtype=torch.int32)
-
-
-def _blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[size_out, size_in] -> [num_blocks, COLUMNS, size_in], with rows of zeros."""
-    return torch.unflatten(F.pad(weight, (0, 0, 0, -weight.shape[0] % COLUMNS)), 0, (-1, COLUMNS))
-
-
-def _in_blocks(weight: torch.Tensor, together: int) -> torch.Tensor:
-    """[size_out, size_in] -> [num_blocks, size_in / together, COLUMNS, together]."""
-    return torch.unflatten(_blocks(weight), 2, (-1, together)).transpose(1, 2).contiguous()
-
-
-def pack_gated(gate: torch.Tensor | IntegerWeight, up: torch.Tensor | IntegerWeight) -> Packed:
-    """Two weights [size_out, size_in] of one type as `gated_linear` reads them: their blocks in turn."""
-
-    def in_turn(one: Any, other: Any) -> Any:
-        return None if one is None else torch.stack([one, other], dim=1).flatten(0, 1)
-
-    return Packed(*map(in_turn, pack(gate), pack(up)))
 
 
 def linear(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
@@ -299,6 +216,36 @@ def write(rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, payload: tor
     """Put x [num_heads, num_tokens, dim] into `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]; or, with a
     payload, what `model.quantization.pack` makes of it into [num_heads, num_slots, dim + 2]."""
     torch.ops.swiftkv_cpu.write(rows, slots, x, _FORMATS[payload])
+
+
+def write_projected(
+    projected: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    norms: Sequence[Norm],
+    rotation: Sequence[torch.Tensor] | None,
+    payload: torch.dtype | None,
+) -> None:
+    """Put keys and values of several cache layers into the slots of a step's tokens: norms, RoPE and `write` for all.
+
+    Args:
+        projected: keys and values of all heads, layer after layer, [num_tokens, size].
+        slots: int64 [num_tokens].
+        layers: `rows` of `write` for keys and for values of each.
+        norms: of each layer's heads of keys; none: heads stay.
+        rotation: as in `attend_projected`.
+    """
+    torch.ops.swiftkv_cpu.write_projected.default(
+        projected,
+        [norm.weight for norm in norms],
+        norms[0].variance_epsilon if norms else 0.0,
+        *(rotation or (None, None)),
+        slots,
+        [keys for keys, _ in layers],
+        [values for _, values in layers],
+        _FORMATS[payload],
+    )
 
 
 def attend(

@@ -507,20 +507,17 @@ Tensor attend_projected(const Tensor& projected, int64_t num_heads, int64_t quer
   const std::optional<Rotation> rotation = cos ? std::optional<Rotation>(Rotation(*cos, *sin)) : std::nullopt;
   const int64_t stride = projected.stride(0);
   const Heads of_queries{from + query_at, stride, dim, query_norm, static_cast<float>(epsilon), rotation};
-  const Heads of_keys{from + key_at, stride, dim, key_norm, static_cast<float>(epsilon), rotation};
   const int64_t* written = slots ? slots->const_data_ptr<int64_t>() : nullptr;
-  const Slots key_slots(keys, written, static_cast<Format>(format)), value_slots(values, written, static_cast<Format>(format));
+  const KeyValueHeads stored{{from + key_at, stride, dim, key_norm, static_cast<float>(epsilon), rotation},
+                             num_kv_heads,
+                             Slots(keys, written, static_cast<Format>(format)),
+                             Slots(values, written, static_cast<Format>(format))};
   share(num_tokens, rows_at_a_time((num_heads + 2 * num_kv_heads) * dim), [&](int64_t begin, int64_t end) {
-    std::vector<BFloat16> key(dim);
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < num_heads; ++head) {
         of_queries.prepare(token, head, to + (token * num_heads + head) * dim);
       }
-      for (int64_t head = 0; written && head < num_kv_heads; ++head) {
-        of_keys.prepare(token, head, key.data());
-        key_slots.put(key.data(), dim, head, token);
-        value_slots.put(from + token * stride + key_at + (num_kv_heads + head) * dim, dim, head, token);
-      }
+      if (written) stored.put(token);
     }
   });
   return attend(queries.transpose(1, 2), keys, values, sequences, positions, runs, scaling, window, format)
@@ -546,6 +543,9 @@ TORCH_LIBRARY(swiftkv_cpu, library) {
   library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("write(Tensor(a!) rows, Tensor slots, Tensor x, int format) -> ()");
   library.def(
+      "write_projected(Tensor projected, Tensor[] norms, float epsilon, Tensor? cos, Tensor? sin, Tensor slots, "
+      "Tensor(a!)[] keys, Tensor(b!)[] values, int format) -> ()");
+  library.def(
       "attend(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor positions, Tensor runs, float scaling, "
       "int window, int format) -> Tensor");
   library.def(
@@ -561,6 +561,7 @@ TORCH_LIBRARY_IMPL(swiftkv_cpu, CPU, library) {
   library.impl("gated_linear", gated_linear);
   library.impl("rotate", rotate);
   library.impl("write", write);
+  library.impl("write_projected", write_projected);
   library.impl("attend", attend);
   library.impl("attend_projected", attend_projected);
 }

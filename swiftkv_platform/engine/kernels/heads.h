@@ -208,7 +208,7 @@ void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
 struct Heads {
   const BFloat16* projected;
   int64_t stride, dim;
-  const std::optional<Tensor>& norm;
+  std::optional<Tensor> norm;
   float epsilon;
   const std::optional<Rotation>& rotation;
 
@@ -222,5 +222,52 @@ struct Heads {
     if (rotation) rotation->apply(to, token, to);
   }
 };
+
+// What a layer's cache takes from the projections of tokens: heads of keys, and those of values, which follow them.
+struct KeyValueHeads {
+  Heads keys;
+  int64_t count;
+  Slots key_slots, value_slots;
+
+  void put(int64_t token) const {
+    thread_local std::vector<BFloat16> key;
+    key.resize(keys.dim);
+    const BFloat16* values = keys.projected + token * keys.stride + count * keys.dim;
+    for (int64_t head = 0; head < count; ++head) {
+      keys.prepare(token, head, key.data());
+      key_slots.put(key.data(), keys.dim, head, token);
+      value_slots.put(values + head * keys.dim, keys.dim, head, token);
+    }
+  }
+};
+
+constexpr int64_t kTokensAtATime = 16;  // whose projections for all layers stay in a core's cache
+
+// Puts the keys and values of several layers, projected [num_tokens, layers x (heads of keys, heads of values)], into slots
+// [num_tokens] of each layer's rows. `norms` as in rms_norm, one a layer, or none.
+void write_projected(const Tensor& projected, at::TensorList norms, double epsilon, const std::optional<Tensor>& cos,
+                     const std::optional<Tensor>& sin, const Tensor& slots, at::TensorList keys, at::TensorList values,
+                     int64_t format) {
+  const int64_t num_tokens = projected.size(0), num_layers = static_cast<int64_t>(keys.size()), num_heads = keys[0].size(0);
+  const int64_t dim = projected.size(1) / (2 * num_layers * num_heads);
+  const std::optional<Rotation> rotation = cos ? std::optional<Rotation>(Rotation(*cos, *sin)) : std::nullopt;
+  const auto* from = projected.const_data_ptr<BFloat16>();
+  const auto* written = slots.const_data_ptr<int64_t>();
+  std::vector<KeyValueHeads> layers;
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    const std::optional<Tensor> norm = norms.empty() ? std::nullopt : std::optional<Tensor>(norms[layer]);
+    layers.push_back({{from + 2 * layer * num_heads * dim, projected.stride(0), dim, norm, static_cast<float>(epsilon), rotation},
+                      num_heads,
+                      Slots(keys[layer], written, static_cast<Format>(format)),
+                      Slots(values[layer], written, static_cast<Format>(format))});
+  }
+  share(num_tokens, kTokensAtATime, [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += kTokensAtATime) {
+      for (const KeyValueHeads& layer : layers) {
+        for (int64_t token = first; token < std::min(first + kTokensAtATime, end); ++token) layer.put(token);
+      }
+    }
+  });
+}
 
 }  // namespace

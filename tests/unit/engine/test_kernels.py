@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.arena import Arena
+from swiftkv_platform.engine.kernels import packing
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.native_modules import NativeEmbedding, NativeHead, NativeRMSNorm
 from swiftkv_platform.engine.speculative import draft_costs
@@ -43,7 +44,7 @@ def test_rms_norm(size: int, native_kernels: None) -> None:
     """Rows are normalised, and heads that lie apart."""
     weight, heads = torch.randn(size), numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size]
     for x in (numbers(1, 70, size), heads):
-        actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)
+        actual = kernels.rms_norm(x, packing.padded(weight), 1e-5)
         assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
 
 
@@ -55,7 +56,7 @@ def test_linear(size_in: int, size_out: int, native_kernels: None) -> None:
     weight, biases = numbers(size_out, size_in, scale=size_in**-0.5), (None, torch.randn(size_out))
     for num_tokens, bias in product((1, 7, 8, 9, 32, 33, 47, 64, 300), biases):
         x = numbers(1, num_tokens, size_in)
-        actual = kernels.linear(x, kernels.pack(weight), None if bias is None else kernels.padded(bias), size_out)
+        actual = kernels.linear(x, packing.pack(weight), None if bias is None else packing.padded(bias), size_out)
         assert_rounded(actual, F.linear(x.float(), weight.float(), bias))
 
 
@@ -65,16 +66,16 @@ def test_gated_linear(size_in: int, size_out: int, native_kernels: None) -> None
     up = up.flip(0)
     for num_tokens in (1, 8, 33, 300):
         x = numbers(1, num_tokens, size_in)
-        actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), size_out)
+        actual = kernels.gated_linear(x, packing.pack_gated(gate, up), size_out)
         assert_rounded(actual, F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float()))
 
 
 @shapes
 def test_what_stands_around_a_product_is_as_apart(size_in: int, size_out: int, native_kernels: None) -> None:
     """A norm before and a residual behind change no bit."""
-    packed = kernels.pack(numbers(size_out, size_in, scale=size_in**-0.5))
+    packed = packing.pack(numbers(size_out, size_in, scale=size_in**-0.5))
     norm = NativeRMSNorm(LlamaRMSNorm(size_in, eps=1e-5))
-    norm.weight.copy_(kernels.padded(torch.randn(size_in)))
+    norm.weight.copy_(packing.padded(torch.randn(size_in)))
     for num_tokens in (1, 33):
         x, residual = numbers(num_tokens, size_in), numbers(num_tokens, 3 * size_out)[:, :size_out]
         apart = kernels.linear(norm(x), packed, None, size_out)
@@ -86,7 +87,7 @@ def test_what_stands_around_a_product_is_as_apart(size_in: int, size_out: int, n
 @shapes
 def test_logits_are_not_rounded(size_in: int, size_out: int, native_kernels: None) -> None:
     weight, x = numbers(size_out, size_in, scale=size_in**-0.5), numbers(1, 5, size_in)
-    actual = kernels.logits(x, kernels.pack(weight), None, size_out)
+    actual = kernels.logits(x, packing.pack(weight), None, size_out)
     torch.testing.assert_close(actual, F.linear(x.float(), weight.float()), atol=2e-6 * size_in**0.5, rtol=1e-5)
 
 
@@ -116,10 +117,10 @@ def test_linear_in_integers(
     x = numbers(1, 300, size_in)
     x[..., 5] *= 100  # an input that dwarfs the others, as models have them: they keep 8 bits or more
     x[0, 3] = 0
-    packed = kernels.pack(weight)
+    packed = packing.pack(weight)
     together = kernels.linear(x, packed, None, size_out)
     assert_rounded(together, F.linear(x.float(), floats), atol=0.01)
-    found = kernels.linear(x, packed, kernels.padded(bias), size_out)
+    found = kernels.linear(x, packed, packing.padded(bias), size_out)
     assert_rounded(found, F.linear(x.float(), floats, bias), atol=0.01)
     for count in (1, 2, 3, 4, 5, 8, 9, 13, 16, 33, 47, 64):
         assert torch.equal(kernels.linear(x[:, :count], packed, None, size_out), together[:, :count])
@@ -132,13 +133,13 @@ def test_gated_linear_in_integers(form: WeightFormat, group: int | None, native_
     wide = [dequantize_weight(one.integers, one.scale) for one in (gate, up)]
     for num_tokens in (1, 5, 33, 300):
         x = numbers(1, num_tokens, 128)
-        actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), 71)
+        actual = kernels.gated_linear(x, packing.pack_gated(gate, up), 71)
         assert_rounded(actual, F.silu(F.linear(x.float(), wide[0])) * F.linear(x.float(), wide[1]))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_is_so_alone(broken: float, native_kernels: None) -> None:
-    packed, x = kernels.pack(rounded(numbers(40, 64), "int8", None)), numbers(6, 64)
+    packed, x = packing.pack(rounded(numbers(40, 64), "int8", None)), numbers(6, 64)
     exact = kernels.linear(x, packed, None, 40)
     x[2, 7] = broken
     found = kernels.linear(x, packed, None, 40)
@@ -148,9 +149,9 @@ def test_a_row_that_is_not_finite_is_so_alone(broken: float, native_kernels: Non
 
 def test_int4_with_scales_of_others_is_not_packed() -> None:
     weight = rounded(numbers(8, 64), "int4", 32)
-    assert kernels.packs(weight)
-    assert not kernels.packs(weight._replace(scale=torch.rand(8, 2) + 0.1))
-    assert not kernels.packs(IntegerWeight(weight.integers, torch.ones(8, 4), "int4")), "groups of 16"
+    assert packing.packs(weight)
+    assert not packing.packs(weight._replace(scale=torch.rand(8, 2) + 0.1))
+    assert not packing.packs(IntegerWeight(weight.integers, torch.ones(8, 4), "int4")), "groups of 16"
 
 
 @contextmanager
@@ -169,9 +170,9 @@ def test_any_number_of_threads_gives_the_same(native_kernels: None) -> None:
     weight = numbers(200, 64, scale=0.1)
     for num_tokens, threads in product((2, 700, 40_000), (1, 3)):
         x = numbers(num_tokens, 64)
-        once = kernels.linear(x, kernels.pack(weight), None, 200)
+        once = kernels.linear(x, packing.pack(weight), None, 200)
         with at_threads(threads):
-            assert torch.equal(kernels.linear(x, kernels.pack(weight), None, 200), once)
+            assert torch.equal(kernels.linear(x, packing.pack(weight), None, 200), once)
 
 
 def test_a_thread_that_begins_during_a_step_has_all_threads(
@@ -198,7 +199,7 @@ def test_threads_serve_whoever_calls(native_kernels: None) -> None:
     """Callers at once, callers whose work ends before others begin, and a child process, which has no other thread."""
     cases = []
     for size_out in (33, 320, 1024, 4096):
-        packed, x = kernels.pack(numbers(size_out, 256)), numbers(1, 3, 256)
+        packed, x = packing.pack(numbers(size_out, 256)), numbers(1, 3, 256)
         cases.append((x, packed, size_out, kernels.linear(x, packed, None, size_out)))
 
     def agree(times: int) -> bool:
@@ -264,6 +265,30 @@ def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_ker
         x[0, 0, 7] = broken
         kernels.write(rows, slots[:1], x[:, :1], payload)
         assert unpack(rows[:1, slots[:1]], payload, BF16).isnan().all()
+
+
+@pytest.mark.parametrize("payload", [None, torch.int8])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_layers_written_at_once_are_as_one_by_one(
+    payload: torch.dtype | None, normalised: bool, native_kernels: None
+) -> None:
+    """Norms, RoPE and slots of three layers, on more tokens than a part has, to the bit."""
+    layers, heads, dim, tokens = 3, 2, 32, 70
+    projected, slots = numbers(tokens, 2 * layers * heads * dim), torch.randperm(100)[:tokens]
+    rotation = numbers(1, tokens, dim), numbers(1, tokens, dim, scale=0.5)
+    norms = [NativeRMSNorm(LlamaRMSNorm(dim, eps=1e-5)) for _ in range(layers)] if normalised else []
+    for norm in norms:
+        norm.weight.copy_(packing.padded(torch.randn(dim)))
+    size, dtype = (dim, BF16) if payload is None else (dim + 2, torch.uint8)
+    stored = torch.zeros(2, layers, 2, heads, 100, size, dtype=dtype)
+    kernels.write_projected(projected, slots, list(stored[0]), norms=norms, rotation=rotation, payload=payload)
+    for layer, parts in enumerate(projected.view(tokens, layers, 2, heads, dim).permute(1, 2, 3, 0, 4)):
+        keys, values = parts[0][None], parts[1]
+        keys = norms[layer](keys) if normalised else keys
+        kernels.write(stored[1, layer, 0], slots, kernels.rotate(keys, rotation)[0], payload)
+        kernels.write(stored[1, layer, 1], slots, values, payload)
+    assert stored[0].any()
+    assert torch.equal(stored[0], stored[1])
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

@@ -123,8 +123,8 @@ class Family:
     """Positions where the key is absent."""
     tie_word_embeddings: bool = False
     """Whether the head is the embedding where the key is absent."""
-    is_gguf_architecture: bool = False
-    """Whether GGUF files with this name as `general.architecture` are read."""
+    gguf_architecture: str = ""
+    """`general.architecture` of its GGUF files; empty: none are read."""
     refused_by_vllm: str = ""
     """Reason why vLLM does not serve students of the family, and what does; empty: it serves them."""
 
@@ -187,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
             **_BIASED,
             mlp_bias=MLP_BIAS,
             max_position_embeddings=2048,
-            is_gguf_architecture=True,  # Mistral's models too
+            gguf_architecture="llama",  # Mistral's models too
         ),
         Family("mistral", "Mistral", windows=Windows(4096), max_position_embeddings=131072),
         Family("ministral", "Ministral", windows=Windows(4096, by_layer=True), max_position_embeddings=131072),
@@ -196,7 +196,7 @@ FAMILIES: Mapping[str, Family] = {
             "Qwen2",
             input_bias=ALWAYS,
             windows=Windows(4096, switched=True, by_layer=True),
-            is_gguf_architecture=True,
+            gguf_architecture="qwen2",
         ),
         Family(
             "qwen3",
@@ -205,7 +205,7 @@ FAMILIES: Mapping[str, Family] = {
             query_key_norms="head",
             head_dim=128,
             windows=Windows(4096, switched=True, by_layer=True),
-            is_gguf_architecture=True,
+            gguf_architecture="qwen3",
         ),
         Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, multipliers="keys", max_position_embeddings=2048),
         Family(
@@ -255,6 +255,7 @@ FAMILIES: Mapping[str, Family] = {
             windows=Windows(4096, by_layer=True, full_every=6),
             max_position_embeddings=131072,
             tie_word_embeddings=True,
+            gguf_architecture="gemma3",
         ),
         Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
         Family(

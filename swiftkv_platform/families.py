@@ -121,9 +121,8 @@ class Family:
     max_position_embeddings: int = 32768
     """Number of positions if the key is absent."""
     tie_word_embeddings: bool = False
-    """Whether the head shares the embedding's weights if the key is absent."""
-    is_gguf_architecture: bool = False
-    """Whether GGUF files with this name as `general.architecture` are read."""
+    gguf_architecture: str = ""
+    """`general.architecture` of its GGUF files; empty: GGUF files are not supported."""
     refused_by_vllm: str = ""
     """Why vLLM does not serve students of the family, and what does; empty: vLLM serves them."""
 
@@ -186,7 +185,7 @@ FAMILIES: Mapping[str, Family] = {
             **_BIASED,
             mlp_bias=MLP_BIAS,
             max_position_embeddings=2048,
-            is_gguf_architecture=True,  # Mistral's models too
+            gguf_architecture="llama",  # Mistral's models too
         ),
         Family("mistral", "Mistral", windows=Windows(4096), max_position_embeddings=131072),
         Family("ministral", "Ministral", windows=Windows(4096, by_layer=True), max_position_embeddings=131072),
@@ -195,7 +194,7 @@ FAMILIES: Mapping[str, Family] = {
             "Qwen2",
             input_bias=ALWAYS,
             windows=Windows(4096, switched=True, by_layer=True),
-            is_gguf_architecture=True,
+            gguf_architecture="qwen2",
         ),
         Family(
             "qwen3",
@@ -204,7 +203,7 @@ FAMILIES: Mapping[str, Family] = {
             query_key_norms="head",
             head_dim=128,
             windows=Windows(4096, switched=True, by_layer=True),
-            is_gguf_architecture=True,
+            gguf_architecture="qwen3",
         ),
         Family("granite", "Granite", **_BIASED, mlp_bias=MLP_BIAS, multipliers="keys", max_position_embeddings=2048),
         Family(
@@ -254,6 +253,7 @@ FAMILIES: Mapping[str, Family] = {
             windows=Windows(4096, by_layer=True, full_every=6),
             max_position_embeddings=131072,
             tie_word_embeddings=True,
+            gguf_architecture="gemma3",
         ),
         Family("mixtral", "Mixtral", feed_forward="mixtral", windows=Windows(None), max_position_embeddings=131072),
         Family(

@@ -32,10 +32,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Format characters of `struct` by GGUF's number of a value's type."""
 _STRING, _ARRAY = 8, 9
 
-_CLASSES = {
-    family.model_type: f"{family.prefix}ForCausalLM" for family in FAMILIES.values() if family.is_gguf_architecture
-}
-"""Classes of the architectures that are read."""
+_FAMILIES = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
+"""Architectures that are read."""
 _KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -158,9 +156,10 @@ def _format(kind: int) -> str:
 
 def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
     architecture = str(values.get("general.architecture"))
-    if architecture not in _CLASSES:
+    family = _FAMILIES.get(architecture)
+    if family is None:
         raise _NotReadableError(
-            f"its architecture is {architecture}; {', '.join(_CLASSES)} are read from GGUF, of others use a "
+            f"its architecture is {architecture}; {', '.join(_FAMILIES)} are read from GGUF, of others use a "
             "Hugging Face model directory"
         )
     if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
@@ -171,14 +170,26 @@ def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
     if isinstance(vocabulary, _List):
         values = {f"{architecture}.vocab_size": vocabulary.length, **values}
     heads = {f"{architecture}.attention.key_length": shape["hidden_size"] // max(shape["num_attention_heads"], 1)}
-    return {
-        "architectures": [_CLASSES[architecture]],
-        "model_type": architecture,
+    config = {
+        "architectures": [family.teacher_class("ForCausalLM")],
+        "model_type": family.model_type,
         **shape,
         "head_dim": _number({**heads, **values}, *heads),
         "vocab_size": _number(values, f"{architecture}.vocab_size"),
-        "rope_theta": values.get(f"{architecture}.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    base = values.get(f"{architecture}.rope.freq_base", 10000.0)
+    return config | (_of_gemma(values, config, base) if architecture == "gemma3" else {"rope_theta": base})
+
+
+def _of_gemma(values: Mapping[str, Any], config: Mapping[str, Any], base: float) -> dict[str, Any]:
+    """What Gemma 3 has besides; llama.cpp fixes the base of layers with a window, and scales scores by the head's size
+    in all models but those with scaled rotary embeddings."""
+    bases = {"full_attention": base, "sliding_attention": 10000.0}
+    return {
+        "sliding_window": _number(values, "gemma3.attention.sliding_window"),
+        "query_pre_attn_scalar": config["head_dim"],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in bases.items()},
     }
 
 

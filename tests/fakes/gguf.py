@@ -1,5 +1,6 @@
 """Models written as GGUF files, as llama.cpp's converter names and orders their tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,22 @@ _NAMES = {
     "post_attention_layernorm": "ffn_norm",
     "input_layernorm": "attn_norm",
 }
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
 def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None = None, **values: str) -> Path:
-    """Write a Llama, Qwen2 or Qwen3 with the byte tokenizer, in float32.
+    """Write a Llama, Qwen2, Qwen3 or Gemma 3 with the byte tokenizer, in float32.
 
     Args:
         values: further texts of the header, with `__` for a dot.
     """
     config = model.config
-    writer = GGUFWriter(path, config.model_type)
+    gemma = config.model_type == "gemma3_text"
+    writer = GGUFWriter(path, "gemma3" if gemma else config.model_type)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -44,7 +51,9 @@ def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None =
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
+    if gemma:
+        writer.add_sliding_window(config.sliding_window)
     writer.add_rope_dimension_count(model.model.layers[0].self_attn.head_dim)
     writer.add_key_length(model.model.layers[0].self_attn.head_dim)
     for name, text in values.items():
@@ -52,7 +61,9 @@ def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None =
     _add_tokenizer(writer, chat_template, config.vocab_size)
     for name, tensor in model.state_dict().items():
         if not (config.tie_word_embeddings and name.startswith("lm_head")):
-            writer.add_tensor(_gguf_name(name), _rotated_as_llama_cpp(config, name, tensor))
+            offset = 1 if gemma and name.endswith("norm.weight") else 0
+            named = _gguf_name(name, _NAMES | _GEMMA_NAMES if gemma else _NAMES)
+            writer.add_tensor(named, _rotated_as_llama_cpp(config, name, tensor + offset))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -62,9 +73,9 @@ def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None =
 
 def _add_tokenizer(writer: GGUFWriter, chat_template: str | None, size: int) -> None:
     vocabulary = byte_tokenizer().get_vocab()
-    # transformers adds `<|endoftext|>` to the vocabularies of such tokenizers where it is missing.
+    # transformers adds what is missing: `<|endoftext|>` to such vocabularies, `<mask>` to Gemma's.
     tokens = [*sorted(vocabulary, key=vocabulary.__getitem__)[:-1], "<|endoftext|>"]
-    tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
+    tokens += ["<mask>", *(f"<unused{i}>" for i in range(size))][: size - len(tokens)]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in ("<s>", "<|endoftext|>") else 1 for token in tokens])
@@ -76,8 +87,8 @@ def _add_tokenizer(writer: GGUFWriter, chat_template: str | None, size: int) -> 
         writer.add_chat_template(chat_template)
 
 
-def _gguf_name(name: str) -> str:
-    for ours, theirs in _NAMES.items():
+def _gguf_name(name: str, names: Mapping[str, str]) -> str:
+    for ours, theirs in names.items():
         name = name.replace(ours, theirs)
     return name
 

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import teacher_path
@@ -16,7 +24,7 @@ from swiftkv_platform.sources.gguf import read_gguf_config
 from swiftkv_platform.specs import ModelSpec
 from tests.fakes.gguf import save_gguf
 from tests.parameters import WIDE
-from tests.tiny_models import SHAPE, family_teacher
+from tests.tiny_models import SHAPE, TOKEN, family_teacher
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -27,14 +35,21 @@ def directory_of(file: Path, cache: Path) -> Path:
 
 def teacher(family: str) -> PreTrainedModel:
     """Weights that bfloat16 holds exactly."""
-    tied = LlamaConfig(**SHAPE, tie_word_embeddings=True)
-    model = LlamaForCausalLM(tied) if family == "llama" else family_teacher(family)
+    if family == "llama":
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    elif family == "gemma3_text":
+        shape = SHAPE | TOKEN | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape))
+    else:
+        model = family_teacher(family)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     return model.eval()
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=WIDE) for name in ("qwen2", "qwen3"))])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=WIDE) for name in ("qwen2", "qwen3")), "gemma3_text"]
+)
 def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: str, tmp_path: Path) -> None:
     model = teacher(family)
     file = save_gguf(model, tmp_path / "tiny.gguf", chat_template=TEMPLATE)

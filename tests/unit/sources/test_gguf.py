@@ -108,7 +108,7 @@ def test_the_vocabulary_is_counted_and_the_rest_of_the_lists_passed_over(tmp_pat
         (b"", "ends early"),
         (b"PK\3\4" + bytes(64), "is no GGUF file"),
         (gguf(LLAMA, version=1), "version is 1; 2 and 3 are read"),
-        (gguf(LLAMA | {"general.architecture": "gemma3"}), "gemma3; llama, qwen2, qwen3 are read"),
+        (gguf(LLAMA | {"general.architecture": "gemma2"}), "gemma2; llama, qwen2, qwen3, gemma3 are read"),
         (gguf(LLAMA | {"llama.rope.scaling.type": "yarn"}), "rotary embeddings are scaled"),
         (gguf(LLAMA, ["rope_freqs.weight"]), "rotary embeddings are scaled"),
         (gguf(LLAMA | {"llama.attention.head_count": [4, 2]}), "no single number as llama.attention.head_count"),

@@ -1,1 +1,1 @@
-"""Measurements of the claims of the README: everything side by side in one run, as ratios of medians."""
+"""Measurements of the README's claims: all systems side by side in one run, as ratios of medians."""

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swiftkv_platform.model import convert
 
 NOT_REPORTED = ("output", "output_dir", "models")
-"""Arguments that change no figure."""
+"""Arguments that do not affect results."""
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with `--output`, whose help begins with the benchmark's docstring."""
+    """Return a parser with `--output`; its help begins with the benchmark's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file for the report, as JSON")
     return parser
@@ -31,7 +31,7 @@ def write_report(report: Any, output: Path | None) -> None:
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments, processor, threads and torch version of this process: the head of a report."""
+    """Return the head of a report: arguments, processor, threads and torch version of this process."""
     return {
         "arguments": {
             key: value.name if isinstance(value, Path) else value
@@ -64,7 +64,7 @@ def add_shape(
 
 
 def random_llama(args: argparse.Namespace, max_position_embeddings: int) -> LlamaForCausalLM:
-    """A float32 Llama of that shape, the same every time."""
+    """Return a float32 Llama of that shape with reproducible random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=args.vocab_size,
@@ -79,7 +79,7 @@ def random_llama(args: argparse.Namespace, max_position_embeddings: int) -> Llam
 
 
 def random_student(dense: Any, args: argparse.Namespace) -> Any:
-    """The student of a model, with the layers and groups that the arguments say."""
+    """Return the student of a model, with l and g from the arguments."""
     return convert(
         dense, num_key_value_layers=args.num_key_value_layers, key_value_group_size=args.key_value_group_size
     )

@@ -1,15 +1,15 @@
-"""Answers of the control plane with many jobs in its database, beside an empty one in the same run.
+"""Response times of the control plane with many jobs in its database, compared with an empty one in the same run.
 
     python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--followers 200] [--postgres [URL]]
     python -m benchmarks.control_plane --running 1000 [--waiting 10000] [--minutes 10] [--postgres [URL]]
 
-With `--running` it measures ticks, requests to the store and delays of events with that many jobs on the cluster
-(`benchmarks.running_jobs`) and nothing else.
+With `--running` it measures only ticks, requests to the store and delays of events with that many jobs on the cluster
+(`benchmarks.running_jobs`).
 
-Two applications behind sockets, SQLite each (or two schemas of a PostgreSQL: of one started for this, or of URL, whose
-schemas `measured_*` are dropped); requests go to them in turns. Jobs in the database have ended, one in a hundred
-waits; they are of ten tenants and have three events each. No Ray: nothing is started while it is measured. At the end
-followers hear a job of the full database to its end, over a connection each.
+Two applications behind sockets, each on SQLite (or on a schema of a PostgreSQL: one started for this, or URL, whose
+schemas `measured_*` are dropped); requests alternate between them. Jobs in the database have ended, except one in a
+hundred, which waits; they belong to ten tenants and have three events each. There is no Ray, and no job starts
+meanwhile. At the end, followers stream the events of a job in the full database, each over its own connection.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def open_database(name: str, directory: Path, postgres: str | None) -> Database:
 
 
 def fill(database: Database, count: int) -> None:
-    """Jobs as the service and the reconciler leave them."""
+    """Insert jobs in the states that the service and the reconciler leave."""
     spec = JobSpec.model_validate(SPEC)
     jobs, events = [], []
     for number in range(count):
@@ -128,7 +128,7 @@ def compare(clients: dict[str, httpx.Client], requests: int) -> dict[str, dict[s
     figures = {}
     for name, call in calls.items():
         taken: dict[str, list[float]] = {where: [] for where in clients}
-        for number in range(-20, requests):  # the first ones warm up
+        for number in range(-20, requests):  # warm-up first
             for where, client in clients.items():
                 started = time.perf_counter()
                 call(client, number).raise_for_status()
@@ -175,11 +175,11 @@ async def follow(url: str, parts: Components, followers: int) -> dict[str, float
 
 
 async def hear(client: httpx.AsyncClient, job_id: str, connected: asyncio.Semaphore) -> list[float]:
-    """Milliseconds that each event of a job took, in their order."""
+    """Return the delays of a job's events in milliseconds, in order."""
     delays: list[float] = []
     async for event in running_jobs.events(client, job_id):
         if event["type"] != "message":
-            connected.release()  # the first one; it may be called again at the end
+            connected.release()  # the first one; further calls at the end do no harm
             continue
         number, sent = event["message"].split()
         assert int(number) == len(delays), "an event is missing, or out of order"

@@ -1,9 +1,9 @@
-"""Memory and speed of data preparation against the size of the source: the same text, more and more of it.
+"""Memory and speed of data preparation by the size of the source: growing amounts of the same text.
 
     python -m benchmarks.data [--megabytes 16 64]
 
-Each size is prepared in a process of its own, from one JSON Lines file. Memory is the peak of the process's own
-(anonymous) pages above what it held before: pages of mapped files are the system's to drop.
+Each size is prepared in its own process, from one JSON Lines file. Memory is the peak of the process's anonymous pages
+above the initial amount: pages of mapped files can be dropped by the system.
 """
 
 from __future__ import annotations

@@ -6,18 +6,17 @@
     python -m benchmarks.depths DIRECTORY --spec benchmarks/configs/python-5m-depths.yaml --needle-lengths \\
                                 --points 6:1 6:2:teacher-output 6:2 6:4 --steps 250 --seeds 0 1 2
 
-The spec names the teacher, the data and the loss; a point `l:g[:START][:teacher-output][:own]` replaces its `swiftkv`
-section, but for its `decode_key_value`, which `own` and `shared` replace. In the place of l may stand the layers that
-prompts run through, as 0-2,4,6-16. Students whose layers share a KV cache
-layer, and those with a refitted start, have output projections of their own, unless `teacher-output` is said;
-`--early-exit` trains an exit head beside. Runs are the trainer's own in this process, with rate search, guard and
-best state as in a job; `--steps 0` measures starts alone. A seed draws the order of the rows, and those of the
-calibration.
+The spec names the teacher, the data and the loss. A point `l:g[:START][:teacher-output][:own]` replaces its `swiftkv`
+section, except `decode_key_value`, which `own` or `shared` overrides. Instead of l, a point may list the layers that
+prompts run through, as 0-2,4,6-16. Students whose layers share a KV cache layer, and those with a refitted start, have
+their own output projections unless the point says `teacher-output`; `--early-exit` also trains an exit head. Runs use a
+job's trainer in this process, with rate search, guard and best state; `--steps 0` only measures starts. A seed sets the
+order of the rows and the choice of calibration rows.
 
 A point has KL, agreement and perplexity ratio on the held-out rows, before and after training, with intervals of 95% by
 text, and by position in the answer and by prompt length; the share of numbers found in prompts of each length by
 student and teacher; and with an exit head its agreement by confidence (the paper's figure D.1). DIRECTORY keeps the
-teacher's answers and every point that is done, so a run that was cut off goes on.
+teacher's answers and finished points, so that an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ Row = dict[str, Any]
 
 @contextmanager
 def one_worker(directory: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Set up a process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=f"file://{directory}/group", rank=0, world_size=1)
     try:
@@ -88,13 +87,13 @@ def one_worker(directory: Path) -> Iterator[None]:
 
 @dataclass
 class _Notes:
-    """Keeps what the trainer tells of the run's course."""
+    """Collects the trainer's notes of the run."""
 
     notes: list[CourseNote] = field(default_factory=list)
     tokens: int = 0
 
     def on_start(self, progress: Progress) -> None:
-        """A run begins at step 0 here."""
+        """Do nothing: runs begin at step 0."""
 
     def on_course(self, note: CourseNote) -> None:
         self.notes.append(note)
@@ -111,57 +110,57 @@ class _Notes:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run that has ended and is not measured yet."""
+    """A finished run that has not been measured yet."""
 
     spec: JobSpec
     """With its defaults resolved."""
     start: Mapping[str, Tensor]
     """Trained tensors at the start, by name, as `end`."""
     end: Mapping[str, Tensor]
-    """Those of the model that a job would publish."""
+    """Trained tensors of the model that a job would publish."""
     tokens: int
-    """Positions that the loss counted."""
+    """Positions counted by the loss."""
     notes: tuple[CourseNote, ...]
 
 
 class TrainingRuns:
-    """Runs that share their teacher and rows, and where their `swiftkv` sections are equal their start.
+    """Training runs that share teacher and rows, and the start if their `swiftkv` sections are equal.
 
     Args:
-        spec: the teacher and the data; the rest is each run's own.
-        directory: a new one.
-        answers: what the teacher has written, for data that asks for it.
+        spec: teacher and data; the rest comes from each run's spec.
+        directory: a new directory.
+        answers: the teacher's answers, for data that asks for them.
     """
 
     def __init__(self, spec: JobSpec, directory: Path, answers: AnswerStore | None = None) -> None:
         directory.mkdir()
         self._directory = directory
         self.path = teacher_path(spec.model, directory)
-        """The teacher."""
+        """Path of the teacher."""
         _, self.data = prepare(spec, directory / "rows", answers=answers)
         self._starts: dict[str, StoredTensors] = {}
 
     def train(self, spec: JobSpec, directory: Path) -> TrainedRun:
-        """Calibrate and train; what ends up in the model lies in `directory`, which is empty before."""
+        """Calibrate and train. The model's tensors are stored in `directory`, which must be empty."""
         plan, _ = prepare(spec, self._directory / "rows")
         start, notes = self._start(plan.spec), _Notes()
         end = self._train(plan.spec, plan.total_steps, start, directory, notes)
         return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
 
     def untrained(self, spec: JobSpec) -> TrainedRun:
-        """Calibrate alone: the run ends where it starts."""
+        """Calibrate only: the run ends at its start."""
         plan, _ = prepare(spec, self._directory / "rows")
         start = self._start(plan.spec)
         return TrainedRun(plan.spec, start, start, tokens=0, notes=())
 
     def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
-        """A student with these tensors, which can run as its teacher too."""
+        """Load a student with these tensors; it can also run as its teacher."""
         student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
         load_trained(student, tensors)
         return student.to(task_device(spec)).eval()
 
     def totals(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Totals:
-        """A student with these tensors against its teacher, over the rows that are held out."""
+        """Compare a student with these tensors with its teacher, on the held-out rows."""
         device = task_device(spec)
         lazy = open_lazy(spec, self.path, device=device)
         measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=device)
@@ -244,7 +243,7 @@ def point_spec(spec: JobSpec, point: str, args: argparse.Namespace, seed: int) -
 
 
 def name_of(point: str, args: argparse.Namespace, seed: int) -> str:
-    """Name of what is kept of a point, which says everything that decides its figures beside the spec."""
+    """Return the file name of a point's results, made of all settings outside the spec that affect them."""
     tokens = f"-{args.calibration_tokens}" if args.calibration_tokens else ""
     return f"{point.replace(':', '-')}{'-exit' if args.early_exit else ''}{tokens}-{args.steps}-steps-{seed}"
 
@@ -272,7 +271,7 @@ def needles_found(runs: TrainingRuns, run: TrainedRun, needles: list[Needles], *
 
 
 def measure(runs: TrainingRuns, run: TrainedRun, needles: list[Needles]) -> Row:
-    """All figures of a point."""
+    """Measure all figures of a point."""
     start, end = runs.totals(run.spec, run.start), runs.totals(run.spec, run.end)
     exits = exit_bins(end.exit_head)
     return {

@@ -8,7 +8,7 @@
     python -m benchmarks.engine --openvino-python VENV/bin/python --systems swiftkv swiftkv-int8 openvino-int8
 
 One random model, one run. Systems take turns within each round, so that all see the same noise of the machine; figures
-are medians over rounds, under the field's names. FLOPs are counted on real steps, KV blocks are those of real caches.
+are medians over rounds. FLOPs are counted on real steps, KV blocks are those of real caches.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from swiftkv_platform.model import export
 
 OPENVINO_WORKER = Path(__file__).with_name("openvino_worker.py")
 KV_CACHE_BYTES = 99 << 20
-"""Holds 3,168 tokens of either model of this shape, in bfloat16 and in 8 bits a whole number of blocks; longer loads
-take multiples."""
+"""Bytes for 3,168 tokens of either model of this shape, a whole number of blocks in bfloat16 and in 8 bits; longer
+loads use multiples."""
 VLLM_KV_CACHE_BYTES = 96 << 20
-"""Whole blocks of both models with vLLM's 128 tokens a block on CPUs; as many for the dense one as `KV_CACHE_BYTES`."""
+"""Bytes of whole blocks for both models at vLLM's block size of 128 on CPUs; for the dense model as many tokens as
+`KV_CACHE_BYTES`."""
 CACHED_TOKENS = 3000
-"""Tokens of a load for which one cache is taken."""
+"""Tokens of a load that one cache of this size is used for."""
 OURS = ["dense", "swiftkv"]
 VLLM: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("dense", {}),
@@ -56,7 +57,7 @@ VLLM: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Model that vLLM serves, and options, by system; the dense model in int8 is the quantised student's teacher."""
 INTEGERS = {f"{name}-{form}": (name, form) for name in OURS for form in ("int8", "int4")}
-"""Model and `EngineConfig.weights` of our engine on weights that are rounded when they are loaded, by system."""
+"""Model and `EngineConfig.weights` of our engine with weights rounded on loading, by system."""
 OPENVINO = {f"openvino-{form}": form for form in ("bfloat16", "int8", "int4")}
 """Weights of the dense model in OpenVINO GenAI, by system."""
 SYSTEMS = [*OURS, *INTEGERS, "huggingface", *VLLM, *OPENVINO]
@@ -176,7 +177,7 @@ def longest(args: argparse.Namespace) -> int:
 
 
 def caches(args: argparse.Namespace) -> int:
-    """Multiples of the cache that hold each load."""
+    """Return the number of caches of standard size that hold each load."""
     tokens = max(args.prompt_length + 1, args.batch_size * (args.context_length + args.output_length))
     return int(-(-tokens // CACHED_TOKENS))
 
@@ -186,7 +187,7 @@ def sampling(num_output: int) -> SamplingParams:
 
 
 def engine_system(engine: LLMEngine) -> System:
-    """Our engine for requests that are all there at once, stepped by this thread."""
+    """Return our engine as a system for requests that all arrive at once, stepped by this thread."""
 
     def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
         start = time.perf_counter()
@@ -222,7 +223,8 @@ def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig, opt
 def compare(
     systems: dict[str, System], shape: tuple[int, int], num_output: int, rounds: int, vocab_size: int
 ) -> dict[str, Figures]:
-    """Medians over rounds, by system. Each round has prompts of its own, the same for all, and begins with another.
+    """Return medians over rounds by system. Each round has its own prompts, the same for all systems, and starts with
+    another system.
 
     Args:
         shape: prompts of a round and tokens of each.
@@ -231,7 +233,7 @@ def compare(
     requests = [Request(0.0, shape[1], num_output)] * shape[0]
     found: dict[str, list[Figures]] = {name: [] for name in systems}
     names = list(systems)
-    for round_ in range(rounds + 1):  # the first one warms up
+    for round_ in range(rounds + 1):  # the first round warms up
         prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             times = systems[name](requests, prompts)
@@ -242,7 +244,7 @@ def compare(
 
 
 def summary(rounds: Sequence[Figures]) -> Figures:
-    """A system's medians, and its best round (`least`), which the machine's noise disturbs least."""
+    """Return a system's medians, and its best round (`least`), which is least disturbed by other programs."""
     found = medians(rounds)
     for name in ("ttft", "tpot"):
         if f"median_{name}_ms" in found:
@@ -255,7 +257,7 @@ def summary(rounds: Sequence[Figures]) -> Figures:
 def speedups(results: dict[str, Figures]) -> dict[str, Figures]:
     """Return the speed of each system relative to each of the others' software: {that: {system: ratio of medians}}.
 
-    Speed is tokens a second in decode, or the inverse of the time to the first token where there is no decode.
+    Speed is tokens per second in decode or, for loads without decode, the inverse of the time to the first token.
     """
 
     def speed(row: Figures) -> float:
@@ -269,7 +271,7 @@ def speedups(results: dict[str, Figures]) -> dict[str, Figures]:
 
 
 def print_table(load: str, results: dict[str, Figures]) -> None:
-    """Ratios are to the first system."""
+    """Print a table of results, with ratios to the first system."""
     first = next(iter(results.values()))
     latency = "tpot" if "median_tpot_ms" in first else "ttft"
     for name, row in results.items():
@@ -298,16 +300,16 @@ def _packed_flops(x: Sequence[int], packed: Sequence[int], *_: Any, **__: Any) -
 
 
 def _paged_flops(query: torch.Tensor, *tables: Any, **_: Any) -> int:
-    """Count the FLOPs of the keys that each query sees, in full: no window."""
+    """Count attention FLOPs over all keys that each query sees, without a window."""
     positions = tables[3]
     return 4 * query.shape[1] * query.shape[3] * int((positions + 1).sum())
 
 
-_paged_flops._get_raw = True  # type: ignore[attr-defined]  # torch hands it tensors, not their shapes
+_paged_flops._get_raw = True  # type: ignore[attr-defined]  # torch passes tensors, not their shapes
 
 
 def counted() -> dict[Any, Any]:
-    """Operators of the engine on a CPU that torch's counter does not know."""
+    """Return FLOP formulas for our operators on a CPU, which torch's counter does not know."""
     formulas: dict[Any, Any] = {
         torch.ops.mkldnn._linear_pointwise: _linear_flops,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
@@ -319,7 +321,7 @@ def counted() -> dict[Any, Any]:
 
 
 def count(engines: dict[str, LLMEngine], args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """FLOPs of one prefill and of one decode step, all matrix products, by system."""
+    """Count the FLOPs of all matrix products in one prefill and in one decode step, by system."""
     generator = torch.Generator().manual_seed(1)
     long = torch.randint(3, args.vocab_size, (1, args.prompt_length), generator=generator)
     short = torch.randint(3, args.vocab_size, (args.batch_size, args.context_length), generator=generator)

@@ -1,7 +1,7 @@
-"""Another engine in an interpreter of its own, asked over a pipe: its dependencies differ from this project's pins.
+"""Another engine in its own interpreter, driven over a pipe: its dependencies conflict with this project's pins.
 
-`EngineWorker` starts `vllm_worker.py` there, or what speaks as it does. Times are taken inside the worker, so the pipe
-costs none of them. Knows no torch and nothing of the benchmarks that use it.
+`EngineWorker` starts `vllm_worker.py` there, or a script with the same protocol. Times are measured inside the worker,
+so they exclude the pipe. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Self
 
 SCRIPT = Path(__file__).with_name("vllm_worker.py")
 ANSWER_SECONDS = 900.0
-"""Time limit of one answer; the first one waits for vLLM to compile the model."""
+"""Time limit of one answer in seconds; the first one includes compiling the model."""
 END_SECONDS = 30.0
 STDERR_TAIL = 4000
 """Characters of a failed worker's standard error in the message."""
@@ -32,11 +32,12 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",
 }
-"""Environment of one process with as many threads as ours, which sends no requests. The caller's variables go first."""
+"""Environment for a single process with as many threads as ours and no network. The caller's variables take
+precedence."""
 
 
 class WorkerError(RuntimeError):
-    """The worker ended or did not answer; the message has the end of its standard error."""
+    """The worker ended or did not answer. The message includes the end of its standard error."""
 
 
 def add_vllm_python(parser: argparse._ActionsContainer) -> None:
@@ -54,7 +55,8 @@ def engine_arguments(
     max_num_batched_tokens: int,
     dtype: str = "bfloat16",
 ) -> dict[str, Any]:
-    """vLLM's arguments for what our engine runs with: no prefix caching, no tokenizer. The rest is vLLM's."""
+    """Return vLLM's arguments for the settings of our engine: no prefix caching, no tokenizer. All others are vLLM's
+    defaults."""
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -70,7 +72,7 @@ def engine_arguments(
 
 
 class EngineWorker:
-    """A running worker; as a context manager it is gone, with its memory, after the block."""
+    """A running worker. As a context manager, it is ended after the block, which frees its memory."""
 
     def __init__(
         self,
@@ -84,14 +86,14 @@ class EngineWorker:
         """Start it and wait until it has loaded the model.
 
         Args:
-            python: an interpreter that has vLLM, or what `script` needs.
+            python: an interpreter with vLLM, or with the packages that `script` needs.
             arguments: of vLLM's engine, or the script's first line.
-            num_threads: of OpenMP.
-            script: another program that speaks as `vllm_worker.py` does.
-            answer_seconds: how long one answer may take.
+            num_threads: number of OpenMP threads.
+            script: another program with the protocol of `vllm_worker.py`.
+            answer_seconds: time limit of one answer.
 
         Raises:
-            WorkerError: it does not start, ends, or is silent for longer.
+            WorkerError: the worker does not start, ends, or exceeds the time limit.
         """
         self._answer_seconds = answer_seconds
         self._directory = tempfile.TemporaryDirectory(prefix="vllm-worker-")
@@ -110,7 +112,7 @@ class EngineWorker:
             self._directory.cleanup()
             raise WorkerError(f"the interpreter {str(python)!r} does not run ({error})") from error
         self.idle_cpu_seconds = 0.0
-        """CPU time that it has burnt between its turns."""
+        """CPU seconds that the worker used while idle."""
         try:
             self.made: dict[str, Any] = self._ask(arguments)
             """Versions and the settings that vLLM runs with."""
@@ -124,16 +126,16 @@ class EngineWorker:
         max_tokens: Sequence[int],
         arrivals: Sequence[float] | None = None,
     ) -> list[list[float]]:
-        """Answer prompts greedily and to these lengths.
+        """Answer prompts greedily, each to its length.
 
         Args:
             arrivals: seconds after which each is sent; None: all at once.
 
         Returns:
-            By prompt, the seconds until each token of its answer.
+            For each prompt, the seconds until each token of its answer.
 
         Raises:
-            WorkerError: it has ended, or is silent for too long.
+            WorkerError: the worker has ended or exceeded the time limit.
         """
         answer = self._answer(prompts, max_tokens, arrivals or [0.0] * len(prompts), logprobs=False)
         token_times: list[list[float]] = answer["token_times"]
@@ -143,13 +145,13 @@ class EngineWorker:
     def logprobs(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
     ) -> list[tuple[list[int], list[float]]]:
-        """Answer as `generate` does, untimed.
+        """Answer like `generate`, without timing.
 
         Returns:
-            By prompt, the tokens of its answer and their log-probabilities in nats.
+            For each prompt, the tokens of its answer and their log-probabilities in nats.
 
         Raises:
-            WorkerError: it has ended, or is silent for too long.
+            WorkerError: the worker has ended or exceeded the time limit.
         """
         answer = self._answer(prompts, max_tokens, [0.0] * len(prompts), logprobs=True)
         _check_lengths(answer["token_ids"], max_tokens)
@@ -197,7 +199,7 @@ class EngineWorker:
         return answer
 
     def _line(self) -> bytes:
-        """One answer. A pipe that a child of the worker holds open does not hide that the worker has ended."""
+        """Read one answer. Notices that the worker has ended even if a child of it keeps the pipe open."""
         assert self._process.stdout is not None
         deadline, line = time.monotonic() + self._answer_seconds, b""
         with selectors.DefaultSelector() as selector:
@@ -216,7 +218,7 @@ class EngineWorker:
 
     def _failed(self, what: str) -> WorkerError:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # its pipe may close a moment before it is gone
+            self._process.wait(1.0)  # its pipe may close shortly before it exits
         status = self._process.poll()
         if status is None:
             self._process.kill()

@@ -65,7 +65,7 @@ def own_systems(artifact: Path) -> dict[str, System]:
 
 
 def vllm_systems(args: argparse.Namespace, stack: ExitStack) -> dict[str, System]:
-    """Teacher and student in vLLM, each in a process of its own; none without an interpreter for it."""
+    """Start teacher and student in vLLM, each in its own process; none without an interpreter for it."""
     if args.vllm_python is None:
         return {}
     arguments = engine_arguments(

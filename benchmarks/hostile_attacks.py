@@ -1,4 +1,4 @@
-"""Attacks of one caller, for `hostile_callers.py`: each goes on until it is cancelled, and counts its answers."""
+"""Attacks by one caller, for `hostile_callers.py`. Each runs until it is cancelled, and counts its answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 NESTED = b"[" + b",".join([b"[]"] * 349_000) + b"]"
-"""1 MiB, of which a parser makes as many values as can be."""
+"""Body of 1 MiB that makes a parser create as many values as possible."""
 LARGE = {
     "/generate": [
         (b'{"prompt": "', b"ab cd ", b'"}'),
@@ -22,7 +22,7 @@ LARGE = {
 }
 """Beginning, part and end of bodies with large values, by path."""
 LARGE_BYTES = (16 << 20) - 4096
-"""A little less than the limit that every version has."""
+"""Size a little below the limit that every version has."""
 AMBIGUOUS = "start: s\ns: s s s | s s | /[a-z ]/"
 NUM_STREAMS, NUM_SILENT, NUM_SPECS, AT_ONCE = 1000, 2000, 200, 40
 JOB = {"name": "job", "model": {"name_or_path": "org/teacher"}}
@@ -39,7 +39,7 @@ Attack = Callable[[httpx.AsyncClient, str, Count], Awaitable[None]]
 
 
 async def bodies(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """40 at a time, without a key."""
+    """Send bodies with many values, 40 at a time, without an API key."""
     headers = {"authorization": "", "content-type": "application/json"}
     while True:
         sent = (client.post(path, content=NESTED, headers=headers) for _ in range(AT_ONCE))
@@ -62,7 +62,7 @@ async def large_bodies(client: httpx.AsyncClient, _path: str, count: Count) -> N
 
 
 async def streams(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """A thousand, 200 a second, which are kept as far as they are let in."""
+    """Open a thousand streams, 200 per second, and keep those that are accepted."""
 
     async def follow(number: int) -> None:
         await asyncio.sleep(number / 200)
@@ -97,12 +97,12 @@ async def silent(client: httpx.AsyncClient, _path: str, count: Count) -> None:
 
 
 def large_job(num_tasks: int) -> dict[str, Any]:
-    """A spec of about 200 bytes a task. 1,000 tasks are let in; versions before the limit take 4,000."""
+    """Make a spec of about 200 bytes per task. 1,000 tasks are accepted; versions before the limit accept 4,000."""
     return {**JOB, "evaluation": {"tasks": [f"task_{at}_" + 180 * "x" for at in range(num_tasks)]}}
 
 
 async def fill(client: httpx.AsyncClient) -> None:
-    """Store jobs with large specs, and where there is no place for more of them, smaller ones."""
+    """Store jobs with large specs, or smaller ones if those are refused."""
     for num_tasks in (4000, 1000):
         for _ in range(NUM_SPECS):
             if not (await client.post("/jobs", json=large_job(num_tasks))).is_success:
@@ -112,7 +112,7 @@ async def fill(client: httpx.AsyncClient) -> None:
 
 
 async def specs(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """The largest spec, validated and read back, eight at a time."""
+    """Validate and read back the largest spec, eight requests at a time."""
     stored = f"/jobs/{(await client.post('/jobs', json=large_job(1000))).raise_for_status().json()['id']}"
 
     async def ask() -> None:
@@ -124,7 +124,7 @@ async def specs(client: httpx.AsyncClient, path: str, count: Count) -> None:
 
 
 async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Pages of all jobs, four at a time."""
+    """List all jobs page by page, four requests at a time."""
 
     async def read() -> None:
         while True:
@@ -134,7 +134,7 @@ async def pages(client: httpx.AsyncClient, path: str, count: Count) -> None:
 
 
 async def refusals(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """More requests than the key's rate, 40 at a time, where nothing else bounds them."""
+    """Exceed the key's rate limit, 40 requests at a time, where nothing else limits them."""
 
     async def ask() -> None:
         while True:
@@ -144,7 +144,7 @@ async def refusals(client: httpx.AsyncClient, path: str, count: Count) -> None:
 
 
 async def reads(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Reads of a job's history and of what it left in the store, and of lists, 16 at a time."""
+    """Read a job's history, its objects in the store, and lists, 16 requests at a time."""
     await client.post(path, json=large_job(1000))
     job = (await client.get(path, params={"limit": 1})).json()["data"][0]["id"]
     parts = ("", "/events", "/metrics", "/checkpoints", "/artifacts", "/logs?tail_lines=100000", "/tracking")
@@ -168,14 +168,14 @@ async def complaints(client: httpx.AsyncClient, path: str, count: Count) -> None
 
 
 async def deployments(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """Numbers that overflow where they are computed with."""
+    """Send numbers that overflow in calculations."""
     while True:
         for extreme in EXTREMES:
             count(await client.post(path, json={"model": "mdl_none", "route_prefix": "/x", **extreme}))
 
 
 async def grammar(client: httpx.AsyncClient, path: str, count: Count) -> None:
-    """An ambiguous grammar, eight requests at a time, one after the other."""
+    """Send an ambiguous grammar, eight requests at a time."""
     body = {"prompt": [1], "max_tokens": 200, "n": 2, "structured_outputs": {"grammar": AMBIGUOUS}}
 
     async def ask() -> None:

@@ -1,14 +1,14 @@
-"""Requests of others while one caller does its worst: their answers, the 99th percentile of their times, memory.
+"""Effect of one hostile caller on others' requests: their answers, the 99th percentile of their times, and memory.
 
     python -m benchmarks.hostile_callers [--output hostile.json] [--cases bodies grammar] [--requests 150]
     python -m benchmarks.hostile_callers --python OLD/.venv/bin/python --source OLD
 
-Each case has a control plane with keys, or a replica of a small random model, of its own, as processes that know
-nothing of the measurement; with `--source` they are those of another checkout. A process beside them attacks, with a
-lower priority of the CPU, as it would have a machine of its own. Another tenant sends `--requests` one after the other,
-each over a new connection, without the attack and during it, by turns, `--rounds` times; a streamed answer counts with
-its longest gap. A case is `stopped` where one of them gets no answer in `--patience` seconds, or an error. Ray is not
-there: jobs wait, and streams of their events and logs stay open.
+Each case has its own control plane with API keys, or its own replica of a small random model, in unmodified processes;
+with `--source`, from another checkout. A separate process attacks at a lower CPU priority, since it would have its own
+machine. Another tenant sends `--requests` in sequence, each over a new connection, alternately without and during the
+attack, `--rounds` times; a streamed answer counts with its longest gap. A case is `stopped` if one of these requests
+fails or gets no answer within `--patience` seconds. There is no Ray: jobs wait, and streams of their events and logs
+stay open.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ print(json.dumps([create_key(Path(sys.argv[1]), name=n, tenant=n, scopes=frozens
 
 
 async def attack(case: str, url: str, key: str) -> None:
-    """In a process of its own, until it is terminated; it prints what it was answered."""
+    """Run one attack in its own process until terminated, then print the answers it got."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     os.nice(10)
     seen: Counter[str] = Counter()
@@ -73,16 +73,16 @@ async def attack(case: str, url: str, key: str) -> None:
         with suppress(asyncio.CancelledError, httpx.HTTPError):
             await acting
     print(json.dumps(dict(seen)), flush=True)
-    os._exit(0)  # thousands of connections are not closed one by one
+    os._exit(0)  # without closing thousands of connections one by one
 
 
 class Process:
-    """The control plane, or a replica, of a checkout."""
+    """Control plane or replica of a checkout, as a process."""
 
     def __init__(self, arguments: list[str], port: int, options: Any, **variables: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
         known = {"PYTHONPATH": str(options.source), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with_shells_limit = ["sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh"]  # of open files
+        with_shells_limit = ["sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh"]  # limits open files like a shell
         self._process = subprocess.Popen(
             [*with_shells_limit, options.python, *arguments],
             cwd=options.source,
@@ -92,7 +92,7 @@ class Process:
         )
 
     def mebibytes(self, field: str) -> int:
-        """`VmRSS`, or its maximum, `VmHWM`."""
+        """Return `VmRSS`, or its maximum `VmHWM`, in MiB."""
         status = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) >> 10 for line in status if line.startswith(field))
 
@@ -123,7 +123,7 @@ def save_model(directory: Path) -> None:
 
 
 def serve(directory: str, port: str) -> None:
-    """Answer with that model, in a process that runs this function's source with the packages of a checkout."""
+    """Serve that model in a process that runs this function's source with a checkout's packages."""
     from contextlib import suppress
 
     import uvicorn
@@ -142,7 +142,7 @@ def serve(directory: str, port: str) -> None:
         max_model_len=engine.engine.max_model_len,
     )
     app = create_http_app(Current(Version(engine, card, created=1)))
-    with suppress(ImportError):  # as a replica does, where the version has it
+    with suppress(ImportError):  # like a replica, if the version has it
         from swiftkv_platform.web.promptness import answer_promptly
 
         answer_promptly()
@@ -196,7 +196,7 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
         made = subprocess.check_output([options.python, "-c", KEYS, keys], cwd=options.source, env=environment)
         attacker, other = json.loads(made)
         package = options.source / "swiftkv_platform"
-        module = "control_plane" if (package / "control_plane").exists() else "api"  # its name in older versions
+        module = "control_plane" if (package / "control_plane").exists() else "api"  # name in older versions
         server = Process(
             ["-m", f"swiftkv_platform.{module}"],
             port,
@@ -261,7 +261,8 @@ def measure(case: str, directory: Path, options: Any) -> dict[str, Any]:
 
 
 def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]], options: Any) -> list[float | None]:
-    """Seconds that each request took, or a streamed answer was silent; None without a good answer in time."""
+    """Send requests for some seconds. Returns the seconds that each took (for a streamed answer, its longest gap); None
+    without a good answer in time."""
     times: list[float | None] = []
     end = time.perf_counter() + seconds
     headers = {"authorization": f"Bearer {key}", "connection": "close"}
@@ -283,7 +284,7 @@ def ask_for(seconds: float, url: str, key: str, asks: list[tuple[str, str, Any]]
 
 
 def quantile(times: list[float | None], share: float) -> float:
-    """The time of that share of the requests that were answered; 0 where none was."""
+    """Return this quantile of the times of answered requests; 0 if there are none."""
     answered = sorted(taken for taken in times if taken is not None)
     return answered[math.ceil(share * len(answered)) - 1] if answered else 0.0
 

@@ -31,7 +31,7 @@ ROW_LENGTH = 512
 
 
 def held_out_rows(tokenizer: Any, num_rows: int) -> torch.Tensor:
-    """[num_rows, ROW_LENGTH] tokens."""
+    """Return held-out tokens [num_rows, ROW_LENGTH]."""
     token_ids: list[int] = []
     for module in standard_library_modules():
         if module.held_out:
@@ -47,7 +47,7 @@ def kl_by_row(exact: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
 
 
 def with_margin(by_row: torch.Tensor) -> tuple[float, float | None]:
-    """Mean of rows, and half of its 95% interval, of which rows are drawn anew; None for one row."""
+    """Return the mean of rows and half of its 95% interval by resampling rows; None for one row."""
     parts = by_row.double().numpy()[:, None]
     return float(by_row.mean()), resampled(parts, lambda sums: sums[:, 0] / len(parts))
 
@@ -77,7 +77,7 @@ def main() -> None:
                 "mode": "student" if swiftkv else "teacher",
                 "kv_cache_dtype": "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype,
                 "num_kv_cache_layers": len(cache.layers),
-                # Computed in float32; a bfloat16 model would store half of that.
+                # Computed in float32; a bfloat16 model would store half as much.
                 "kv_bytes_per_token": num_bytes / 2 if kv_cache_dtype == "auto" else num_bytes,
                 "kl": value,
                 "kl_margin": margin,

@@ -1,9 +1,10 @@
 """OpenVINO GenAI behind a pipe, for benchmarks that compare with it: run as a script by an interpreter that has
 openvino-genai, optimum-intel and nncf.
 
-It speaks as `vllm_worker.py` does. The first line in is {"model", "form"}: a directory of transformers, and `bfloat16`,
-`int8` or `int4` (groups of 128, symmetric). The pipeline hands over whole batches alone: the time of the first tokens
-is that of prompts as long with one token, and the others come at equal distances until the end.
+It has the protocol of `vllm_worker.py`. The first input line is {"model", "form"}: a transformers directory, and
+`bfloat16`, `int8` or `int4` (groups of 128, symmetric). The pipeline returns whole batches only: the time of the first
+tokens is measured on equally long prompts with one token, and the rest of the time is divided evenly among the other
+tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what OpenVINO prints
+    os.dup2(2, 1)  # for OpenVINO's own output
     import openvino
     import openvino_genai
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
@@ -57,7 +58,7 @@ def _generate(pipeline: Any, command: dict[str, Any]) -> list[list[float]]:
     (length,) = set(command["max_tokens"])
     if length == 1:
         return [[_time(pipeline, command["prompts"], 1)]] * len(command["prompts"])
-    first = _time(pipeline, [prompt[::-1] for prompt in command["prompts"]], 1)  # the pipeline keeps prefixes
+    first = _time(pipeline, [prompt[::-1] for prompt in command["prompts"]], 1)  # the pipeline caches prefixes
     each = (_time(pipeline, command["prompts"], length) - first) / (length - 1)
     return [[first + i * each for i in range(length)]] * len(command["prompts"])
 

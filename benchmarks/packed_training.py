@@ -62,7 +62,7 @@ def loss_in_passes(
 
 
 def chat_rows(args: argparse.Namespace) -> PackedRows:
-    """Samples whose lengths spread as those of chats do, packed."""
+    """Make packed samples with lengths distributed like those of chats."""
     generator = np.random.default_rng(0)
     total = 2 * args.rows * args.row_length  # best fit leaves the last rows half empty
     lengths = generator.lognormal(np.log(args.mean_length) - 0.18, 0.6, 1 + 2 * total // args.mean_length)
@@ -109,7 +109,7 @@ def difference(fork: Fork, steps: dict[str, Step]) -> tuple[float, float]:
 
 
 def measure(fork: Fork, steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds of each step; the first one of each kind is left out."""
+    """Return wall and processor seconds of each step, without the first of each kind."""
     optimizer = build_optimizer((p for p in fork.parameters() if p.requires_grad), OptimizerSpec())
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(rounds + 1):

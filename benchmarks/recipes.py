@@ -1,11 +1,11 @@
-"""Plans of the shipped recipes beside their dry runs: the tables of docs/recipes.md.
+"""Plans of the shipped recipes, compared with their dry runs: the tables of docs/recipes.md.
 
     python -m benchmarks.recipes --dry-run [--recipe llama-3.1-8b]     # one to three minutes of a core each
     python -m benchmarks.recipes --write                               # the tables, from plans and stored dry runs
 
-A dry run takes a recipe's whole depth, so its figures are stored (`benchmarks/dry_runs.json`): each is written when it
-is there, and a recipe that has been run is left out the next time unless it is named. Teachers' shapes are those of
-`tests/recipes.py`; no network is used.
+A dry run uses a recipe's full depth, so its figures are stored (`benchmarks/dry_runs.json`), each as soon as it is
+finished; a recipe with stored figures is skipped unless it is named. Teachers' shapes are those of `tests/recipes.py`;
+no network is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEGIN, END = "<!-- tables: python -m benchmarks.recipes --write -->", "<!-- end 
 NUM_TOKENS = 160_000_000
 """Tokens of an epoch of the published models' recipes (paper, appendix B.1); one has 10% more (appendix D)."""
 KINDS = {"24gb": "L4", "80gb": "H100"}
-"""GPU whose speed and memory the plan of a recipe for one GPU takes."""
+"""GPU whose speed and memory are assumed for a recipe for one GPU."""
 
 Found = dict[str, dict[str, Any]]
 
@@ -55,13 +55,13 @@ def recipes() -> dict[str, JobSpec]:
 
 
 def read_found(path: Path) -> Found:
-    """Dry runs by recipe, as `swiftkv_platform.jobs.dry_run.DryRun` has them."""
+    """Read dry runs by recipe, as `swiftkv_platform.jobs.dry_run.DryRun` values."""
     found: Found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
 
 
 def run_dry(names: Sequence[str] | None, path: Path) -> None:
-    """Run recipes dry, those of `names` or all that are missing, and store each as soon as it is there."""
+    """Run recipes dry, those in `names` or all that are missing, and store each as soon as it is finished."""
     from swiftkv_platform.jobs.dry_run import dry_run
 
     found = read_found(path)
@@ -77,7 +77,7 @@ def run_dry(names: Sequence[str] | None, path: Path) -> None:
 
 
 def planned(name: str, spec: JobSpec) -> JobEstimate:
-    """The plan of a recipe with the data of the paper, where it has them."""
+    """Plan a recipe, with the paper's amount of data unless it sets `max_steps`."""
     num_tokens = NUM_TOKENS if spec.training.max_steps is None else None
     if name.endswith(tuple(KINDS)):
         kind = KINDS[name.rpartition("-")[2]]
@@ -86,7 +86,7 @@ def planned(name: str, spec: JobSpec) -> JobEstimate:
 
 
 def tables(found: Found) -> str:
-    """Memory, disk and time as planned, and memory as found."""
+    """Format the tables: memory, disk and time as planned, and memory as measured."""
     specs = recipes()
     plans = {name: planned(name, spec) for name, spec in specs.items()}
     published = {name: plan for name, plan in plans.items() if not name.startswith("builtin-")}
@@ -103,7 +103,7 @@ def tables(found: Found) -> str:
 
 
 def with_tables(page: str, found: Found) -> str:
-    """A page with the tables between its marks."""
+    """Replace the tables between the markers of a page."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables(found)}\n\n{END}{after}"

@@ -1,8 +1,8 @@
-"""A control plane with many running jobs, behind a store and a Ray that answer late. Called by `control_plane`.
+"""A control plane with many running jobs, and an object store and a Ray with latency. Called by `control_plane`.
 
-The control plane has a process of its own, with an object store that takes 15 ms a request and a Ray that takes 5 ms.
-This process writes what workers would: one event a second from a tenth of the jobs. Ten of those are watched, each over
-an event stream. Waiting jobs belong to tenants that run as many as they may, so that the queue is decided in each tick.
+The control plane has its own process, with an object store that takes 15 ms per request and a Ray that takes 5 ms. This
+process writes in place of workers: one event per second from a tenth of the jobs. Ten of these are watched, each over
+an event stream. Waiting jobs belong to tenants at their limit of running jobs, so that every tick decides the queue.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.fakes.cluster import FakeCluster, FakeSubmission
 from tests.servers import serving
 
 STORE_S, RAY_S = 0.015, 0.005
-"""Injected latency of a request."""
+"""Injected latency of a request, in seconds."""
 KEYS_PER_LIST = 1000
 TENANTS = 10
 WATCHED = 10
@@ -58,7 +58,7 @@ SPEC = {"name": "measured", "model": {"name_or_path": "org/teacher"}}
 
 
 class DistantStore(LocalObjectStore):
-    """An object store whose requests take their time, and are counted as S3 would: a LIST for each 1,000 keys."""
+    """An object store with latency, which counts requests like S3: a LIST for each 1,000 keys."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -99,7 +99,7 @@ class DistantStore(LocalObjectStore):
 
 
 class DistantCluster(FakeCluster):
-    """A Ray that takes its time."""
+    """A Ray with latency."""
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
         time.sleep(RAY_S)
@@ -111,7 +111,7 @@ class DistantCluster(FakeCluster):
 
 
 class FullTenants:
-    """Lets every tenant run as many jobs as it does."""
+    """Limits every tenant to the number of jobs that it runs already."""
 
     def __init__(self, running: int) -> None:
         self._policy = TenantPolicy(max_running_jobs=max(running // TENANTS, 1))
@@ -121,12 +121,12 @@ class FullTenants:
 
 
 def tenant_of(number: int) -> str:
-    """Tenant of the job of that number."""
+    """Return the tenant of job `number`."""
     return "default" if number % TENANTS == 0 else f"tenant-{number % TENANTS}"
 
 
 def fill(database: Database, running: int, waiting: int) -> list[Job]:
-    """Store jobs; returns those that run."""
+    """Store jobs; returns the running ones."""
     spec, now = JobSpec.model_validate(SPEC), int(time.time())
     jobs = []
     for number in range(running + waiting):
@@ -142,7 +142,7 @@ def fill(database: Database, running: int, waiting: int) -> list[Job]:
 
 
 def control_plane(url: str, directory: str, running: int, pipe: Connection) -> None:
-    """The measured process: says where it listens, then at each question what it has done since the last one."""
+    """Run the measured process: send its address, then on each request the figures since the last one."""
     configure_logging(level=logging.WARNING)
     database, store, cluster = Database(url), DistantStore(Path(directory)), DistantCluster()
     for job in database_jobs(database):
@@ -165,14 +165,14 @@ def control_plane(url: str, directory: str, running: int, pipe: Connection) -> N
 
 
 def database_jobs(database: Database) -> list[str]:
-    """Submission ids of the jobs that run."""
+    """Return the submission ids of running jobs."""
     with database.reading() as session:
         ids = session.scalars(select(JobRow.id).where(JobRow.status == JobStatus.RUNNING.value))
         return [f"{job_id}-1" for job_id in ids]
 
 
 def timed(reconciler: type[Reconciler], ticks: list[float]) -> None:
-    """Have every tick's duration noted."""
+    """Record the duration of every tick."""
     tick = reconciler.tick
 
     def noted(self: Reconciler) -> None:
@@ -184,7 +184,7 @@ def timed(reconciler: type[Reconciler], ticks: list[float]) -> None:
 
 
 class Workers:
-    """Event writers of jobs that say something each second, from one thread; a store of their own, without latency."""
+    """Writes events every second for the active jobs, from one thread, through its own store without latency."""
 
     def __init__(self, directory: Path, jobs: Sequence[Job]) -> None:
         store = LocalObjectStore(directory)
@@ -222,7 +222,7 @@ async def watch(url: str, jobs: Sequence[Job], seconds: float) -> list[float]:
     async def follow(client: httpx.AsyncClient, job: Job) -> None:
         async for event in events(client, job.id):
             sent = event["data"].get("sent", 0.0)
-            if sent > began:  # earlier ones come first, at once
+            if sent > began:  # earlier events arrive first, at once
                 delays.append(time.time() - sent)
 
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as client:
@@ -230,14 +230,14 @@ async def watch(url: str, jobs: Sequence[Job], seconds: float) -> list[float]:
         await asyncio.wait(tasks, timeout=seconds)
         for task in tasks:
             if task.done():
-                task.result()  # a stream that ended early is no measurement
+                task.result()  # a stream that ended early invalidates the measurement
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return delays
 
 
 def measure(url: str, running: int, waiting: int, minutes: float) -> dict[str, Any]:
-    """Run a control plane for `minutes` and return its figures; the first fifth, in which it starts, is left out."""
+    """Run a control plane for `minutes` and return its figures, without the first fifth, in which it starts."""
     database = Database(url)
     database.upgrade()
     jobs = fill(database, running, waiting)
@@ -261,7 +261,7 @@ def measure(url: str, running: int, waiting: int, minutes: float) -> dict[str, A
         ours.send(True)
         ours.recv()
         began, delays, parts = time.monotonic(), [], []
-        for _ in range(2):  # two halves, to show what grows
+        for _ in range(2):  # two halves, to show growth
             delays += asyncio.run(watch(address, watched, 24.0 * minutes))
             ours.send(True)
             parts.append(ours.recv())
@@ -271,7 +271,7 @@ def measure(url: str, running: int, waiting: int, minutes: float) -> dict[str, A
 
 
 def queue_decided_ms(database: Database) -> float:
-    """Median time in which the database says who is next."""
+    """Return the median time in milliseconds of the database query that decides the queue."""
     jobs, took = JobRepository(database), []
     for _ in range(20):
         started = time.perf_counter()

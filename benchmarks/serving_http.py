@@ -2,11 +2,11 @@
 
     python -m benchmarks.serving_http [--output serving.json] [--rounds 5 --streams 8 ...]
 
-`cost`: the same prompts at the same time, answered by `LLMEngine.generate` and by `/generate`: streamed as the
-deployment does by itself, streamed with an event a token, and whole. They take turns, figures are medians over rounds.
-`latency`: one stream alone, the median time between two of its events beside the engine's own time per token.
-`overload`: requests come at even intervals whether or not earlier ones are done, at a share of the rate that the
-deployment sustains and at a multiple of it.
+`cost`: the same prompts at the same time, answered by `LLMEngine.generate` and by `/generate`: streamed by the
+deployment's default, streamed with one event per token, and whole. They take turns; figures are medians over rounds.
+`latency`: the median time between events of a single stream, against the engine's own time per token. `overload`:
+requests arrive at even intervals regardless of earlier ones, at a fraction and at a multiple of the rate that the
+deployment sustains.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "an_event_a_token": {"stream_interval_s": 0.0},
     "whole": {"stream": False},
 }
-"""Ways of asking for an answer, by the request's fields."""
+"""Ways to request an answer, as fields of the request."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Answer:
     total: float
     retry_after: str | None = None
     gaps: tuple[float, ...] = ()
-    """Seconds between its events that have tokens, one after another."""
+    """Seconds between consecutive events with tokens."""
 
 
 def main() -> None:
@@ -90,11 +90,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class _Deployment:
-    """A Ray of this process's own that serves the model."""
+    """A Ray instance of this process that serves the model."""
 
     def __init__(self, model: Path, config: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        # As our images and `swiftkv up` have it, and this process, in which the engine runs alone.
+        # Same niceness as in our images, in `swiftkv up`, and in this process, where the engine runs alone.
         os.environ.setdefault("RAY_worker_niceness", "0")
         import ray
         from ray import serve as ray_serve
@@ -133,7 +133,8 @@ async def measure(args: argparse.Namespace, engine: LLMEngine, url: str) -> dict
 async def compare(
     args: argparse.Namespace, engine: LLMEngine, client: httpx.AsyncClient
 ) -> dict[str, dict[str, float]]:
-    """Medians over rounds; the first one warms up. `http_cost`: time beyond the engine's own, as a share of it."""
+    """Return medians over rounds; the first round warms up. `http_cost`: time beyond the engine's own, as a share of
+    it."""
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(max_tokens=args.output_length, temperature=0.0, ignore_eos=True)
     durations: dict[str, list[float]] = {"engine": [], **{system: [] for system in WAYS}}
@@ -160,7 +161,8 @@ async def compare(
 
 
 async def between_tokens(args: argparse.Namespace, engine: LLMEngine, client: httpx.AsyncClient) -> dict[str, float]:
-    """Milliseconds of one stream and of the engine alone, in turns; the first round warms up."""
+    """Measure milliseconds between tokens of one stream and of the engine alone, alternately; the first round warms
+    up."""
     generator = torch.Generator().manual_seed(2)
     gaps: list[float] = []
     tokens: list[float] = []
@@ -183,7 +185,7 @@ async def between_tokens(args: argparse.Namespace, engine: LLMEngine, client: ht
 
 
 def token_times(engine: LLMEngine, prompt: Sequence[int], num_output: int) -> list[float]:
-    """Seconds from one token to the next of the engine alone."""
+    """Return the seconds between tokens of the engine alone."""
     engine.add_request(prompt, SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True))
     moments = []
     while engine.has_unfinished_requests:
@@ -193,7 +195,7 @@ def token_times(engine: LLMEngine, prompt: Sequence[int], num_output: int) -> li
 
 
 async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: float, seconds: float) -> Any:
-    """Send `rate` requests a second for `seconds`; every one of them is accounted for."""
+    """Send `rate` requests per second for `seconds`, and account for all of them."""
     generator = torch.Generator().manual_seed(1)
     num_requests = max(int(rate * seconds), 1)
     prompts = _prompts(args, num_requests, generator)
@@ -219,7 +221,7 @@ async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: 
 async def ask(
     client: httpx.AsyncClient, prompt: Sequence[int], num_output: int, *, stream: bool = True, **options: Any
 ) -> Answer:
-    """One answer, read to its end."""
+    """Send a request and read its answer to the end."""
     body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0.0, "ignore_eos": True, "stream": stream}
     body |= options
     start = time.perf_counter()
@@ -234,7 +236,7 @@ async def ask(
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Milliseconds; None of nothing."""
+    """Return quantiles in milliseconds; None for an empty sequence."""
     if not seconds:
         return None
     values = torch.tensor(seconds, dtype=torch.float64) * 1e3

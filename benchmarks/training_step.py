@@ -61,7 +61,7 @@ def our_loss(fork: Fork, batch: Batch) -> torch.Tensor:
 
 
 def our_loss_unfused(fork: Fork, batch: Batch) -> torch.Tensor:
-    """The forked step with the loss over whole logits: what is left is what the fused loss adds."""
+    """The forked step with the loss over whole logits, to separate the fused loss's effect."""
 
     def kl(
         student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, teacher_head: torch.Tensor, **_: Any
@@ -111,14 +111,15 @@ def build_batch(args: argparse.Namespace) -> Batch:
 
 
 def count_flops(variant: Variant, batch: Batch, *, early_stop: bool) -> int:
-    """Attention counts as matrix products: the flop counter knows those, not the fused kernel of CPUs."""
+    """Count a step's FLOPs. Attention runs as matrix products, since the counter does not know the CPU's fused
+    kernel."""
     with sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(early_stop), FlopCounterMode(display=False) as counter:
         variant.step(batch)
     return int(counter.get_total_flops())
 
 
 def measure(variants: dict[str, Variant], batch: Batch, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step; the first one of each variant is left out."""
+    """Return the seconds of each step, without the first of each variant."""
     for variant in variants.values():
         variant.step(batch)
     seconds: dict[str, list[float]] = {name: [] for name in variants}

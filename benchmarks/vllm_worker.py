@@ -1,15 +1,15 @@
 """vLLM behind a pipe, for benchmarks that compare with it: run as a script by an interpreter that has vLLM.
 
-It imports vLLM and the standard library alone: nothing of this project is installed beside vLLM. JSON Lines:
+It imports only vLLM and the standard library, since this project may not be installed there. JSON Lines:
 
-    in,  first: vLLM's engine arguments           out, first: what vLLM made of them
+    in,  first: vLLM's engine arguments           out, first: vLLM's resulting settings
     in,  later: {"prompts", "max_tokens",         out, later: {"token_times", "idle_cpu_s"} or
                  "arrivals", "logprobs"}                       {"token_ids", "logprobs", "idle_cpu_s"}
 
 `prompts` are token ids and `max_tokens` the lengths of their answers, by request, which is sent `arrivals` seconds
 after the first. `token_times` are the seconds until each token of each answer; with `logprobs` true its tokens and
-their log-probabilities come instead. `idle_cpu_s` is what this process burnt while nothing was asked of it. It ends
-when its input does.
+their log-probabilities come instead. `idle_cpu_s` is the CPU time that this process used while idle. It exits at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """A file for answers alone; what vLLM prints goes to standard error."""
+    """Return a file for answers only; everything vLLM prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
@@ -64,7 +64,7 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
 
 
 def _generate(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]:
-    """Send each request when it is due, and note when its tokens come."""
+    """Send each request when it is due, and record when its tokens arrive."""
     start = time.perf_counter()
     times: dict[str, list[float]] = {f"{name}-{i}": [] for i in range(len(command["prompts"]))}
     requests = zip(times, command["prompts"], command["max_tokens"], command["arrivals"], strict=True)
@@ -85,7 +85,7 @@ def _generate(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]
 
 
 def _score(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of all answers and their log-probabilities; nothing is timed."""
+    """Return the tokens of all answers and their log-probabilities, without timing."""
     answers: dict[str, Any] = {}
     for i, (prompt, length) in enumerate(zip(command["prompts"], command["max_tokens"], strict=True)):
         answers[f"{name}-{i}"] = None
@@ -117,4 +117,4 @@ if __name__ == "__main__":
     else:
         status = 0
     sys.stderr.flush()
-    os._exit(status)  # an orderly end prints pages about leaks, which would bury a traceback
+    os._exit(status)  # a regular exit prints pages about leaks, which would hide a traceback

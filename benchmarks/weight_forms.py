@@ -1,4 +1,4 @@
-"""KL of a model whose weights the engine has in other forms, from the same model in float32.
+"""KL of a model with the engine's other forms of weights from the same model in float32.
 
     python -m benchmarks.weight_forms [STUDENT] [--rows 4] [--output weight_forms.json]
 
@@ -34,13 +34,13 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def in_eight_bits(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Inputs as int8 stands for them, with a scale for each token."""
+    """Round inputs to int8 with a scale for each token."""
     scale = (inputs[0].abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return ((inputs[0] / scale).round() * scale, *inputs[1:])
 
 
 def logprobs(model: Any, rows: torch.Tensor) -> torch.Tensor:
-    """[rows, tokens, vocab] of [rows, tokens], one after the other, as the engine's kernels take them."""
+    """Return log-probabilities [rows, tokens, vocab] for [rows, tokens], row by row, as the engine's kernels need."""
     logits = torch.cat([model(row[None], use_cache=False).logits for row in rows])
     return logits.float().log_softmax(-1)
 

@@ -1,5 +1,5 @@
-"""The entrypoint of an attempt: prepare, train, evaluate and publish on a Ray cluster. It knows Ray and the attempt's
-place in the object store; what happens on a worker is `train_loop`'s business.
+"""Entry point of an attempt: prepare, train, evaluate and publish on a Ray cluster. The computations run in Ray tasks
+and Ray Train workers, not in this process.
 
     python -m swiftkv_platform.jobs.distill --job-id ID --attempt N --store URI
 """
@@ -52,8 +52,8 @@ from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.traces import spans_of_jobs
 
 _RAY_TRAIN_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is noticed sooner than by the default of 2 s
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a spec mean the same on workers as elsewhere
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is noticed sooner than with the default of 2 s
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in a spec mean the same on workers as elsewhere
 }
 _LONGEST_TEMP_ROOT = 40
 _TERMINATED = 128 + signal.SIGTERM
@@ -61,7 +61,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 when the artifact is published, 1 after an `error` event, 143 when told to stop."""
+    """Run one attempt. Exit status: 0 when the artifact is published, 1 after an `error` event, 143 when told to
+    stop."""
     parser = argparse.ArgumentParser(
         prog="python -m swiftkv_platform.jobs.distill", description="Run one attempt of a distillation job."
     )
@@ -82,10 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     _set_ray_train_environment()
     ray.init()
-    signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets a handler of its own
+    signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets its own handler
     try:
         return 0 if run_attempt(store, request) is None else 1
-    except SystemExit:  # from `_stop`; where it interrupts Ray, Ray changes its status
+    except SystemExit:  # from `_stop`; Ray changes the status if interrupted
         return _TERMINATED
 
 
@@ -156,8 +157,7 @@ def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
 
 
 def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
-    """Copy the model to where the spec publishes it. A place that does not take it is reported, and does not
-    fail the job."""
+    """Copy the model to the target in the spec. A failure is reported, but does not fail the job."""
     try:
         publish_copy(store, request, reporter, request.attempt_id.artifact_prefix)
     except StoppedError:
@@ -172,8 +172,8 @@ def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Repor
 
 
 def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
-    """Delete inputs and trial checkpoints once the artifact is there, unless a later attempt works with them; a store
-    that is away does not undo that success."""
+    """Delete inputs and trial checkpoints after success, unless a later attempt uses them. Storage errors are only
+    logged."""
     attempts = AttemptStore(store)
     try:
         if not attempts.is_superseded(request.attempt_id):
@@ -184,15 +184,16 @@ def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
 
 
 def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:
-    """Run the job on a Ray of its own, without a control plane; the artifact ends up in `output`, which is returned.
+    """Run the job on its own local Ray, without a control plane. The artifact is written to `output`, which is
+    returned.
 
     Args:
         output: a new or empty directory, or one that holds an artifact, which is replaced.
-        on_event: told what the attempt says, from another thread.
+        on_event: called with the attempt's events, on another thread.
 
     Raises:
         ConflictError: `output` holds something else; raised before anything starts.
-        SwiftKVError: the job failed, for the reason it names.
+        SwiftKVError: the job failed.
     """
     if output.exists() and any(output.iterdir()) and not (output / MANIFEST).is_file():
         raise ConflictError(
@@ -227,7 +228,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
 
 @contextmanager
 def _leaving_when_told() -> Iterator[None]:
-    """Have the signals that end a process leave the block as an error does, so that nothing is left behind."""
+    """Turn signals that end the process into `SystemExit`, so that the block cleans up."""
     before = {each: signal.getsignal(each) for each in _ENDING}
     _set_handlers(dict.fromkeys(_ENDING, _stop))
     try:
@@ -237,25 +238,25 @@ def _leaving_when_told() -> Iterator[None]:
 
 
 def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
-    if threading.current_thread() is threading.main_thread():  # others may set none
+    if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
         for each, handler in handlers.items():
             signal.signal(each, handler)
 
 
 @contextmanager
 def _local_ray(spec: JobSpec) -> Iterator[None]:
-    """A Ray with room for the workers, in a directory of its own; other Rays of this machine are left alone."""
+    """Start a local Ray with room for the workers, in its own directory, apart from other Rays of this machine."""
     root = tempfile.gettempdir()
-    # Ray's sockets lie deep below, and the path of a unix socket ends after some 100 characters.
+    # Ray's sockets are deep below, and the path of a unix socket is limited to some 100 characters.
     parent = root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
         os.environ.update(HIDE_UNRESERVED)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not taken away
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine takes its time
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not preempted
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine is slow to start
         num_cpus = max(1, math.ceil(needed_resources(spec)["CPU"]))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
-        _set_handlers({signal.SIGTERM: _stop})  # Ray has set its own, which leaves at once
+        _set_handlers({signal.SIGTERM: _stop})  # Ray has set its own, which exits at once
         try:
             yield
         finally:
@@ -268,8 +269,8 @@ def _set_ray_train_environment() -> None:
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """Leave at once: Ray ends the workers of a driver that is gone, and their last checkpoint is complete."""
-    _set_handlers(dict.fromkeys(_ENDING, signal.SIG_IGN))  # being told again does not interrupt the clearing up
+    """Exit at once: Ray ends the workers of a driver that is gone, and their last checkpoint is complete."""
+    _set_handlers(dict.fromkeys(_ENDING, signal.SIG_IGN))  # further signals do not interrupt the cleanup
     get_logger().warning("attempt_stopped")
     sys.exit(_TERMINATED)
 

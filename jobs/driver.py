@@ -1,6 +1,5 @@
-"""Phases of one model on the connected cluster, those of an attempt and of every trial of a sweep: as a Ray task, or by
-several workers that are placed all or none and joined by torch's process group. Knows tasks and resources, nothing of
-what they compute.
+"""Phases of one model on the connected cluster, for an attempt or a trial of a sweep. A phase is a Ray task, or a group
+of workers that are placed all or none and joined by torch's process group. Imports none of the computations.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _SHARED = "SWIFTKV_SHARED_DIRECTORY"
-"""Environment variable: the operator's word that every node mounts the store's directory."""
+"""Environment variable by which the operator confirms that every node mounts the store's directory."""
 _LOOKS_FOR_ROOM = 5
 _MAX_FAILURES = 3
-"""Times that a group whose worker was lost begins again."""
+"""Times that a group is restarted after it lost a worker."""
 
 
 def train(
     store: ObjectStore, request: AttemptRequest, reporter: Reporter, *, rows_store: ObjectStore | None = None
 ) -> tuple[str, ray.ObjectRef]:
-    """Train from the newest checkpoint there is; returns the last checkpoint's key, and the `StoredPreparation`.
-    `rows_store`: keeps the prepared rows, where that is not `store`."""
+    """Train from the newest checkpoint, if any. Returns the last checkpoint's key and the `StoredPreparation`.
+    `rows_store`: store of the prepared rows, if it is not `store`."""
     rows_uri = (rows_store or store).uri
     say_waiting(reporter, request.spec, "prepare")
     plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
-    from swiftkv_platform.jobs.ray_train import fit  # takes seconds, in which the task has begun
+    from swiftkv_platform.jobs.ray_train import fit  # imports for seconds, while the task is running
 
     plan: Plan = wait_for(plan_ref, store, request)
     for message, is_warning in plan.messages:
@@ -76,8 +75,8 @@ def measure(
     checkpoint: str,
     prepared: ray.ObjectRef,
 ) -> Manifest:
-    """Have the job's workers measure what was trained, together; returns what the first one published. `task`:
-    `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`."""
+    """Evaluate the trained student on the job's workers together. Returns the manifest that the first one published.
+    `task`: `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`."""
     resources = request.spec.resources
     num_workers = group_size(resources)
     say_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
@@ -96,7 +95,7 @@ def measure(
 
 
 def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter, key: str) -> None:
-    """Have a model copied to where the spec publishes it, if it does. Copying it again changes nothing."""
+    """Copy a model to the target in the spec, if it has one. Repeating the copy changes nothing."""
     target = request.spec.publish.publication
     if target is None:
         return
@@ -106,7 +105,7 @@ def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter
 
 
 def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
-    """Let every worker write its share of what the teacher is to write, if there is anything."""
+    """Let every worker write its share of the teacher's answers, if the data needs any."""
     if all(source.complete is None for source in request.spec.data.sources):
         return
     reporter.message("the teacher answers the prompts of its data")
@@ -132,8 +131,8 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
 
 
 def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
-    """Return a task's result, however long the cluster takes to find a place for it. Raises `StoppedError`: the attempt
-    is to end first. Another one repeats the task."""
+    """Wait for a task's result, however long the cluster takes to place it. Raises `StoppedError` if the attempt is to
+    end first; another attempt then repeats the task."""
     while not ray.wait([task], timeout=LOOK_INTERVAL_S)[0]:
         stop_request = look(store, request)
         if stop_request in STOPPED:
@@ -143,8 +142,8 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
 
 
 def group_size(resources: ResourcesSpec) -> int:
-    """Workers of a group: as many as find room now, within what the spec allows. What others hold is not waited for:
-    more of them may follow. Workers that have trained leave their places a moment after they have ended."""
+    """Return the number of workers for a group: as many as fit now, within the spec's bounds. Resources held by others
+    are not waited for, except for a moment: workers that have trained release theirs shortly after they end."""
     fewest, most = resources.min_workers, resources.max_workers
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
 
@@ -169,8 +168,8 @@ def run_together(
     store: ObjectStore,
     request: AttemptRequest,
 ) -> Any:
-    """Return what `function(*arguments, member)` returns on the first of `num_workers` workers, which all run it.
-    Raises `StoppedError`: the attempt is to end first."""
+    """Run `function(*arguments, member)` on `num_workers` workers together, and return the first one's result. Raises
+    `StoppedError` if the attempt is to end first."""
     bundle = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     if resources.accelerator_type:
         bundle[f"accelerator_type:{resources.accelerator_type}"] = 0.001
@@ -213,14 +212,14 @@ def _run_once(
         ]
         return _wait(tasks, store, request)
     except BaseException:
-        _, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)  # to cancel what has ended may end this process
+        _, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)  # cancelling an ended task may end this process
         for task in running:
             ray.cancel(task, force=True)
         raise
 
 
 def _wait(tasks: list[ray.ObjectRef], store: ObjectStore, request: AttemptRequest) -> Any:
-    """Return the first task's result when all have ended, or raise what ends one of them."""
+    """Return the first task's result when all have ended. Raises the error of a task that fails."""
     pending = tasks
     while pending:
         done, pending = ray.wait(pending, timeout=LOOK_INTERVAL_S)
@@ -241,15 +240,15 @@ def _meeting_place() -> str:
 
 
 def needed_resources(spec: JobSpec) -> dict[str, float]:
-    """Resources that the workers that run at a time need together, by Ray's names."""
+    """Return the resources, by Ray's names, of all workers that run at the same time."""
     resources = spec.resources
     num_workers = resources.min_workers * (spec.sweep.max_concurrent if spec.sweep else 1)
     return {"CPU": resources.cpus_per_worker * num_workers, "GPU": resources.gpus_per_worker * num_workers}
 
 
 def refuse_unshared_store(store: ObjectStore) -> None:
-    """Workers of one machine cannot see another's directories. Raises `InvalidInputError`: a directory as the store of
-    a cluster of several nodes."""
+    """Raise `InvalidInputError` if the store is a directory and the cluster has several nodes, which cannot see each
+    other's directories."""
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
         return
@@ -262,7 +261,7 @@ def refuse_unshared_store(store: ObjectStore) -> None:
 
 
 def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
-    """Ray waits for resources that a cluster does not have (it might grow): say so instead of waiting in silence."""
+    """Warn if the cluster lacks the resources for the job: Ray would wait silently, since the cluster might grow."""
     available = ray.cluster_resources()
     for name, amount in needed_resources(spec).items():
         if amount > available.get(name, 0.0):

@@ -1,4 +1,4 @@
-"""Explanation of an attempt's failure for its `error` event, from what was raised. Knows Ray's exceptions."""
+"""Explain an attempt's failure, from the exception, for its `error` event."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 
 _DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""Exceptions that a mistake in a program raises: another attempt would make it again."""
+"""Exceptions due to a defect in a program: another attempt would fail in the same way."""
 
 _LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
-"""Ray's exceptions for a process or a machine that is gone; the peers of a lost worker raise what they like."""
+"""Ray's exceptions for a lost process or machine. The peers of a lost worker may raise any exception."""
 
 _NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
-"""Texts of torch's CPU allocator, and of CUDA, cuBLAS and cuDNN, about memory that torch has not got."""
+"""Messages of torch's CPU allocator and of CUDA, cuBLAS and cuDNN about a failed allocation."""
 
 _NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The `data` of an `error` event, and its message."""
+    """Message and `data` of an `error` event."""
 
     code: str
     message: str
@@ -38,10 +38,11 @@ class Failure:
 
 
 def explain(error: BaseException) -> Failure:
-    """The most telling cause of `error`: an error of ours, else a lack of memory or of disk, else a lost worker."""
+    """Explain `error` by its most specific cause: one of our errors, then lack of memory or disk space, then a lost
+    worker."""
     ours = root_cause(error)
     if ours is not None:
-        # The same input, and a run that repeats itself step by step, would fail again.
+        # The same input, and a run whose steps are deterministic, would fail again.
         retryable = not isinstance(ours, InvalidInputError | TrainingError)
         return Failure(ours.code, ours.message, ours.field, _plain(ours.value), retryable)
     causes = list(_causes(error))
@@ -50,7 +51,7 @@ def explain(error: BaseException) -> Failure:
             message = f"the machine ran out of memory: {_first_line(cause)}"
             return Failure(ReasonCode.OUT_OF_MEMORY, message)
         line = _line_with(cause, *_NO_MEMORY)
-        # torch's goes by its name: the driver imports no torch
+        # torch's is matched by name: the driver imports no torch
         if line is None and (isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"):
             line = _first_line(cause)
         if line is not None:
@@ -70,13 +71,13 @@ def explain(error: BaseException) -> Failure:
 
 
 def root_cause(error: BaseException) -> SwiftKVError | None:
-    """The error of ours that Ray has wrapped in `error`, if there is one."""
+    """Return our own error that Ray has wrapped in `error`, if there is one."""
     return next((cause for cause in _causes(error) if isinstance(cause, SwiftKVError)), None)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield what Ray and torch have wrapped in `error`, else `error`. A group of workers follows the failures of each:
-    its text has what pickling takes from them, e.g. what they were raised from."""
+    """Yield the errors that Ray and torch have wrapped in `error`, or `error` itself. For a worker group the group
+    error comes last: its text has what pickling drops from the workers' errors, such as their causes."""
     wrapped = _wrapped(error)
     for cause in wrapped:
         yield from _causes(cause)
@@ -88,18 +89,19 @@ def _wrapped(error: Any) -> list[BaseException]:
     if isinstance(error, RayTaskError):
         return [error.cause]
     if _is_ray_trains(error, "WorkerGroupError"):
-        # Workers that lose a peer fail too, so every worker's failure is looked at.
+        # Workers that lose a peer fail too, so every worker's failure counts.
         return [*error.worker_failures.values()]
     if _is_ray_trains(error, "ControllerError"):
         return [error.controller_failure]
-    if type(error).__name__ == "CheckpointException":  # torch's
+    if type(error).__name__ == "CheckpointException":  # from torch
         return [cause for cause, _trace in getattr(error, "failures", {}).values()]
-    unhealthy = getattr(error, "health_check_failure", None)  # of a worker that Ray Train cannot ask any more
+    unhealthy = getattr(error, "health_check_failure", None)  # of a worker that Ray Train can no longer reach
     return [] if unhealthy is None else [unhealthy]
 
 
 def _is_ray_trains(error: Any, name: str) -> bool:
-    """Whether it is an error of that name of Ray Train, which an attempt imports, for seconds, when it needs it."""
+    """Whether `error` is Ray Train's error of that name. Ray Train takes seconds to import, so it is not imported
+    here."""
     ray_train = sys.modules.get("ray.train")
     return ray_train is not None and isinstance(error, getattr(ray_train, name))
 
@@ -109,12 +111,12 @@ def _plain(value: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line that tells something: how an actor died stands below a heading and its indented names."""
+    """Return the first informative line: an actor's cause of death comes after a heading and indented names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     heading = getattr(error, "BASE_ERROR_MSG", None)
     return next((line for line in lines if line != heading), heading or type(error).__name__)
 
 
 def _line_with(error: BaseException, *texts: str) -> str | None:
-    """The first line that has one of `texts` in it."""
+    """Return the first line that contains one of `texts`; None if there is none."""
     return next((line.strip() for line in str(error).splitlines() if any(text in line for text in texts)), None)

@@ -1,6 +1,4 @@
-"""Runs the workers of an attempt under Ray Train. Knows resources and restarts, nothing of what a worker computes,
-which it imports there.
-"""
+"""Run the workers of an attempt under Ray Train. The computation is imported only on the workers."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from swiftkv_platform.storage.addresses import open_store
 _MAX_WORKER_FAILURES = 3
 """Times an attempt brings its workers back from the newest checkpoint before it gives up."""
 _RESIZE_INTERVAL_S = float(os.environ.get("SWIFTKV_RESIZE_INTERVAL_S", "60"))
-"""Seconds between looks for machines that have come, where the number of workers is elastic."""
+"""Seconds between checks for new machines, if the number of workers is elastic."""
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc]  # Ray is untyped
@@ -40,24 +38,24 @@ class _Config(TorchConfig):  # type: ignore[misc]  # Ray is untyped
 
 class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is untyped
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Leave SIGINT as it is, so that it interrupts `fit`. Ray Train's handler ends the process with status 0, and
-        stays when training is over; the controller and its workers end with the driver in any case."""
+        """Do nothing, so that SIGINT interrupts `fit`. Ray Train's handler would end the process with status 0, and
+        stay after training; the controller and its workers end with the driver anyway."""
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Leave out the one for Ray Data, whose actor takes seconds to start and is never asked."""
+        """Leave out the callback for Ray Data, whose actor takes seconds to start and is never used."""
         callbacks: list[Any] = super()._create_default_callbacks()
         return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
 
 
 def scaling_config(resources: ResourcesSpec) -> ScalingConfig:
-    """The workers that Ray Train asks the cluster for."""
+    """Return the workers to request from Ray Train."""
     elastic = resources.min_workers < resources.max_workers
     on_gpu = resources.gpus_per_worker > 0
     return ScalingConfig(
         num_workers=(resources.min_workers, resources.max_workers) if elastic else resources.max_workers,
         elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
         use_gpu=on_gpu,
-        # Ray Train leaves out what is 0.
+        # Ray Train ignores zeros.
         resources_per_worker={
             "CPU": resources.cpus_per_worker,
             "GPU": resources.gpus_per_worker,
@@ -71,19 +69,19 @@ def fit(worker: WorkerConfig) -> str:
     """Run the workers to the last step; returns the key of the last checkpoint.
 
     Raises:
-        TrainingError: going on is pointless.
-        StoppedError: the attempt is to pause, or has been told to end by SIGTERM.
+        TrainingError: training failed in a way that a restart would repeat.
+        StoppedError: the attempt is to pause, or got SIGTERM.
         ray.train.TrainingFailedError: workers failed too often.
     """
     resources = worker.request.spec.resources
     on_gpu = resources.gpus_per_worker > 0
-    # Checkpoints go to the attempt's own store, not through Ray Train: what Ray Train keeps is scratch of this machine.
+    # Checkpoints go to the attempt's own store, not through Ray Train, whose storage is scratch space of this machine.
     store = open_store(worker.store_uri)
     with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch, checkpoint_on_sigterm(store, worker.request):
         result = _Trainer(
             train_loop_per_worker,
             train_loop_config={"worker": worker},
-            # Objects travel over gloo; sharded parameters kept in host memory are reduced there as well.
+            # Objects are sent over gloo; sharded parameters in host memory are reduced there as well.
             torch_config=_Config(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
             scaling_config=scaling_config(resources),
             run_config=RunConfig(
@@ -102,8 +100,8 @@ def fit(worker: WorkerConfig) -> str:
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Train on a worker (`jobs.worker.train`). What starts the workers needs neither model nor trainer, whose imports
-    take seconds."""
+    """Train on a worker (`jobs.worker.train`). Imports model and trainer only here: they take seconds, and the driver
+    needs neither."""
     from swiftkv_platform.jobs.worker.train import train_loop_per_worker as run
 
     return run(config)

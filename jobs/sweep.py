@@ -1,9 +1,9 @@
 """Trials of a sweep on the connected cluster, one after the other or several at a time, and the choice among them.
 
-A trial is an attempt like any other, in an object store of its own below the job's: its checkpoints, events and report
-have the keys they always have, and an attempt that takes over a sweep goes on from them. Ray Tune would keep a second
-record of what is done, on the driver's disk or in a storage of its own, which the control plane could neither fence nor
-resume; what is left of a grid without it is the loop below.
+A trial is an attempt like any other, in its own object store below the job's: checkpoints, events and report have their
+usual keys, and a later attempt of the sweep resumes from them. Ray Tune would keep a second record of the finished
+trials, on the driver's disk or in its own storage, which the control plane could neither fence nor resume; without it,
+a grid search is just the loop below.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Outcome:
     """Result of a trial."""
 
     manifest: Manifest | None
-    """Manifest of its report."""
+    """Manifest of the trial's report; None if the trial failed."""
     error: str | None = None
 
 
 def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> Manifest:
-    """Run every trial that no earlier attempt ended, and publish the model of the one to take.
+    """Run all trials that no earlier attempt has finished, and publish the model of the recommended one.
 
     Raises:
-        StoppedError: the job is to pause, or its machines go; the trials that were running have left checkpoints.
-        QualityGateError: every trial fails a gate; `sweep.json` beside the attempt says what each came to.
+        StoppedError: the job is to pause, or its machines are taken away; running trials have saved checkpoints.
+        QualityGateError: every trial fails a gate; the attempt's `sweep.json` has the results.
     """
     trials = expand(request.spec)
     outcomes = _run_trials(store, request, trials, reporter)
@@ -79,8 +79,8 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
 
 
 def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
-    """Train and measure one trial. What it says goes on to the job's own events, its steps after those of the trials
-    before it."""
+    """Train and evaluate one trial. Its events are forwarded to the job's, with its steps after those of earlier
+    trials."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, trial=trial.name)
     store = open_store(store_uri)
     reporter = Reporter(store, request.attempt_id, f"trial-{trial.name}")
@@ -132,7 +132,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
 
 
 def _is_a_result(error: Exception) -> bool:
-    """Whether it says something of the trial's values, e.g. a learning rate too high, and nothing of the job."""
+    """Whether an error is due to the trial's values, such as a too high learning rate, and not to the job."""
     cause = root_cause(error)
     if isinstance(cause, InvalidInputError):
         return cause.field == GROUP_SIZE_FIELD  # too large for this trial's l
@@ -152,7 +152,7 @@ def _run_trials(
             outcomes[trial.name] = before
     waiting = [trial for trial in trials if trial.name not in outcomes]
     running: dict[ray.ObjectRef, Trial] = {}
-    # The task waits for the workers it starts, so it takes no core from them.
+    # The task only waits for the workers it starts, so it takes no core from them.
     task = ray.remote(run_trial).options(num_cpus=0, max_retries=0)
     stop_request = StopRequest.NONE
     with checkpoint_on_sigterm(store, request):
@@ -179,7 +179,7 @@ def _run_trials(
 
 
 def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptRequest) -> None:
-    """Tell a running trial what is wanted of the job."""
+    """Forward the job's stop request to a running trial."""
     if stop_request is StopRequest.PAUSE:
         trial.request_pause(request.attempt_id)
     elif stop_request is StopRequest.STOP:
@@ -187,7 +187,7 @@ def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptReq
 
 
 def _outcome(task: ray.ObjectRef) -> Outcome | None:
-    """Return the outcome of a trial; None where it was told to end first."""
+    """Return the outcome of a trial; None if it was stopped."""
     try:
         outcome: Outcome = ray.get(task)
     except StoppedError:
@@ -200,7 +200,7 @@ def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> O
 
 
 def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:
-    """Return the trial's outcome under whichever attempt ended it."""
+    """Return the trial's outcome from any attempt that finished it; None if there is none."""
     trial_store = _trial_store(store, request, trial)
     for attempt in reversed(request.attempt_id.so_far()):
         manifest = AttemptStore(trial_store).artifact_manifest(attempt)
@@ -239,7 +239,7 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
 
 
 def _table(report: SweepReport) -> list[dict[str, object]]:
-    """The figures a reader compares, for the job's events."""
+    """Return the trials' figures for the job's events."""
     rows: list[dict[str, object]] = []
     for candidate in report.points:
         row: dict[str, object] = {"trial": candidate.name, "error": candidate.error}

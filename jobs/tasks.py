@@ -1,5 +1,5 @@
-"""The Ray tasks of an attempt. The driver imports this module and no other of the workers', so it starts at once: a
-task imports what computes where it runs.
+"""The Ray tasks of an attempt. The driver imports only this module of the workers' code, so that it starts quickly;
+tasks import their computations where they run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """Prepare rows (`jobs.worker.prepare`), or take those that an earlier attempt has prepared."""
+    """Prepare rows (`jobs.worker.prepare`), or use those that an earlier attempt has prepared."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
     from swiftkv_platform.jobs.worker.prepare import AttemptAnswers
     from swiftkv_platform.jobs.worker.prepare import prepare as run
@@ -73,7 +73,7 @@ def evaluate_trial(
 def publish_trial(
     request: AttemptRequest, store_uri: str, spec: JobSpec, trial_store_uri: str, trial: Manifest, files: dict[str, str]
 ) -> Manifest:
-    """The task after a sweep's last trial, see `jobs.worker.evaluate`."""
+    """Publish the chosen trial's model, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
     from swiftkv_platform.jobs.worker.evaluate import publish_trial as run
 
@@ -83,7 +83,7 @@ def publish_trial(
 def evaluate(
     request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member
 ) -> Manifest | None:
-    """Measure what was trained together with the other workers, see `jobs.worker.evaluate`."""
+    """Evaluate the student together with the other workers and publish it, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank)
     from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 
@@ -92,7 +92,7 @@ def evaluate(
 
 
 def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
-    """Copy the model at `key` to where the spec publishes it; returns its address there."""
+    """Copy the model at `key` to the target in the spec; returns its address there."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
     store = open_store(store_uri)
     say_placed(store, request, "publish")
@@ -114,7 +114,7 @@ def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
 
 @contextmanager
 def _traced(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[None]:
-    """Record a phase as the first worker sees it. It is sent before the task ends, since its process may end too."""
+    """Trace a phase on the first worker. Spans are sent before the task ends, since its process may end too."""
     if rank != 0:
         yield
         return
@@ -130,7 +130,7 @@ def _traced(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[N
 def _evaluating(
     request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member
 ) -> Iterator[Prepared]:
-    """Join the workers of an evaluation, and bring what it measures on to this machine."""
+    """Join the workers of an evaluation, and download the inputs to this machine."""
     from swiftkv_platform.jobs.worker.setup import joined, shared_workspace
     from swiftkv_platform.model.workers import Workers
 
@@ -151,7 +151,7 @@ def _evaluating(
 def _have_start(
     request: AttemptRequest, store_uri: str, stored: StoredPreparation, rows: Path, workspace: Workspace
 ) -> None:
-    """Have the workers find the start that is measured, where an attempt before has trained and cleaned up."""
+    """Calibrate again if an earlier attempt that trained has already deleted the calibrated start."""
     from swiftkv_platform.jobs.worker.setup import access_of, find_start, set_up_process, task_device, teacher_path
     from swiftkv_platform.model.workers import Workers
 

@@ -1,4 +1,4 @@
-"""Values that the driver, the tasks and the workers of an attempt hand each other. Loads neither ray nor torch."""
+"""Values passed between the driver, the tasks and the workers of an attempt. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Plan:
     """Facts about the run ahead that the driver needs."""
 
     spec: JobSpec
-    """Spec with what the model and the data decide, see `specs.defaults`."""
+    """Spec with the defaults that depend on model and data, see `specs.defaults`."""
     total_steps: int
     num_trained_parameters: int
     statistics: dict[str, Any]
@@ -29,18 +29,18 @@ class Plan:
     flops_per_token: float | None = None
     """FLOPs of training per position that the loss counts, see `swiftkv_platform.jobs.worker.prepare`."""
     messages: tuple[tuple[str, bool], ...] = ()
-    """Statistics in sentences, and which of them are warnings."""
+    """Statistics as sentences, each with whether it is a warning."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Configuration that the driver hands to every worker."""
+    """Configuration that the driver passes to every worker."""
 
     request: AttemptRequest
     store_uri: str
     total_steps: int
     prepared: ObjectRef
-    """A `StoredPreparation`."""
+    """Reference to a `StoredPreparation`."""
     flops_per_token: float | None = None
     """See `Plan`."""
 
@@ -50,29 +50,29 @@ class Outcome:
     """Result of the training run."""
 
     checkpoint: str | None
-    """Key of the checkpoint that the model is made of; of a run that was stopped, of the newest complete one."""
+    """Key of the checkpoint that becomes the model; after a stop request, of the newest complete one."""
     error: TrainingError | None = None
-    """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
+    """Error that a restart would repeat. It is returned, not raised: Ray Train would restart the workers."""
     stopped: StopReason | None = None
-    """Reason for which the run ended before its last step, with a checkpoint of where it was."""
+    """Reason why the run ended before its last step, with a checkpoint of its progress."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One worker's place among those of its group."""
+    """Place of a worker in its group."""
 
     rank: int
     size: int
     address: str
-    """Host and port at which they meet."""
+    """Host and port where the workers meet."""
 
 
 STOPPED: dict[StopRequest, StopReason] = {StopRequest.STOP: ReasonCode.PREEMPTED, StopRequest.PAUSE: ReasonCode.PAUSED}
-"""Reason for which an attempt ends, by the stop request that ends it."""
+"""Reason why an attempt ends, by the stop request that ends it."""
 
 
 class StoppedError(Exception):
-    """The attempt has ended before its time, as it was asked to; of what was trained there is a complete checkpoint."""
+    """The attempt ended early on request; a complete checkpoint has its progress."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(reason)

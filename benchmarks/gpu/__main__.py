@@ -56,11 +56,11 @@ class Loads:
     lengths: tuple[int, ...]
     """Prompt lengths of figure 3."""
     total_tokens: int
-    """Prompt tokens of each of its points, all requests together."""
+    """Prompt tokens of each point, all requests together."""
     output_tokens: int
     rate_input_tokens: int
     rates: tuple[float, ...]
-    """Arrival rates of figure 4, in requests a second."""
+    """Arrival rates of figure 4, in requests per second."""
     rate_seconds: float
     memory_mib: tuple[int, ...]
     """Limits of the KV cache in table 5."""
@@ -99,7 +99,7 @@ SHORT = replace(
     group_sizes=(1,),
     rounds=1,
 )
-"""The same model in minutes: figure 3 alone, each point once."""
+"""Sizes for the same model in minutes: only figure 3, each point once."""
 TINY = Loads(
     max_model_len=512,
     kv_cache_mib=8,
@@ -117,7 +117,7 @@ TINY = Loads(
     group_sizes=(1, 2),
     rounds=2,
 )
-"""The same code in seconds, for figures that are worth nothing."""
+"""Sizes that run the same code in seconds; the figures are meaningless."""
 NUM_AGREEMENT_TOKENS = 64
 FIGURES = ("total_token_throughput", "median_ttft_ms", "median_tpot_ms")
 
@@ -194,7 +194,7 @@ class Run:
         self._vocab_size: int = config["vocab_size"]
 
     def head(self) -> Report:
-        """The machine and the sizes of a report."""
+        """Return the head of a report: the machine and the sizes."""
         gpu = torch.cuda.get_device_name() if self._args.device == "cuda" else None
         machine = {"gpu": gpu, "torch": torch.__version__, "threads": torch.get_num_threads()}
         return {"machine": machine, "dtype": self._args.dtype, "loads": vars(self._loads)}
@@ -266,7 +266,7 @@ class Run:
                 (some[name],), made[name] = self._played(start, model, limits, [load])
         return runs, blocks
 
-    # In methods of their own, an engine's last references end before the next one takes the device's memory.
+    # In separate methods, an engine's last references end before the next engine needs the device's memory.
 
     def _answers(self, start: Start, model: Model, prompts: list[list[int]]) -> list[Answer]:
         with start(model.directory, self._limits) as running:

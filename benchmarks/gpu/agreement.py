@@ -1,8 +1,9 @@
-"""Agreement of an engine with PyTorch: errors of its log-probabilities, against those of PyTorch's own low precision.
+"""Agreement of an engine with PyTorch: errors of its log-probabilities, compared with those of PyTorch in low
+precision.
 
-An engine answers greedily. A float32 forward pass of the reference implementation then scores its tokens. The engine
+The engine answers greedily, and a float32 forward pass of the reference implementation scores its tokens. The engine
 agrees if the root mean square error of its log-probabilities is at most 1.3 times that of PyTorch's forward pass in the
-engine's own type, and if no token that it chose lies further below the best one than three of PyTorch's largest errors.
+engine's dtype, and if no chosen token is further below the best one than three times PyTorch's largest error.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from transformers import AutoModelForCausalLM
 from swiftkv_platform.engine import LLMEngine, RequestOutput, SamplingParams
 
 MOST_OF_PYTORCH = 1.3
-"""Root mean square error in units of PyTorch's own."""
+"""Largest accepted root mean square error, relative to PyTorch's."""
 MOST_GAP = 3.0
 """Distance of a chosen token from the best one, in units of PyTorch's largest error."""
 FLOAT32_ERROR = 1e-4
-"""Nats that sums in another order make, in float32 and in models of this size."""
+"""Error in nats due to another order of summation, in float32 and for models of this size."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that an engine chose greedily, and their log-probabilities in nats, as it gives them."""
+    """Tokens that an engine chose greedily, with its own log-probabilities in nats."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -41,7 +42,7 @@ class Scores:
     chosen: torch.Tensor
     """Log-probability of each token of the answers."""
     best: torch.Tensor
-    """Largest log-probability in its place."""
+    """Largest log-probability at each position."""
 
 
 def engine_answers(engine: LLMEngine, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
@@ -55,7 +56,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 
 def answers_of(outputs: Sequence[RequestOutput]) -> list[Answer]:
-    """Greedy outputs of our own engine, with the log-probabilities that were asked for."""
+    """Convert greedy outputs of our own engine, which must include log-probabilities."""
     return [
         Answer(
             list(output.prompt_token_ids),
@@ -92,7 +93,7 @@ def compare(answers: Sequence[Answer], exact: Scores, own: Scores) -> dict[str, 
 
     Args:
         exact: scores in float32.
-        own: scores of PyTorch in the type that the engine computes in.
+        own: PyTorch's scores in the engine's dtype.
     """
     served = torch.tensor([logprob for answer in answers for logprob in answer.logprobs])
     error, pytorch_error = _rms(served - exact.chosen), _rms(own.chosen - exact.chosen)

@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
     },
 }
-"""Shapes of random Llamas: that of Llama 3.1 8B, and one for a test."""
+"""Shapes of random Llamas: Llama 3.1 8B's, and one for tests."""
 _SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -59,7 +59,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "grouped": _SMALL | {"num_key_value_heads": 2},
     "windows": _SMALL | {"num_key_value_heads": 2, "model_type": "mistral", "sliding_window": 300},
 }
-"""Shapes of random models that leave most of a GPU idle, so that attention divides keys (`benchmarks.gpu.steps`)."""
+"""Shapes of random models that leave most of a GPU idle, so that attention splits keys (`benchmarks.gpu.steps`)."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,24 @@ class Model:
     """A model under test."""
 
     name: str
-    """`dense`, or `swiftkv_gG` of a student with groups of G layers, with `_own` where deep tokens keep own K and V."""
+    """Name: `dense`, or `swiftkv_gG` for a student with groups of G layers, plus `_own` if deep tokens keep their own K
+    and V."""
     directory: Path
 
 
 def prepare(
     model: Path | str, directory: Path, *, dtype: torch.dtype, device: str, group_sizes: list[int]
 ) -> list[Model]:
-    """The dense model and its students, half of whose layers compute no KV of their own.
+    """Make the dense model and its students, half of whose layers compute no KV of their own.
 
     The students are converted, not distilled: a step costs the same whatever the weights are.
 
     Args:
         model: a dense model's directory, or one of `SHAPES` and `SMALL`, which is made with random weights.
-        device: where random weights are drawn.
+        device: device on which random weights are drawn.
 
     Raises:
-        ModelError: the model's family is not known.
+        ModelError: the model's family is unknown.
     """
     dense = Path(model)
     shapes = SHAPES | SMALL
@@ -120,7 +121,7 @@ def _save_random(shape: dict[str, Any], directory: Path, dtype: torch.dtype, dev
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that both engines run with."""
+    """Limits for both engines."""
 
     device: str
     dtype: str
@@ -130,7 +131,7 @@ class Limits:
     kv_cache_bytes: int
     kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
-    """vLLM compiles nothing, which is most of the time of a short run."""
+    """Whether vLLM skips compiling, which takes most of the time of a short run."""
 
 
 @dataclass(frozen=True)
@@ -176,18 +177,18 @@ def own_engine(model: Path, limits: Limits) -> Iterator[Running]:
 
 
 def release_memory() -> None:
-    """Give the device what no model in this process uses any more."""
+    """Free device memory that no model in this process uses any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def vllm_engine(python: Path) -> Start:
-    """vLLM of another interpreter, with this project's plugin beside it."""
+    """Return a starter for vLLM in another interpreter, with this project's plugin installed there."""
 
     @contextmanager
     def started(model: Path, limits: Limits) -> Iterator[Running]:
-        release_memory()  # vLLM's process has the same device
+        release_memory()  # vLLM's process uses the same device
         arguments = engine_arguments(
             model,
             kv_cache_bytes=limits.kv_cache_bytes,

@@ -1,12 +1,11 @@
-"""All that a machine with one NVIDIA GPU can show: `make gpu`.
+"""Run everything that needs one NVIDIA GPU: `make gpu`.
 
     python -m benchmarks.gpu.everything [--vllm-python PATH]
 
 Tests of the engine and of training, tests of vLLM with the plugin, agreement with PyTorch and speed, vLLM's speed in
-bfloat16 and FP8, training steps.
-Each part is a command of its own, and one that fails keeps no other from running; a part whose needs are missing is
-skipped and says what is missing. The last lines are a summary. The status is 1 where a part failed, and where PyTorch
-finds no GPU. `--vllm-python` is an interpreter with a GPU build of vLLM and the plugin; without it this one is asked.
+bfloat16 and FP8, training steps. Each part is a separate command, and a failure does not stop the others; a part with
+missing requirements is skipped, and they are named. The last lines are a summary. The status is 1 if a part fails or
+PyTorch finds no GPU. `--vllm-python` is an interpreter with a GPU build of vLLM and the plugin; default: this one.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ class Part:
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""
-    """Need that the machine does not meet; empty where it can run."""
+    """Missing requirement; empty if the part can run."""
 
 
 def parts(vllm_python: Path) -> list[Part]:
-    """The parts, with what is missing for each of them on this machine."""
+    """Return the parts, each with what it lacks on this machine."""
     ours, missing = [sys.executable, "-m"], vllm_missing(vllm_python)
     by_vllm = [] if missing else ["--vllm-python", str(vllm_python)]
-    plain = ["-ra", "--rootdir", ".", "--import-mode=importlib"]  # the options of pyproject.toml leave these tests out
+    plain = ["-ra", "--rootdir", ".", "--import-mode=importlib"]  # the options in pyproject.toml deselect these tests
     return [
         Part(
             "tests of engine and training",
@@ -80,7 +79,7 @@ def parts(vllm_python: Path) -> list[Part]:
 
 
 def vllm_missing(python: Path) -> str:
-    """Need of vLLM with the plugin on a GPU that an interpreter does not meet; empty where it meets all."""
+    """Return what an interpreter lacks for vLLM with the plugin on a GPU; empty if nothing."""
     try:
         found = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
     except OSError as error:
@@ -90,7 +89,7 @@ def vllm_missing(python: Path) -> str:
 
 
 def run_all(each: Sequence[Part]) -> int:
-    """Run the parts one after the other and print what came of them; 1 where one failed."""
+    """Run the parts in turn and print a summary; returns 1 if one failed."""
     lines, status = [], 0
     for part in each:
         if part.missing:

@@ -1,8 +1,8 @@
 """Steps of our engine in which FlashAttention 2 would divide the keys of a run, over small random models.
 
-A large model's heads and runs fill a GPU, so that its keys are not divided, and its answers do not show whether parts
-are put together rightly (pytorch/pytorch#194167). Here two prompts of several blocks of keys are read in one step and
-decoded; short prompts then arrive and are read in a step with the decodes; at last all four decode.
+A large model's heads and runs fill a GPU, so its keys are not split, and its answers do not show whether parts are
+combined correctly (pytorch/pytorch#194167). Here two prompts of several blocks of keys are prefilled in one step and
+decoded; then short prompts arrive and are prefilled in a step together with the decodes; finally all four decode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_TOKENS = 32
 
 
 def agreements(directory: Path, dtype: torch.dtype, device: str) -> dict[str, dict[str, Any]]:
-    """Comparison with PyTorch of each model of `SMALL` and its students, by name; the models lie in `directory`."""
+    """Compare each model of `SMALL` and its students with PyTorch; results by name. Models are saved in `directory`."""
     found = {}
     for shape in SMALL:
         for model in prepare(shape, directory / shape, dtype=dtype, device=device, group_sizes=[1]):

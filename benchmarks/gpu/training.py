@@ -1,10 +1,10 @@
-"""Steps of self-distillation of a model on one GPU: tokens/s, share of the arithmetic, peak memory beside the plan's.
+"""Self-distillation steps of a model on one GPU: tokens/s, TFLOP/s, and peak memory against the plan's.
 
     python -m benchmarks.gpu.training [MODEL] [--max-length 4096] [--steps 6]
 
 MODEL is the directory of a dense model; without it, one with the shape of Llama 3.1 8B and random weights. A row has
 four samples of random tokens; `counted` is the share of positions, at each sample's end, that the loss counts. FLOPs
-are the plan's, of what a step has to do.
+are the plan's, without recomputation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CASES = (("shared", "ddp", 1.0), ("own", "fsdp2", 0.5))
 
 @dataclass
 class _Clock:
-    """Seconds of each step, the listener of a run."""
+    """Listener of a run that records the seconds of each step."""
 
     device: torch.device
     seconds: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Clock:
         self._began = time.perf_counter()
 
     def on_course(self, note: CourseNote) -> None:
-        """A run of few steps has none."""
+        """Do nothing: a short run has no course."""
 
     def on_step(self, metrics: StepMetrics) -> None:  # noqa: ARG002
         if self.device.type == "cuda":
@@ -93,7 +93,7 @@ def random_rows(max_length: int, num_steps: int, counted: float) -> PackedRows:
 
 
 def measure(model: Path, args: argparse.Namespace, form: str, strategy: str, counted: float) -> str:
-    """A line of the table."""
+    """Measure one case; returns a line of the table."""
     spec, rows = job_spec(model, args, form, strategy), random_rows(args.max_length, args.steps, counted)
     device, request = task_device(spec), AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
     parallel, clock = spread_fork(spec, str(model), None, device=device), _Clock(device)

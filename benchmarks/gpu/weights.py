@@ -3,12 +3,11 @@
     python -m benchmarks.gpu.weights --vllm-python PATH [--weights bfloat16 fp8 int8] [--rounds 3] [--output FILE]
     python -m benchmarks.gpu.weights --vllm-python PATH --device cpu --tiny --weights bfloat16 int8
 
-A random model of Llama 3.1 8B's shape and its students (half of the layers, g = 1, both forms) are made once. An engine
-of vLLM with this project's plugin is started for each and for each form of weights, all at the same time, and all stay
-in memory, so that they take turns within a round; ratios are medians over rounds, with the least and the largest. The
-dense model is the student in teacher mode where weights are in int8, and vLLM's own class elsewhere.
-
-Prefill is prompts that arrive together and are answered by one token each; decode is the median time between tokens.
+A random model of Llama 3.1 8B's shape and its students (half of the layers, g = 1, both forms) are made once. A vLLM
+engine with this project's plugin is started for each model and form of weights. All stay in memory and take turns
+within a round; ratios are medians over rounds, with the least and the largest. The dense model is vLLM's own class, but
+with int8 weights the student in teacher mode. Prefill: prompts that arrive together and are answered with one token
+each. Decode: the median time between tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Load:
     """Requests that arrive together."""
 
     figure: str
-    """Figure that is compared: less is better."""
+    """Name of the compared figure; lower is better."""
     num_requests: int
     num_input_tokens: int
     num_output_tokens: int
@@ -55,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Loads of a run, and limits that hold the largest."""
+    """Loads of a run, and limits that fit the largest."""
 
     shape: str
     """Name in `benchmarks.gpu.engines.SHAPES`."""
@@ -160,7 +159,7 @@ def _in_integers(directory: Path, made: Sequence[Model]) -> list[Served]:
 
 
 def start(served: Served, sizes: Sizes, args: argparse.Namespace) -> EngineWorker:
-    """Start vLLM with a cache of a fixed size, so that engines beside it take none of its memory."""
+    """Start vLLM with a cache of fixed size, so that several engines fit on one GPU."""
     arguments = engine_arguments(
         served.directory,
         kv_cache_bytes=sizes.kv_cache_mib << 20,
@@ -177,7 +176,7 @@ def compare(
 ) -> dict[str, dict[str, Figures]]:
     """Each model's figure and its ratio to the dense model of the same weights, by weights and model.
 
-    Each round has prompts of its own, the same for all, and begins with another model; the first one warms up.
+    Each round has its own prompts, the same for all models, and starts with another model; the first round warms up.
     """
     vocab_size = json.loads((served[0].directory / "config.json").read_text())["vocab_size"]
     seen: list[list[float]] = [[] for _ in served]
@@ -203,7 +202,7 @@ def compare(
 
 
 def table(rows: Mapping[str, Mapping[str, Mapping[str, Figures]]]) -> str:
-    """Milliseconds of each model, with its ratio to dense: below 1 is faster."""
+    """Format a table of milliseconds by model, with ratios to dense; below 1 is faster."""
     columns = [(weights, model) for weights, found in next(iter(rows.values())).items() for model in found]
     lines = ["| | " + " | ".join(f"{weights}: {model}" for weights, model in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")

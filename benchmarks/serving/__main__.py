@@ -65,7 +65,7 @@ def write(name: str, report: Report, directory: Path | None) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers to five digits, which is more than they are worth."""
+    """Round numbers to five digits, more than their precision."""
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Figures of the times of tokens, named as other serving benchmarks name them, and the search for a rate. No torch."""
+"""Serving metrics from token times, named as in other serving benchmarks, and the search for a rate. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RequestTimes:
     """One answered request, in seconds since the load began."""
 
     arrival: float
-    """Time at which it was due, whether or not its client got to send it then."""
+    """Scheduled arrival, even if the client sent the request later."""
     num_input_tokens: int
     token_times: tuple[float, ...]
     """Arrival times of the answer's tokens; at least one."""
@@ -28,7 +28,7 @@ class RequestTimes:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time a token after the first; None where there is no second."""
+        """Mean time per token after the first; None if there is only one token."""
         later = len(self.token_times) - 1
         return (self.token_times[-1] - self.token_times[0]) / later if later else None
 
@@ -79,19 +79,19 @@ def median_ratio(rounds: Sequence[Mapping[str, float]], base: Sequence[Mapping[s
 
 @dataclass
 class RateSearch:
-    """Bisects between `low` and `high`, in requests a second. It takes for granted that a rate below a sustained one
-    is sustained too. `low` itself is tried where nothing above it was sustained."""
+    """Bisection between `low` and `high`, in requests per second. Assumes that any rate below a sustained one is
+    sustained too. `low` itself is tried only if no higher rate was sustained."""
 
     low: float
     high: float
     num_trials: int
-    """Rates to try; the last one of these halves the bracket for the last time."""
+    """Number of rates to try by bisection."""
     trials: dict[float, bool] = field(default_factory=dict)
     """Rates tried, and whether each was sustained."""
 
     @property
     def next_rate(self) -> float | None:
-        """Return the rate to try now; None once the search is over."""
+        """Return the next rate to try; None when the search is over."""
         if len(self.trials) < self.num_trials:
             sustained, failed = self._bracket()
             return (sustained + failed) / 2
@@ -103,7 +103,7 @@ class RateSearch:
 
     @property
     def sustained(self) -> float | None:
-        """The highest rate that was sustained; None: not even `low`."""
+        """Highest rate that was sustained; None if not even `low` was."""
         return max((rate for rate, sustained in self.trials.items() if sustained), default=None)
 
     def _bracket(self) -> tuple[float, float]:

@@ -18,7 +18,7 @@ LABELS = {
     "hf_generate": "Hugging Face `generate`",
     "vllm": "vLLM, dense",
 }
-mpl.rcParams["svg.hashsalt"] = "serving"  # the same figure gives the same file
+mpl.rcParams["svg.hashsalt"] = "serving"  # makes the same figure give the same file
 
 
 def label(system: str) -> str:
@@ -148,7 +148,7 @@ TABLES: dict[str, Callable[[Report], str]] = {
 
 
 def by_row(report: Report, key: str, title: str, figures: Sequence[str]) -> str:
-    """One column a figure and system, what it is against dense beside it."""
+    """Format a table with a column for each figure and system, and ratios to dense."""
     rows, names = report["rows"], list(report["rows"][0]["results"])
     units = {"total_token_throughput": "tokens/s", "median_ttft_ms": "TTFT", "median_tpot_ms": "TPOT"}
     head = [title, *(f"{label(name)}: {units[figure]}" for figure in figures for name in names)]

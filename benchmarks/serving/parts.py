@@ -1,8 +1,8 @@
 """Parts of the serving benchmark, each of which yields its report.
 
-In each round the systems take turns on the same requests, and every round begins with another system: all see the same
-noise of the machine. Figures are medians over rounds, ratios medians of each round's. A part yields its report after
-every round, so that what is measured is kept when the machine is needed for something else.
+In each round the systems take turns on the same requests, and every round starts with another system, so that all see
+the same noise of the machine. Figures are medians over rounds, ratios medians of the rounds' ratios. A part yields its
+report after every round, so that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARE_WITHIN_LIMIT = 0.9
 
 
 def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
-    """Every request of the trace there at once: what each system answers a second."""
+    """Throughput of each system with all requests of the trace at once."""
     engines = _engines(systems, ["dense", "swiftkv_g1", student(args)])
     peers: dict[str, System] = {}
     if args.huggingface_rounds:
@@ -53,8 +53,8 @@ def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
 def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """The highest arrival rate of the trace at which enough requests have their first token within the limit.
 
-    Rates above what a system answers a second when all requests are there at once are not tried: those cannot be
-    sustained, only a short trace would end before its queue shows.
+    Rates above a system's saturated throughput are not tried: they cannot be sustained, but a short trace may end
+    before its queue shows.
     """
     engines = _engines(systems, ["dense", student(args)])
     runs: list[Report] = []
@@ -87,7 +87,7 @@ def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
 
 
 def lengths(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
-    """Combined throughput over prompt lengths, about as many tokens each time, all there at once (paper, figure 3)."""
+    """Combined throughput by prompt length, with about equal total tokens, all requests at once (paper, figure 3)."""
     engines = _engines(systems, ["dense", student(args)])
     runs: list[dict[str, list[Figures]]] = [{} for _ in args.lengths]
     counts = [max(1, args.length_total_tokens // length) for length in args.lengths]
@@ -105,7 +105,7 @@ def lengths(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
 
 
 def memory(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
-    """Combined throughput at limits of the KV cache's memory (paper, table 5)."""
+    """Combined throughput by size of the KV cache (paper, table 5)."""
     names = ["dense", "merge_all_layers", "swiftkv_g1", student(args), f"{student(args)}_fp8"]
     engines: list[dict[str, LLMEngine]] = [
         {
@@ -152,7 +152,7 @@ def student(args: argparse.Namespace) -> str:
 
 
 def trace(args: argparse.Namespace, num_requests: int, number: int) -> list[Request]:
-    """A sample of the trace, another one in every round, scaled in length; or requests drawn to look like it."""
+    """Sample the trace, differently in every round, or draw similar requests, and scale their lengths."""
     if args.trace is None:
         requests = workloads.drawn(args.synthetic, num_requests, seed=number)
     else:
@@ -209,7 +209,7 @@ def _kv_cache(engines: dict[str, LLMEngine], num_rounds: int) -> Report:
 
 
 def _sustained_summary(runs: Sequence[Report]) -> Report:
-    """Medians over rounds; against dense only where dense sustains some rate."""
+    """Return medians over rounds, with ratios to dense only if dense sustains some rate."""
     names = list(runs[0]["sustained"])
     some = {name: [{"request_rate": run["sustained"][name]} for run in runs] for name in names}
     comparable = all(one["request_rate"] for one in some["dense"])
@@ -235,7 +235,7 @@ def summary(runs: dict[str, list[Figures]]) -> Report:
             name: {
                 figure: median_ratio(some, dense[: len(some)], figure)
                 for figure in (THROUGHPUT, "median_ttft_ms", "median_tpot_ms")
-                # No ratio to 0, the time between tokens that came at once.
+                # No ratio to 0, the time between tokens that arrive together.
                 if all(figure in one for one in some) and all(one.get(figure) for one in dense)
             }
             for name, some in runs.items()

@@ -1,6 +1,6 @@
 """Systems under load: our engine on the dense model and its students, a cache merged into one; Hugging Face; vLLM.
 
-All of one shape and of the same random weights, saved once and loaded when first asked for.
+All have one shape and the same random weights, saved once and loaded on first use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swiftkv_platform.model import convert
 
 Prompts = Sequence[list[int]]
 System = Callable[[Sequence[Request], Prompts], list[RequestTimes]]
-"""Plays a load in real time."""
+"""Plays a load in real time; returns the times of each request."""
 CONTEXT_LENGTH = 16384
 """Longer than any request of the traces."""
 
@@ -44,11 +44,11 @@ class Systems:
         self._loaded: dict[str, LoadedModel] = {}
 
     def engine(self, name: str, **options: Any) -> LLMEngine:
-        """An engine with a cache of its own.
+        """Make an engine with its own cache.
 
         Args:
             name: `dense`, `swiftkv_g1`, `swiftkv_g2` and so on, or `merge_all_layers`.
-            options: of `EngineConfig`, beside what the arguments say.
+            options: further options of `EngineConfig`, which override the arguments'.
         """
         if name == "merge_all_layers":
             return self._merged(**options)
@@ -87,9 +87,9 @@ class Systems:
     def _merged(self, **options: Any) -> LLMEngine:
         """The dense model with the cache of one layer in the place of all (Merge-all-Layers: paper, section 5.1).
 
-        Every layer computes its K and V, and writes them over the last layer's: the text is nonsense, as it would be
-        in the paper; what it costs is that of an ideal compression. The cache is made L times as large as it may be,
-        and all but its first layer are let go.
+        Every layer computes its K and V and overwrites the previous layer's. The text is nonsense, as in the paper, but
+        the cost is that of an ideal compression. The cache is allocated L times as large, and all but its first layer
+        are freed.
         """
         config = self._config(options)
         assert config.kv_cache_bytes is not None
@@ -121,7 +121,7 @@ class Systems:
 
 
 def random_prompts(requests: Sequence[Request], vocab_size: int, seed: int) -> list[list[int]]:
-    """Random tokens, the same for the same seed."""
+    """Return random prompts, reproducible by the seed."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [request.num_input_tokens for request in requests]
     tokens = torch.randint(3, vocab_size, (sum(lengths),), generator=generator)
@@ -129,7 +129,7 @@ def random_prompts(requests: Sequence[Request], vocab_size: int, seed: int) -> l
 
 
 def engine_system(engine: LLMEngine) -> System:
-    """Requests are sent when they are due, each by a client of its own that reads its stream."""
+    """Return our engine as a system: requests are sent when due, each by its own client that reads its stream."""
 
     def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
         return asyncio.run(_play(engine, requests, prompts))
@@ -157,7 +157,7 @@ async def _play(engine: LLMEngine, requests: Sequence[Request], prompts: Prompts
 
 
 class _Clock(StoppingCriteria):
-    """Notes when `generate` has chosen a token for every row, and stops nothing."""
+    """Records when `generate` has chosen a token for every row; never stops it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -168,8 +168,8 @@ class _Clock(StoppingCriteria):
 
 
 def generate_system(model: Any, batch_size: int) -> System:
-    """Hugging Face `generate` for requests that are all there at once: in their order, in padded batches. Tokens beyond
-    what a request asked for are not counted."""
+    """Return Hugging Face `generate` as a system for requests that arrive all at once: in order, in padded batches.
+    Tokens beyond a request's length are not counted."""
 
     def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
         start = time.perf_counter()

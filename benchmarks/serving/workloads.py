@@ -1,7 +1,7 @@
-"""Loads of requests and their arrival times: traces of real services, scaled, and loads drawn like them. No torch.
+"""Loads of requests with arrival times: scaled traces of real services, and similar random loads. No torch.
 
-A load keeps the order and the rhythm of its trace. It is scaled in length (prompts and answers by one factor, so that
-their ratio stays) and in time (to a mean arrival rate, so that bursts stay bursts).
+A load keeps the order and the rhythm of its trace. It is scaled in length (prompts and answers by the same factor) and
+in time (to a mean arrival rate, so that bursts remain).
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class Request:
     """One request of a load."""
 
     arrival: float
-    """Seconds after the first."""
+    """Seconds after the first request."""
     num_input_tokens: int
     num_output_tokens: int
 
 
 def read_trace(path: Path) -> list[Request]:
-    """An Azure LLM inference trace's requests, by arrival.
+    """Read the requests of an Azure LLM inference trace, by arrival.
 
     Args:
         path: CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens.
 
     Raises:
-        DataError: a line without these fields or with an impossible value, no request at all.
+        DataError: a line lacks these fields or has an invalid value, or there are no requests.
     """
     requests = []
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), start=2):
             try:
-                # Seconds may have seven decimals, one more than the standard library reads.
+                # Seconds may have seven decimals, one more than the standard library parses.
                 at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
                 lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
             except (KeyError, TypeError, ValueError) as error:
@@ -70,7 +70,7 @@ def read_trace(path: Path) -> list[Request]:
 
 
 def drawn(shape: str, num_requests: int, seed: int) -> list[Request]:
-    """A load with the lengths of one of `SHAPES`, drawn independently, and Poisson arrivals at one a second."""
+    """Draw a load with lengths from one of `SHAPES`, independently, and Poisson arrivals at one per second."""
     generator = random.Random(seed)
     inputs, outputs = SHAPES[shape]
     return [
@@ -80,16 +80,16 @@ def drawn(shape: str, num_requests: int, seed: int) -> list[Request]:
 
 
 def uniform(num_requests: int, num_input_tokens: int, num_output_tokens: int, seed: int) -> list[Request]:
-    """Requests all alike, with Poisson arrivals at one a second."""
+    """Make identical requests with Poisson arrivals at one per second."""
     arrivals = itertools.islice(_poisson(random.Random(seed)), num_requests)
     return [Request(at, num_input_tokens, num_output_tokens) for at in arrivals]
 
 
 def thinned(requests: Sequence[Request], num_requests: int, number: int = 0) -> list[Request]:
-    """Every k-th request of a trace, so that few of them span all of it. Another `number` makes another choice.
+    """Take every k-th request of a trace, so that a few span all of it. Another `number` gives another sample.
 
     Raises:
-        InvalidInputError: more requests than the trace has.
+        InvalidInputError: the trace has fewer requests.
     """
     if not 1 <= num_requests <= len(requests):
         raise InvalidInputError(
@@ -98,14 +98,14 @@ def thinned(requests: Sequence[Request], num_requests: int, number: int = 0) -> 
             value=num_requests,
         )
     step = len(requests) // num_requests
-    # Golden-ratio steps spread the first few samples over all that there are.
+    # Golden-ratio steps spread the first few samples evenly.
     shift = round(number * step * 0.618) % step
     chosen = requests[shift::step][:num_requests]
     return [replace(request, arrival=request.arrival - chosen[0].arrival) for request in chosen]
 
 
 def scaled(requests: Sequence[Request], length_scale: float) -> list[Request]:
-    """Prompts and answers that many times as long, one token at least."""
+    """Scale the lengths of prompts and answers, to at least one token."""
     if not length_scale > 0:
         raise InvalidInputError(
             f"length_scale is {length_scale}; a number above 0 is accepted", field="length_scale", value=length_scale
@@ -121,7 +121,7 @@ def scaled(requests: Sequence[Request], length_scale: float) -> list[Request]:
 
 
 def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
-    """Requests in their own rhythm, at a mean of `rate` arrivals a second; infinite: all at once."""
+    """Scale arrivals to a mean of `rate` per second, keeping their rhythm; infinite: all at once."""
     if not rate > 0:
         raise InvalidInputError(f"rate is {rate}; a number above 0 is accepted", field="rate", value=rate)
     duration = requests[-1].arrival - requests[0].arrival

@@ -1,6 +1,6 @@
-"""Messages between an attempt and the control plane, objects in the store: numbered events go out, requests to pause or
-to save before machines go come in. SIGTERM says the same: the driver's becomes such an object, a worker's is kept in
-its process. Of Ray it knows resources.
+"""Messages between an attempt and the control plane, as objects in the store: numbered events go out; requests to
+pause, or to save before machines go, come in. SIGTERM has the same meaning: the driver stores it as such an object, a
+worker keeps it in its process.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.tracking.tracker import TrackingInfo
 
 PROGRESS_INTERVAL_S = 30.0
-"""Seconds between events of one part's progress."""
+"""Seconds between progress events of a part."""
 LOOK_INTERVAL_S = 1.0
 """Seconds between looks for control objects."""
 _LONGEST_FAULT = 500
 _told_to_leave = threading.Event()
-"""SIGTERM flag of this process, a worker."""
+"""Set when this process, a worker, gets SIGTERM."""
 
 
 class Reporter:
@@ -102,7 +102,7 @@ class Reporter:
         self._write(lambda time: TrackingEvent(time=time, level=level, message=message, data=data))
 
     def placement(self, data: PlacementData) -> None:
-        """Tell of a place that is waited for, or found; see `swiftkv_platform.jobs.attempt.events`."""
+        """Report that a phase waits for a place on the cluster, or that a worker has found one."""
         message = f"{data['phase']}: {data['state']}"
         self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
 
@@ -113,7 +113,7 @@ class Reporter:
         self._write(lambda time: ProgressEvent(time=time, message=message, data=data))
 
     def course(self, message: str, data: CourseData) -> None:
-        """Tell of a turn of the training run; going back is a warning."""
+        """Report a turn of the training run; going back is a warning."""
         level: Level = "warn" if data["action"] == "rollback" else "info"
         self._write(lambda time: CourseEvent(time=time, level=level, message=message, data=data))
 
@@ -122,13 +122,13 @@ class Reporter:
         self._write(lambda time: ErrorEvent(time=time, level="error", message=message, data=data))
 
     def _write(self, event_at: Callable[[float], AttemptEvent]) -> None:
-        with self._lock:  # numbers and times in the same order
+        with self._lock:  # so that numbers and times are in the same order
             self._writer.write(event_at(time.time()))
 
 
 class MetricsBuffer:
-    """Points on their way to `metrics` events, which a thread of its own writes: at most one every `interval_s` seconds
-    and one a flush. While the store is away the points wait, and training goes on.
+    """Queue of points for `metrics` events, which its own thread writes: at most one event every `interval_s` seconds,
+    plus one per flush. While the store is away the points wait, and training goes on.
     """
 
     def __init__(self, reporter: Reporter, total_steps: int, *, interval_s: float = 1.0) -> None:
@@ -136,18 +136,18 @@ class MetricsBuffer:
         self._total_steps = total_steps
         self._interval_s = interval_s
         self._items: SimpleQueue[dict[str, float] | threading.Event | None] = SimpleQueue()
-        """Points; what to set once those before it have been tried; None at the end."""
+        """Points; events to set after the points before them were tried; None at the end."""
         self._closed = False
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="metrics", daemon=True)
         self._thread.start()
 
     def add(self, point: dict[str, float]) -> None:
-        """Returns at once, whatever the store does."""
+        """Queue a point. Never waits for the store."""
         self._items.put(point)
 
     def flush(self) -> None:
-        """Wait until the points added so far are written, or an attempt to write them all has failed."""
+        """Wait until an attempt has been made to write all points added so far."""
         tried = threading.Event()
         with self._closing:
             if self._closed:
@@ -169,7 +169,7 @@ class MetricsBuffer:
             try:
                 item = self._items.get(timeout=max(0.0, due - time.monotonic()) if points else None)
             except Empty:
-                item = threading.Event()  # a flush without a waiter
+                item = threading.Event()  # like a flush, but no caller waits
             if isinstance(item, dict):
                 points.append(item)
                 continue
@@ -183,7 +183,8 @@ class MetricsBuffer:
             get_logger().error("metrics_lost", num_points=len(points))
 
     def _write(self, points: list[dict[str, float]]) -> bool:
-        """Whether the points are in the store. No failure ends the thread, for which a flush waits."""
+        """Write the points; return whether they are in the store. No failure ends the thread, since a flush waits for
+        it."""
         try:
             self._reporter.metrics(points, self._total_steps)
         except SwiftKVError as error:
@@ -196,7 +197,7 @@ class MetricsBuffer:
 
 
 class PhaseProgress:
-    """Events that tell how far the parts of a phase are, and how long they will take at the pace so far."""
+    """Writes events with the progress of a phase's parts, and the estimated time left at the pace so far."""
 
     def __init__(self, reporter: Reporter, phase: str) -> None:
         self._reporter = reporter
@@ -205,12 +206,12 @@ class PhaseProgress:
         self._told = 0.0
 
     def begin(self, part: str, done: int = 0) -> None:
-        """Start the part's clock, `done` of its pieces having been done before."""
+        """Start the part's clock; `done` of its pieces were done before."""
         self._began[part] = time.monotonic(), done
 
     def tell(self, part: str, done: int, total: int) -> None:
-        """Write an event, unless the last one was written a moment ago and the part is not at its end. One that the
-        store does not take is lost: the work goes on."""
+        """Write an event, unless the last one is recent and the part is not finished. Storage errors are ignored: the
+        work goes on."""
         now = time.monotonic()
         if done < total and now < self._told + PROGRESS_INTERVAL_S:
             return
@@ -222,24 +223,25 @@ class PhaseProgress:
 
 
 def phase_progress(store: ObjectStore, request: AttemptRequest, phase: str, part: str) -> Callable[[int, int], None]:
-    """Return what tells how many pieces of a phase's only part are done, of how many; nothing before it is called."""
+    """Return a function to call with the done and total pieces of a phase's only part. Writes nothing before the first
+    call."""
     return partial(PhaseProgress(Reporter(store, request.attempt_id, f"{phase}-progress"), phase).tell, part)
 
 
 def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
-    """Tell that workers of a phase are about to be asked for, before they are."""
+    """Report that workers of a phase are about to be requested."""
     reporter.placement({"phase": phase_name(phase, spec.name), "state": "waiting", "needs": _needs(spec, num_workers)})
 
 
 def say_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
-    """Tell that a worker of the phase, the one that calls this, has found a place."""
+    """Report that the calling worker of the phase has found a place."""
     Reporter(store, request.attempt_id, phase).placement(
         {"phase": phase_name(phase, request.spec.name), "state": "placed"}
     )
 
 
 def _needs(spec: JobSpec, num_workers: int) -> str:
-    import ray  # here alone: what reads attempts, measures or calibrates runs without it
+    import ray  # imported here so that evaluation and calibration run without ray
 
     resources, there = spec.resources, ray.cluster_resources()
     each = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
@@ -260,7 +262,7 @@ def look(store: ObjectStore, request: AttemptRequest) -> StopRequest:
 
 
 class ControlWatcher:
-    """Looks for control objects of an attempt, on a thread of its own, so that no step waits for the store."""
+    """Polls the control objects of an attempt on its own thread, so that no step waits for the store."""
 
     def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
         self._store = store
@@ -285,9 +287,9 @@ class ControlWatcher:
 
 @contextmanager
 def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterator[None]:
-    """The first SIGTERM asks the workers for a checkpoint, after which they end; the next one does what it did before.
+    """Make the first SIGTERM ask the workers to save a checkpoint and end. The next one has its previous effect.
 
-    Elsewhere than on the main thread, which alone may handle signals, nothing changes.
+    Does nothing outside the main thread, the only one that may handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -297,7 +299,7 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
     def announce(_signal: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, before)
         get_logger().warning("preempted")
-        with suppress(StorageError):  # the attempt then ends with the checkpoints there are
+        with suppress(StorageError):  # the attempt then ends with the existing checkpoints
             AttemptStore(store).announce_preemption(request.attempt_id)
 
     signal.signal(signal.SIGTERM, announce)
@@ -308,9 +310,9 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
 
 
 def leave_on_sigterm() -> None:
-    """The first SIGTERM to this process, a worker, makes `told_to_leave` true; the next one does what it did before.
+    """Make the first SIGTERM to this process, a worker, set `told_to_leave`. The next one has its previous effect.
 
-    Called on the main thread, which alone may handle signals; the trainer runs on another.
+    Call it on the main thread, the only one that may handle signals; the trainer runs on another.
     """
     before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 

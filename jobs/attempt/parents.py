@@ -1,4 +1,4 @@
-"""The model or checkpoint that a job continues from, as workers read it. Knows keys and files, no tensors."""
+"""Access of workers to the model or checkpoint that a job continues from: keys and files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def fetch_parent(store: ObjectStore, parent: Parent, directory: Path) -> None:
-    """Download a parent's files, each checked against its manifest. Raises `ModelError`: it is gone."""
+    """Download a parent's files, verified against its manifest. Raises `ModelError` if the parent is gone."""
     with _there(parent):
         fetch_directory(store, parent.key, directory)
 
 
 def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, fetches: bool) -> StoredDirectory:
-    """A parent's files, to read parts of. Raises `ModelError`: it is gone.
+    """Open a parent's files to read parts of them. Raises `ModelError` if the parent is gone.
 
     Args:
-        directory: gets the index of a checkpoint.
-        fetches: whether this worker fetches that for its machine.
+        directory: destination of a checkpoint's index.
+        fetches: whether this worker downloads the index for its machine.
     """
     with _there(parent):
         files = StoredDirectory(store, parent.key)
@@ -51,8 +51,8 @@ def _there(parent: Parent) -> Iterator[None]:
 
 
 def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | None = None) -> Mapping[str, Tensor]:
-    """The tensors of a parent, by the student's names, each read when it is asked for. `files`: what `open_parent`
-    returned, to read them from; None: they are downloaded."""
+    """Return the tensors of a parent by the student's names, each read on access. `files`: the result of `open_parent`
+    to read from; None: the parent has been downloaded to `directory`."""
     if parent.kind == "checkpoint":
         from swiftkv_platform.distillation.pieces import TrainedTensors
 
@@ -67,8 +67,8 @@ def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | No
 
 
 def check_all_there(parent: Parent, missing: Sequence[str]) -> None:
-    """Refuse a model that stores what is trained under other names. A checkpoint lacks what its job did not train.
-    Raises `ModelError`: a model lacks one of the names."""
+    """Raise `ModelError` if a model lacks trained tensors because it stores them under other names. A checkpoint may
+    lack those that its job did not train."""
     if parent.kind == "model" and missing:
         raise ModelError(
             f"training.from is {parent.name!r}, a model that does not store {missing[0]} as one tensor, as models with "

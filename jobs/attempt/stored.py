@@ -1,6 +1,5 @@
-"""Files of an attempt in the object store, where workers of every machine and later attempts find them: prepared
-rows, the calibrated start, checkpoints, parts of the evaluation. Knows keys and manifests, nothing of what the
-files hold, and loads no torch.
+"""Files of an attempt in the object store, where workers on all machines and later attempts find them: prepared rows,
+the calibrated start, checkpoints, parts of the evaluation. Handles keys and manifests only, without torch.
 """
 
 from __future__ import annotations
@@ -44,46 +43,45 @@ OnCommit = Callable[[str, Manifest, Progress], None]
 OnFailure = Callable[[str, Progress, StorageError], None]
 """Callback for a checkpoint that could not be stored: its key, progress and why."""
 CHOSEN_STEP = "chosen_step"
-"""Entry of a checkpoint's lineage: step of the state that the model is made of, were training to end there; null is the
+"""Lineage key of a checkpoint: step of the state that would become the model if training ended there; null: the
 checkpoint's own."""
 ENDED = "ended"
-"""Entry of a checkpoint's lineage: whether training has ended, whatever its step."""
+"""Lineage key of a checkpoint: whether training has ended, even before the last step."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Starting point of every worker and of the evaluation."""
+    """Input of all workers and of the evaluation, opened on this machine."""
 
     data: PreparedData
     calibrated: Mapping[str, Tensor] | None
-    """Parameters of the calibrated start, by the student's names, read when they are asked for; None for a job that
-    starts from the copies."""
+    """Parameters of the calibrated start by the student's names, read on access; None if the job starts from copies."""
 
 
 @dataclass(frozen=True)
 class StoredPreparation:
-    """Starting point of every worker and of the evaluation, as it travels between processes.
+    """Input of all workers and of the evaluation, in the form passed between processes.
 
-    It names objects and holds none: Ray would keep a large value on the machine that prepared it, which may be lost.
+    It only names objects: Ray would keep a large value on the machine that prepared it, which may be lost.
     """
 
     store_uri: str
     rows: str
     """Key of the prepared rows in that store."""
     start: str | None
-    """Key of the calibrated start there, where it is or the workers publish it before they train; None for a job that
-    starts from the copies."""
+    """Key where the calibrated start is, or where the workers publish it before they train; None if the job starts from
+    copies."""
 
     @property
     def lacks_start(self) -> bool:
-        """Whether the workers have yet to find the calibrated start."""
+        """Whether the workers still have to calibrate."""
         return self.start is not None and not is_complete(open_store(self.store_uri), self.start)
 
     def fetch(self, directory: Path) -> None:
         fetch_directory(open_store(self.store_uri), self.rows, directory)
 
     def fetch_start(self, directory: Path) -> None:
-        """Bring the start, if there is one, beside the rows' `directory`."""
+        """Download the calibrated start, if there is one, next to the rows' `directory`."""
         if self.start is not None:
             fetch_directory(open_store(self.store_uri), self.start, _start_beside(directory))
 
@@ -93,7 +91,7 @@ class StoredPreparation:
         publish_directory(open_store(self.store_uri), tensors, self.start, kind="data", lineage={}, metrics={})
 
     def open(self, directory: Path) -> Prepared:
-        """The preparation that was fetched to `directory` and beside it; tensors are read as they are asked for."""
+        """Open what was fetched to `directory` and next to it; tensors are read on access."""
         from swiftkv_platform.data.prepared import PreparedData
         from swiftkv_platform.model.checkpoint import StoredTensors
 
@@ -102,7 +100,8 @@ class StoredPreparation:
 
 
 def find_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
-    """The rows that this attempt or an earlier one prepared: a resumed run must see the very same."""
+    """Return the key of the rows that this attempt or an earlier one prepared, since a resumed run must use the same
+    rows. None if there are none."""
     return _newest(store, request, lambda attempt: attempt.data_prefix)
 
 
@@ -113,7 +112,7 @@ def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -
 
 
 def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
-    """The calibrated start that this attempt or an earlier one found."""
+    """Return the key of the calibrated start from this attempt or an earlier one; None if there is none."""
     return _newest(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
 
 
@@ -134,10 +133,11 @@ def _start_beside(rows: Path) -> Path:
 
 
 class AttemptCheckpoints:
-    """The `CheckpointStore` of an attempt: it writes below the attempt's own prefix, and may start elsewhere.
+    """The `CheckpointStore` of an attempt. It writes below the attempt's own prefix, but may resume from another
+    attempt.
 
     Args:
-        keep: newest complete checkpoints of this attempt that are kept, beside that of the best state.
+        keep: newest complete checkpoints of this attempt to keep, in addition to the best state's.
     """
 
     def __init__(
@@ -179,11 +179,12 @@ class AttemptCheckpoints:
         self._on_failure(join_key(self._prefix, name), progress, error)
 
     def newest(self) -> str | None:
-        """This attempt's newest complete checkpoint; before it has one, the one it was told to resume from."""
+        """Return the key of this attempt's newest complete checkpoint, or else of the one to resume from."""
         return next(self._complete(), None) or self._resume_from
 
     def candidates(self) -> list[str]:
-        """The newest, and what to go on from should that be damaged: older ones, then those of earlier attempts."""
+        """Return the newest checkpoint, then fallbacks in case it is damaged: older ones, then those of earlier
+        attempts."""
         if self._resume_from is None:
             return [*self._complete()]
         earlier = list(self._attempts.complete_checkpoints(self._attempt.job_id, before_attempt=self._attempt.number))
@@ -194,7 +195,7 @@ class AttemptCheckpoints:
         return list(checkpoints_of_step(self._store, self._attempt, step))
 
     def model(self) -> str | None:
-        """Key of the checkpoint that the model is made of, once training has ended."""
+        """Return the key of the checkpoint that becomes the model, once training has ended."""
         newest = self.newest()
         return None if newest is None else model_checkpoint(self._store, self._attempt, newest)
 
@@ -212,8 +213,8 @@ class AttemptCheckpoints:
                 yield key
 
     def _prune(self, best_step: int) -> None:
-        """Delete what sorts before the newest `keep`, with what a run that died left unfinished there, but for the best
-        state. A later attempt may go on from any of it."""
+        """Delete all before the newest `keep` checkpoints, including unfinished ones of runs that died, except the best
+        state. Does nothing once a later attempt exists, which may resume from any of them."""
         if self._attempts.is_superseded(self._attempt):
             return
         kept = list(islice(self._complete(), self._keep))
@@ -226,8 +227,8 @@ class AttemptCheckpoints:
 
 
 def model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
-    """Key of the checkpoint that the model is made of: the one whose step the `last` one's manifest names; the last one
-    itself where that could not be stored."""
+    """Return the key of the checkpoint that becomes the model: the one whose step the manifest of `last` names, or
+    `last` itself if that one could not be stored."""
     lineage = read_manifest(store, last).lineage
     chosen = lineage.get(CHOSEN_STEP)
     if chosen is None or chosen == lineage["step"]:
@@ -239,8 +240,8 @@ def model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
 
 
 def finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """The checkpoint that the model is made of, if the one to resume from is that of a run's end, or no step is to
-    follow the one to continue from: then there is nothing left to train."""
+    """Return the checkpoint that becomes the model if there is nothing left to train: the one to resume from is at the
+    end of its run, or the job trains no step after the one it continues from. None otherwise."""
     if total_steps == 0:
         assert request.parent is not None, "a spec without a parent trains"
         return request.parent.key
@@ -268,7 +269,8 @@ def own_checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -
 
 
 def newest_bytes(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptId], str]) -> bytes | None:
-    """Return what an attempt, else the newest one before it, has stored at its `key`; None where none has."""
+    """Return the object that this attempt, or else the newest one before it, has stored at its `key`; None if none
+    has."""
     for one in reversed(attempt.so_far()):
         with suppress(ObjectNotFoundError):
             return store.get_bytes(key(one))
@@ -276,7 +278,7 @@ def newest_bytes(store: ObjectStore, attempt: AttemptId, key: Callable[[AttemptI
 
 
 class StoredParts:
-    """The `Parts` of an attempt. They belong to the checkpoint that is measured: another's are not taken for them."""
+    """The `Parts` of an attempt. They belong to the evaluated checkpoint, and parts of others are not reused."""
 
     def __init__(self, store: ObjectStore, request: AttemptRequest, checkpoint: str) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Events of an attempt handed on as they are written. Knows no Ray."""
+"""Tail the events of an attempt as they are written."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 
 _INTERVAL_S = 0.5
 _LAST_ROUNDS = 3
-"""Looks for the last events, where the store fails."""
+"""Attempts to read the last events if the store fails."""
 
 
 @contextmanager
 def following(
     store: AttemptStore, request: AttemptRequest, on_event: Callable[[AttemptEvent], None] | None
 ) -> Iterator[None]:
-    """Hand every event of the attempt to `on_event`, the last ones before the context ends.
+    """Call `on_event` with every event of the attempt, the last ones before the context ends.
 
-    Where the store, or `on_event` with a `StorageError`, fails, the events from there on are handed on later. An event
-    at which `on_event` fails otherwise is logged and passed over.
+    If the store fails, or `on_event` raises a `StorageError`, the remaining events are delivered later. If `on_event`
+    raises another error, it is logged and the event skipped.
     """
     if on_event is None:
         yield
@@ -34,7 +34,7 @@ def following(
     ended, cursor = threading.Event(), dict[str, int]()
 
     def look() -> bool:
-        """Whether all there was has been handed on."""
+        """Deliver new events; return whether all were delivered."""
         try:
             for stored in store.read_events(request.attempt_id, cursor):
                 _tell(on_event, stored.event)

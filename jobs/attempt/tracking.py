@@ -1,6 +1,6 @@
-"""The tracked run of a process of an attempt, and its files in the object store: a worker's disk may be gone when
-what W&B has not taken is to be synced (`swiftkv jobs wandb-sync`). Beside them
-its curve, thinned to what a chart shows, so that an evaluation need not read thousands of events. Knows no Ray.
+"""The tracked run of a process of an attempt, and its files in the object store: a worker's disk may be gone when data
+that W&B lacks is synced (`swiftkv jobs wandb-sync`). Also the attempt's loss curve, thinned to what a chart shows, so
+that an evaluation need not read thousands of events.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TrackedRun:
     """Tracked run of an attempt, begun or continued. Its errors do not fail the job, and only `save` and `close` wait.
 
     Args:
-        on_info: told, on another thread, where the run is, again some seconds later after a `StorageError`; and at the
-            end, if W&B has not taken all of it.
+        on_info: called on another thread with the run's location, again some seconds later after a `StorageError`, and
+            at the end if W&B lacks some of the run.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TrackedRun:
         self._tracker.log_artifact(self._request.spec.name, uri, manifest_digest(manifest))
 
     def save(self) -> None:
-        """Upload what the run has recorded so far; while the store is away it stays for the next time."""
+        """Upload the files recorded so far; if the store is away, the next call uploads them."""
         files = self._tracker.files
         if files is None:
             return
@@ -87,7 +87,7 @@ class TrackedRun:
             return
         try:
             self._store.delete_prefix(self._prefix(files))
-        except StorageError as error:  # they go with the job's other tracking files
+        except StorageError as error:  # they are deleted with the job's other tracking files
             get_logger().warning("tracking_files_left", error=str(error))
 
     def _prefix(self, files: Path) -> str:
@@ -95,11 +95,11 @@ class TrackedRun:
 
 
 def _ignore(_info: TrackingInfo) -> None:
-    """Tell nothing."""
+    """Do nothing."""
 
 
 def _told(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
-    """Whether `on_info` could say where the run is."""
+    """Call `on_info`; return whether it succeeded."""
     try:
         on_info(info)
     except StorageError as error:
@@ -123,7 +123,7 @@ def _tables(report: Mapping[str, Any]) -> dict[str, Table]:
 
 
 class Curve:
-    """The curve of an attempt while it trains. A step waits for no store. Thread-safe."""
+    """Loss curve of an attempt during training. A step does not wait for the store. Thread-safe."""
 
     def __init__(self, store: ObjectStore, attempt: AttemptId) -> None:
         self._store = store
@@ -131,11 +131,12 @@ class Curve:
         self._lock = threading.Lock()
         self._points: list[Point] = []
         self._every = 1
-        """Steps between points that are kept."""
+        """Steps between kept points."""
         self._last: Point | None = None
 
     def begin(self, step: int) -> None:
-        """Go on after `step` with what workers of this attempt have drawn so far, if they have and it can be read."""
+        """Continue after `step` with the curve that earlier workers of this attempt stored, if there is one and it can
+        be read."""
         try:
             drawn = _stored(self._store, self._attempt)
         except StorageError as error:
@@ -146,7 +147,8 @@ class Curve:
             self._thin()
 
     def add(self, point: Point) -> None:
-        """Keep the losses of a step, or of every second, fourth, ... one of a long run; the last one always."""
+        """Add the losses of a step. In a long run only every second, fourth, ... step is kept, and always the last
+        one."""
         losses = {key: value for key, value in point.items() if key in ("step", "tokens", "loss") or "_loss" in key}
         with self._lock:
             self._last = losses
@@ -171,7 +173,7 @@ class Curve:
 
 
 def read_curve(store: ObjectStore, attempts: Iterable[AttemptId]) -> list[Point]:
-    """The curve of a job's attempts, the first try first: steps that a later one repeats are its own."""
+    """Join the curves of a job's attempts, given in order; where they overlap, the later attempt's points are used."""
     points: list[Point] = []
     for attempt in attempts:
         later = _stored(store, attempt)

@@ -1,4 +1,4 @@
-"""Fake weights, rows and workers of a job, and stand-ins for what fake tensors do not have. Measures nothing."""
+"""Fake weights, rows and workers of a job, and replacements for the contents that fake tensors lack."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from swiftkv_platform.specs import JobSpec
 T = TypeVar("T")
 
 _SAMPLE_TOKENS = 128
-"""Length of the samples of a packed row."""
+"""Tokens of a sample in packed rows."""
 
 
 class _Assume(TorchDispatchMode):
-    """Stand-ins for contents that fake tensors do not have: a number is one, a mask is set everywhere."""
+    """Replaces contents that fake tensors lack: every number is 1, and every mask is set everywhere."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -52,15 +52,15 @@ class _Assume(TorchDispatchMode):
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
-    """Where a mask is set, dimension by dimension; other indices as they are."""
+    """Return the indices of a fully set mask, by dimension; other indices unchanged."""
     if index is None or index.dtype != torch.bool:
         return [index]
     return [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Shapes of an attention kernel that keeps no scores, as CUDA has them for every head size; the CPU's writes them
-    out where keys and values differ in theirs."""
+    """Shapes of an attention kernel that stores no scores, which CUDA has for every head size. The CPU's stores them if
+    keys and values differ in size."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -84,14 +84,14 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 def _choose_operator(
     implementation: AttentionImplementation, config: Any, _: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
-    """The operator of a GPU that FlashAttention runs on."""
+    """Return the operator that a GPU with FlashAttention would use."""
     if implementation == "sdpa" or flash_refusal_of_heads(dtype, attention_head_dim(config)) is not None:
         return None
     return _attend_varlen
 
 
 def _assign_heads(lost: Tensor) -> list[int]:
-    """Any order costs the same."""
+    """Return any assignment; all cost the same."""
     return list(range(len(lost)))
 
 
@@ -110,19 +110,19 @@ class Fakes:
 
     @contextmanager
     def active(self, *modes: TorchDispatchMode) -> Iterator[None]:
-        """Under fake tensors, `modes` and the assumptions about contents."""
+        """Run under fake tensors, `modes` and the replacements for contents."""
         with ExitStack() as stack:
             for mode in (self._mode, *modes, _Assume()):  # type: ignore[no-untyped-call]
                 stack.enter_context(mode)
             yield
 
     def student(self, config: Any) -> Any:
-        """A student on the meta device, but for its positional buffers."""
+        """Make a student on the meta device, except for its positional buffers."""
         config = copy.deepcopy(config)
         with torch.device("meta"):
             model = student_classes(config.model_type.removesuffix("_swiftkv")).causal_lm(config)
         model.tie_weights()
-        # No expert is chosen where scores have no contents: the loop over experts becomes one product of as many rows.
+        # Without scores no expert can be chosen: the loop over experts becomes one grouped product with as many rows.
         model.config._experts_implementation_internal = "grouped_mm"
         with self._mode:
             model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
@@ -144,12 +144,12 @@ class Fakes:
         return known
 
     def forget(self, filled: nn.Parameter) -> None:
-        """Let go of a parameter that `fill` has made, though another module still waits for a tied one."""
+        """Forget a parameter that `fill` has made, even if another module still waits for a tied one."""
         for empty in [empty for empty, known in self._tied.items() if known is filled]:
             del self._tied[empty]
 
     def rows(self, num_rows: int) -> PackedRows:
-        """Full rows; packed ones of samples of a usual length."""
+        """Make full rows, packed with samples of a typical length unless packing is off."""
         data = self._spec.data
         length = min(_SAMPLE_TOKENS, data.max_length) if data.packing else data.max_length
         per_row = -(-data.max_length // length)
@@ -165,7 +165,8 @@ class Fakes:
 
 @contextmanager
 def faked(spec: JobSpec) -> Iterator[Fakes]:
-    """A fake process group of all workers, and fake tensors that are chunked and attended to as on the job's device."""
+    """Set up a fake process group of all workers, and fake tensors with the chunks and the attention of the job's
+    device."""
     store, size = FakeStore(), spec.resources.max_workers
     dist.init_process_group("fake", store=store, rank=0, world_size=size)
     try:
@@ -187,24 +188,24 @@ _propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
 
 def _propagate_unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
-    """Find the shape of an operator's result as DTensor does, over fake tensors as large as all workers' shards
-    together: fake in a real run as well, so that no tracker may see them."""
+    """Infer the shape of an operator's result like DTensor does, over fake tensors as large as all shards together.
+    They are fake in a real run too, so trackers must not see them."""
     with _disable_current_modes():
         return _propagate(propagator, op_schema)
 
 
 class FakeWeights:
-    """Weights without values, in place of a `LazyStudent`."""
+    """Weights without values, used instead of a `LazyStudent`."""
 
     def __init__(self, model: Any, fakes: Fakes) -> None:
         self.model = model
         self._fakes = fakes
 
     def attach(self, _fork: nn.Module) -> None:
-        """Learn nothing: all weights are alike."""
+        """Do nothing: all weights are alike."""
 
     def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
-        """Give the parameters of `module` that are on the meta device storage."""
+        """Give storage to the parameters of `module` that are on the meta device."""
         del own, read
         self._fakes.fill(module)
 
@@ -221,7 +222,7 @@ class FakeWeights:
 
 
 class FakeWorkers(Workers):
-    """Workers of a fake process group, which carries no objects: this one speaks for all."""
+    """Workers of a fake process group, which cannot send objects: this worker's value counts for all."""
 
     def gather(self, value: T) -> list[T]:
         return [value] * self.size

@@ -1,5 +1,5 @@
-"""Phases of a job over fake tensors: its real wrapping, training step, calibration and evaluation,
-with the memory and the collectives that they take.
+"""Phases of a job over fake tensors: its real wrapping, training step, calibration and evaluation, with their memory
+and collectives.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 
 _HELD_OUT_TOKENS = 8192
-"""Tokens of the rows of one forward pass of an evaluation, or a whole row."""
+"""Tokens of an evaluation's forward pass; at least one row."""
 
 
 class Memory(FrozenModel):
-    """Bytes on one worker's device at the peak of a phase, by what they hold."""
+    """Bytes on one worker's device at the peak of a phase, by use."""
 
     peak: int
     parameters: int
@@ -46,9 +46,9 @@ class Memory(FrozenModel):
     gradients: int = 0
     """Gradients that the optimizer reads."""
     optimizer: int = 0
-    """State of the optimizer."""
+    """Optimizer state."""
     remembered: int = 0
-    """Trained weights as they began, while a worker without a GPU tries learning rates."""
+    """Copy of the untrained weights while a worker without a GPU tries learning rates."""
     passing: int
     """The rest of the peak: activations, gathered weights, buffers, gradients on their way."""
 
@@ -59,7 +59,7 @@ class Collective(FrozenModel):
     name: str
     calls: int
     num_bytes: int
-    """Bytes of the larger of what goes in and what comes out, of all calls."""
+    """Bytes of all calls, for each the larger of input and output."""
 
 
 class DryRun(FrozenModel):
@@ -67,11 +67,11 @@ class DryRun(FrozenModel):
 
     num_workers: int
     num_micro_batches: int
-    """Micro batches of the step that was run: of more than two, the others are like the first."""
+    """Micro batches of the executed step; beyond two, they repeat the first."""
     num_parameters: int
     num_trained_parameters: int
     train: Memory
-    """A step, when the optimizer has its state."""
+    """Memory of a step, with the optimizer's state in place."""
     collectives: tuple[Collective, ...]
     calibrate: Memory | None
     """One row through the teacher layer by layer, and the sums of it; None for a copied start."""
@@ -81,7 +81,7 @@ class DryRun(FrozenModel):
 
 def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
     """Run a job's phases without data, weights and machines. `config`: the teacher's `config.json`. Raises
-    `InvalidInputError`: DDP and DeepSpeed copy by addresses, which fake tensors do not have."""
+    `InvalidInputError` for DDP and DeepSpeed, which copy by address, and fake tensors have none."""
     strategy = spec.sharding.strategy
     if strategy != "fsdp2":
         raise InvalidInputError(
@@ -108,7 +108,7 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
 
 
 def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:
-    """Memory and collectives of a step, and the numbers of parameters, all and trained."""
+    """Return memory and collectives of a step, and the numbers of all and of trained parameters."""
     parallel = _spread(spec, config, fakes)
     nothing = cast("Any", None)  # a single step neither saves nor reports
     trainer = Trainer(parallel, fakes.rows(_batch_size(spec)), nothing, spec, total_steps=1, listener=nothing)
@@ -120,9 +120,9 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
     tracker.track_external(parallel.module)
     parameters = tracker.alive
     with fakes.active(tracker):
-        parallel.state()  # as a worker looks for a checkpoint to go on from, which makes the optimizer's state
+        parallel.state()  # creates the optimizer's state, as a worker does to look for a checkpoint
         optimizer = tracker.alive - parameters
-        # A worker with a GPU remembers in host memory.
+        # A worker with a GPU keeps the copy in host memory.
         remembers = training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
         put_back = parallel.remember() if remembers else None
         remembered = tracker.alive - parameters - optimizer
@@ -142,7 +142,7 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
 
 
 def _spread(spec: JobSpec, config: Any, fakes: Fakes) -> Parallel:
-    """The fork over the workers, as `swiftkv_platform.jobs.worker.train` has it."""
+    """Spread the fork over the workers, as `swiftkv_platform.jobs.worker.train` does."""
     device = torch.device("cpu")
     fork = Fork.of_job(fakes.student(config), spec, device=device)
     weights = FakeWeights(fork.student, fakes)
@@ -193,27 +193,27 @@ def _student_config(spec: JobSpec, config: Mapping[str, Any]) -> Any:
 
 
 class _NoModules:
-    """Stand-in for torch's tracker of modules, whose hooks around each one cost more than all that is counted here."""
+    """Replaces torch's module tracker, whose hooks around each module cost more than everything counted here."""
 
     is_bw = False
     parents: frozenset[str] = frozenset()
 
     def register_user_hooks(self, *_: Any) -> None:
-        """Call none."""
+        """Do nothing."""
 
     def clear_user_hooks(self) -> None:
-        """There are none."""
+        """Do nothing."""
 
     def __enter__(self) -> None:
-        """Watch nothing."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
-        """Watch nothing."""
+        """Do nothing."""
 
 
 class Tracker(MemTracker):
-    """Bytes alive at the peak, and collectives. Torch's tracker without its figures by module, which allow one forward
-    pass a module, and without a copy of all figures at every new peak."""
+    """Tracks bytes alive, their peak, and collectives. It is torch's tracker without figures by module, which would
+    allow only one forward pass per module, and without a copy of all figures at every new peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Tracker(MemTracker):
 
 
 def _on_device(totals: Mapping[torch.device, int]) -> int:
-    """Bytes on the device: tensors on the meta device, which a layer that was let go of becomes, have none."""
+    """Sum the bytes on the device; tensors on the meta device, such as those of a released layer, have none."""
     return sum(total for device, total in totals.items() if device.type != "meta")
 
 

@@ -1,1 +1,1 @@
-"""Computations of an attempt, each in a Ray task or a Ray Train worker. They know neither the driver nor its tasks."""
+"""Computations of an attempt, each run in a Ray task or a Ray Train worker. Independent of the driver and its tasks."""

@@ -1,5 +1,5 @@
-"""The last phase of an attempt, by its workers: measure the student against its teacher, pass the gates, publish the
-artifact. Of a sweep, every trial is measured, and the chosen one published. Knows no Ray itself.
+"""Last phase of an attempt, on its workers: evaluate the student against its teacher, check the gates, publish the
+artifact. In a sweep, every trial is evaluated and the chosen one published. Uses no Ray itself.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from swiftkv_platform.traces import spans_of_jobs
 def evaluate_and_publish(
     request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared
 ) -> Manifest | None:
-    """Turn the trained tensors of `checkpoint` into the attempt's artifact. Run by every worker of the default process
-    group, or by one process alone; the first returns the manifest.
+    """Turn the trained tensors of `checkpoint` into the attempt's artifact. Called by every worker of the default
+    process group, or by a single process; the first worker returns the manifest, others None.
 
     Raises:
-        DataError: nothing is held out to measure on.
+        DataError: nothing is held out.
         QualityGateError: the student is too far from its teacher; nothing is published.
     """
     store = open_store(store_uri)
@@ -72,10 +72,10 @@ def evaluate_and_publish(
         student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
         report = student.measure(prepared, StoredParts(store, request, checkpoint))
         if not student.workers.is_first:
-            return None  # the first says whether a gate refuses the model, once its report is stored
+            return None  # the first worker checks the gates after the report is stored
         lineage = _lineage(request, prepared.data.fingerprint)
         files = _report_files(store, request, report, lineage)
-        # Beside the attempt as well, where they stay if a gate refuses the model.
+        # Stored with the attempt too, so that they remain if a gate fails.
         for name, text in files.items():
             store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
         with _tracked(store, request) as run:
@@ -90,8 +90,8 @@ def evaluate_and_publish(
 
 
 def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest | None:
-    """Measure a trial of a sweep. What is published is its report, whatever the gates say of it; its lineage names the
-    checkpoint, from which `publish_trial` can make the model. Run as `evaluate_and_publish` is."""
+    """Evaluate a trial of a sweep and publish its report, even if it fails a gate. The report's lineage names the
+    checkpoint, from which `publish_trial` makes the model. Called like `evaluate_and_publish`."""
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
         student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
@@ -118,9 +118,9 @@ def publish_trial(
     """Make the chosen trial's model the artifact of the sweep's attempt.
 
     Args:
-        spec: the trial's.
-        trial: what `evaluate_trial` published, at this attempt or an earlier one.
-        files: what the sweep has to say, by file name.
+        spec: spec of the trial.
+        trial: manifest that `evaluate_trial` published in this attempt or an earlier one.
+        files: the sweep's report, by file name.
     """
     trial_store, lineage = open_store(trial_store_uri), trial.lineage
     with _workspace(spec) as workspace:
@@ -146,7 +146,7 @@ def _workspace(spec: JobSpec) -> Iterator[Workspace]:
 
 @dataclass(frozen=True)
 class _Student:
-    """A student without weights, and what was trained of it."""
+    """A student without weights, and its trained tensors."""
 
     spec: JobSpec
     access: Access
@@ -155,9 +155,9 @@ class _Student:
     tokenizer: PreTrainedTokenizerBase
     workspace: Workspace
     trained: TrainedTensors
-    """Read from the store in the pieces that are asked for."""
+    """Tensors read from the store on access, piece by piece."""
     licence: str | None
-    """Licence of the teacher, as its own files name it."""
+    """Licence of the teacher according to its own files."""
     training: TrainingOutcome
     tokens_trained: int
 
@@ -184,8 +184,8 @@ class _Student:
         )
 
     def _bring_trained(self, *, sharded: bool) -> LazyTensors:
-        """Trained tensors, as this worker is to read them: its rows of a model that is sharded, from the store; of one
-        that every worker of a machine holds whole, from a copy that the first of them makes. Collective."""
+        """Return trained tensors for this worker: of a sharded model, its rows are read from the store; of a whole one,
+        from a copy that the first worker of a machine makes for all of them. Collective."""
         if sharded:
             return self.trained
         copies, directory = self.workspace.num_local > 1, self.workspace.path / "trained"
@@ -195,7 +195,7 @@ class _Student:
             for name, tensor in self.trained.items():
                 writer.add(name, tensor)
             writer.flush()
-        self.workers.gather(None)  # the others wait, those of other machines as well
+        self.workers.gather(None)  # the others wait, also those on other machines
         return StoredTensors(directory) if copies else self.trained
 
     def measure(self, prepared: Prepared, parts: Parts) -> Report:
@@ -230,7 +230,7 @@ class _Student:
         return report
 
     def _is_sharded(self) -> bool:
-        """Whether some worker has no room for the whole model. Collective."""
+        """Whether some worker lacks the memory for the whole model. Collective."""
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
         needed = parameter_bytes(self.lazy.model)
@@ -238,10 +238,11 @@ class _Student:
         return not all(self.workers.gather(fits))
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Write the trained model, no more than a weight file of it in memory, or what of it its teacher has not.
+        """Write the trained model, holding at most one weight file in memory, or only the tensors that its teacher
+        lacks.
 
         Returns:
-            What the lineage says of an adapter; nothing of a whole model.
+            Lineage entries of an adapter; empty for a whole model.
         """
         directory.mkdir()
         model, keeps_teacher = self.lazy.model, self.spec.distillation.trainable == "qkv"
@@ -267,7 +268,7 @@ class _Student:
 
 
 def _findable(name: str) -> str:
-    """A teacher's name as it is found from any working directory."""
+    """Return a teacher's name that works from any working directory: existing paths become absolute."""
     return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
 
 
@@ -286,7 +287,7 @@ def _training(lineage: Mapping[str, Any]) -> TrainingOutcome:
 def _report_files(
     store: ObjectStore, request: AttemptRequest, report: Report, lineage: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The report for programs and for people, by file name."""
+    """Return the report as JSON and HTML, by file name."""
     curve = read_curve(store, request.attempt_id.so_far())
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",

@@ -1,6 +1,6 @@
-"""Measurements of a student: held-out text, continuations, tasks and prefill, teacher and student side by side.
-Knows neither how the student was trained nor where its report goes. Of a directory that is a job's artifact, the job's
-held-out text and limits are the default, and its teacher where the artifact has none.
+"""Measurements of a student against its teacher: held-out text, continuations, tasks and prefill. Independent of how
+the student was trained and where its report goes. For a job's artifact, the defaults are the job's held-out text and
+limits, and the job's teacher if the artifact contains none.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from swiftkv_platform.specs.limits import STORED
 _TOKENS_PER_FORWARD = 8192
 _PROMPTS_PER_BATCH = 16
 _PROMPT_LENGTH = 2048
-"""Tokens of the prompt whose prefill is timed, where the model's context allows them."""
+"""Tokens of the prompt for timing prefill, if the context allows."""
 _PREFILL_ROUNDS = 5
 _LONGEST_ROW = 2048
-"""Tokens a row of other text than the job's, where the model's context allows them."""
+"""Tokens of a row of text other than the job's, if the context allows."""
 
 
 class Evaluation:
-    """Measurements of one student by the workers that hold it, each kept when it is done.
+    """Measurements of one student on the workers that hold it. Each is stored when it is done.
 
     Args:
-        student: both of its modes can run.
+        student: a student that can run in both modes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Evaluation:
         self._workers, self._parts = workers, parts
 
     def compare(self, name: str) -> Totals:
-        """Teacher and student on the spec's share of held-out rows; `name` says which student."""
+        """Compare teacher and student on the spec's share of held-out rows; `name` identifies the student."""
         batch_size = max(1, _TOKENS_PER_FORWARD // self._rows.max_length)
         totals: Totals = self._measured(
             name,
@@ -89,7 +89,7 @@ class Evaluation:
         tokens_trained: int | None = None,
         training: TrainingOutcome | None = None,
     ) -> Report:
-        """The report of a finished student, both of its modes on the same text, prompts and tasks.
+        """Build the report of a finished student, with both modes on the same text, prompts and tasks.
 
         Raises:
             DataError: no held-out rows.
@@ -133,7 +133,7 @@ class Evaluation:
         )
 
     def _prefill(self) -> PrefillCost | None:
-        """Measured by the first worker alone, unless a forward pass takes all."""
+        """Measure prefill on the first worker only, unless a forward pass needs all workers."""
         if not self._workers.is_first and not self._workers.in_step:
             return self._workers.from_first(None)
         prompt_length = min(_PROMPT_LENGTH, self._student.config.max_position_embeddings)
@@ -151,16 +151,16 @@ def evaluate_directory(
     """Measure the student in `path` against its teacher.
 
     Args:
-        data: text to measure on, all of it, as `data.sources` names it; empty takes what the job held out.
-        teacher: the model it was made of, as `model.name_or_path` names it; None: its own teacher mode, and of an
+        data: text to measure on, all of it, as in `data.sources`; empty: the job's held-out text.
+        teacher: the model that it was made of, as in `model.name_or_path`; None: its own teacher mode or, for an
             artifact without one, the job's teacher.
-        evaluation: fields of `EvaluationSpec` in place of the job's or the defaults.
+        evaluation: fields of `EvaluationSpec` that override the job's or the defaults.
 
     Returns:
-        The report, without the stages before training, and the artifact's lineage (empty where there is none).
+        The report, without the stages before training, and the artifact's lineage (empty if there is none).
 
     Raises:
-        ModelError: no SwiftKV model, one without its teacher where none is named, or another model's teacher.
+        ModelError: not a SwiftKV model, no teacher in it and none named, or the teacher of another model.
         DataError: no text: the directory is no job's artifact and `data` is empty, or nothing is held out.
         InvalidInputError: a task that the harness cannot run.
     """
@@ -216,7 +216,7 @@ def _teacher_of(path: Path, lineage: dict[str, Any]) -> ModelSpec:
 
 
 def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
-    """Have the student's teacher mode run the layers of the model in `path`; embeddings, norm and head are the same."""
+    """Make the student's teacher mode run the layers of the model in `path`; embeddings, norm and head are the same."""
     decoder, config = student.model, student.config
     layers = config.num_key_value_layers
     teacher = convert(path, num_key_value_layers=layers, dtype=student.dtype, revision=named.revision).model
@@ -259,5 +259,5 @@ def _rows(
         remote=StoreFiles(workspace / "objects"),
         splits=student.config.decodes_own,
     )
-    # A source may bring held-out text of its own; of any other all is measured.
+    # If a source has its own held-out text, only that is measured.
     return prepared.train if data and not len(prepared.held_out) else prepared.held_out

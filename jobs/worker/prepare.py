@@ -1,7 +1,7 @@
-"""The phases before training. In the first the teacher answers the prompts of sources with `complete`, each worker a
-share of them; the second checks the model, of which no weight is read, and prepares the data, in one Ray task.
+"""Phases before training. First the teacher answers the prompts of sources with `complete`, each worker a share of
+them. Then one Ray task checks the model, without reading weights, and prepares the data.
 
-What is wrong with a spec, a model or a data set shows here, before any worker starts. Knows no Ray itself.
+Errors in a spec, a model or a data set are found here, before any worker starts. Uses no Ray itself.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ def prepare(
     access: Access = OPEN,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> tuple[Plan, PreparedData]:
-    """Everything that precedes the workers, without reading a weight.
+    """Check the spec and the model, without reading weights, and prepare the rows.
 
     Args:
-        rows: directory of the prepared rows; they are made there where it does not exist.
-        answers: what the teacher has written, for a spec that asks for it.
-        access: what the job may read.
-        progress: called with the sources that are read, and with all.
+        rows: directory of the prepared rows; if it does not exist, they are prepared.
+        answers: the teacher's answers, for a spec that asks for them.
+        access: the job's read permissions.
+        progress: called with the sources read so far and their total.
 
     Raises:
-        InvalidInputError: l, g or a layer out of range, or a task that the harness cannot run.
-        ModelError: an unreadable teacher or tokenizer.
+        InvalidInputError: l, g or a layer is out of range, or the harness cannot run a task.
+        ModelError: the teacher or tokenizer cannot be read.
         DataError: nothing to train on, or to evaluate on.
     """
     import datasets  # takes a second, which training workers need not spend
@@ -96,7 +96,7 @@ def prepare(
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
         tokenizer = load_tokenizer(spec, path)
-        # Better refused now than after training.
+        # Fails now rather than after training.
         tasks = workspace / "tasks"
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
         data = (
@@ -104,7 +104,7 @@ def prepare(
             if rows.is_dir()
             else _prepare_rows(spec, tokenizer, rows, path, answers, access, progress)
         )
-        evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # better refused now than after training
+        evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # fails now rather than after training
     spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None
     plan = Plan(
@@ -124,9 +124,9 @@ def prepare(
 
 
 def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
-    """Operations that training on `rows` takes, over the positions that the loss counts; each token attends to its own
-    sample. What gradient checkpointing repeats is not among them. None for a family that the planner does not know.
-    `config`: the student's configuration."""
+    """Return the FLOPs of training on `rows` per position that the loss counts; each token attends to its own sample.
+    Recomputation by gradient checkpointing is excluded. None for a family unknown to the planner. `config`: the
+    student's configuration."""
     setup = replace(
         training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
     )
@@ -138,7 +138,7 @@ def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> fl
 
 
 def _slow_products(spec: JobSpec) -> Iterator[tuple[str, bool]]:
-    """A warning where workers compute in bfloat16 on CPUs such as this one that have no fast products in it."""
+    """Warn about bfloat16 on CPUs without fast bfloat16 products, judging by this machine's."""
     if spec.model.dtype == "bfloat16" and not spec.resources.gpus_per_worker and not multiplies_bfloat16():
         yield (
             "model.dtype bfloat16 is many times slower than float32 on this CPU, which has no AVX-512; use float32",
@@ -185,7 +185,7 @@ def writer(spec: JobSpec, path: str) -> Teacher:
 
 
 class AttemptAnswers:
-    """The `AnswerStore` of an attempt: it writes below its own prefix, and reads below those of earlier ones too."""
+    """The `AnswerStore` of an attempt: writes below its own prefix, and reads those of earlier attempts too."""
 
     def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
         self._store = store
@@ -199,8 +199,8 @@ class AttemptAnswers:
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Write the share of worker `worker`; returns its number of tokens. Raises `ModelError`: an unreadable teacher or
-    tokenizer; `DataError`: prompts that cannot be read."""
+    """Write the answers of worker `worker`; returns their number of tokens. Raises `ModelError` if the teacher or
+    tokenizer cannot be read, `DataError` if prompts cannot be read."""
     spec = request.spec
     set_up_process(spec)
     store = open_store(store_uri)
@@ -242,7 +242,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 
 
 def _check_room(spec: JobSpec, path: str) -> None:
-    """Raises `InvalidInputError` where this worker cannot hold the teacher."""
+    """Raise `InvalidInputError` if this worker cannot hold the teacher."""
     needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
     if needed >= given:
         refuse(spec, needed, given, "free")
@@ -265,12 +265,12 @@ def write_answers(
     num_workers: int = 1,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> int:
-    """Write this worker's share of the shards that are not written yet; returns how many tokens that were.
+    """Write this worker's share of the shards that have not been written yet; returns the number of tokens written.
 
     Args:
-        load_engine: called when there is something to write.
-        progress: called first, and after each shard that it writes, with the prompts of the share that are answered,
-            and with all.
+        load_engine: called only if there is something to write.
+        progress: called at the start and after each written shard, with the answered prompts of the share and their
+            total.
     """
     engine, num_tokens, num_done = None, 0, 0
     num_prompts = sum(len(shard.prompts) for shard in islice(source.shards(), worker, None, num_workers))
@@ -292,7 +292,7 @@ def write_answers(
 
 
 def _answer(engine: LLMEngine, shard: Shard, source: PromptSource) -> list[Answer]:
-    """An answer, or several, to each prompt in turn; none to those that leave no room for one."""
+    """Return the answers to each prompt in turn; empty for prompts that leave no room for one."""
     from swiftkv_platform.engine import SamplingParams
 
     settings = source.settings

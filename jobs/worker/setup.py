@@ -1,6 +1,5 @@
-"""Start of every phase on a worker: its process and memory, the group and the directory that it shares with others,
-teacher and data sets brought to its machine as far as the attempt may read them, and the student, with its calibrated
-start. Knows no Ray.
+"""Setup of every phase on a worker: its process and memory, the group and directory it shares with others, teacher and
+data sets (as far as the attempt may read them) on its machine, and the student with its calibrated start. Uses no Ray.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_model, keys_below
 
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 _MAPPED_BYTES = 8 << 20
-"""Least size of a tensor that gets a mapping of its own. glibc's bound rises to 32 MiB as soon as a tensor of that size
-is freed; what was gathered of each layer then stays in its heap, and a worker holds twice what it uses."""
+"""Least bytes of a tensor that gets its own mapping. glibc raises its threshold to 32 MiB as soon as a tensor of that
+size is freed; gathered layers then stay in its heap, and a worker holds twice what it uses."""
 _PATIENCE = timedelta(hours=24)
-"""Longest wait of a worker for what another does alone, e.g. a download; a lost one is noticed at once."""
+"""Longest wait of a worker for another one, such as for a download; a lost one is noticed at once."""
 _MODEL = "model.name_or_path"
 
 
 def set_up_process(spec: JobSpec) -> None:
-    """Use the cores this process was given (threads of processes that share a core slow each other down fiftyfold),
-    keep no memory that it does not use, and draw no progress bars into its log."""
+    """Use only the cores given to this process (processes with threads on the same core slow each other down
+    fiftyfold), return unused memory, and keep progress bars out of its log."""
     give_back_freed_tensors()
     torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
     compute_deterministically(spec.training.deterministic)
@@ -69,22 +68,23 @@ def set_up_process(spec: JobSpec) -> None:
 
 
 def compute_deterministically(wanted: bool) -> None:
-    """Have PyTorch take operators that give the same bits every time, where it has the choice."""
+    """Make PyTorch prefer operators with bitwise reproducible results."""
     if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the process's first product on a GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the process's first product on a GPU
     torch.use_deterministic_algorithms(wanted)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it takes time
 
 
 def give_back_freed_tensors() -> None:
-    """Have glibc return a large tensor's memory to the system once it is freed; other C libraries stay as they are."""
+    """Make glibc return a large tensor's memory to the system as soon as it is freed; no effect with other C
+    libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def free_bytes(device: torch.device, num_local: int) -> float:
-    """Bytes that one of `num_local` workers of this machine may take on `device`."""
+    """Return the bytes that one of `num_local` workers of this machine may use on `device`."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(psutil.virtual_memory().available) / num_local
@@ -97,7 +97,7 @@ def task_device(spec: JobSpec) -> torch.device:
 
 @contextmanager
 def joined(member: Member, resources: ResourcesSpec) -> Iterator[None]:
-    """The default process group of a group's workers; none for one alone."""
+    """Set up the default process group of a group's workers; none for a single worker."""
     if member.size == 1:
         yield
         return
@@ -116,18 +116,18 @@ def joined(member: Member, resources: ResourcesSpec) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Workspace:
-    """A directory that the workers of a machine share."""
+    """Directory shared by the workers of a machine."""
 
     path: Path
     fetches: bool
-    """Whether this worker is the first of its machine, which fetches for the others."""
+    """Whether this worker is the first of its machine, which downloads for the others."""
     num_local: int
     """Workers of the machine."""
 
 
 @contextmanager
 def shared_workspace(name: str) -> Iterator[Workspace]:
-    """A new directory, the same for all workers of a machine; the first of them removes it as it leaves. Collective."""
+    """Create a directory for all workers of a machine; the first of them removes it on exit. Collective."""
     workers = Workers()
     hosts, host = workers.gather(socket.gethostname()), socket.gethostname()
     path = Path(tempfile.gettempdir()) / workers.from_first(f"{name}-{uuid4().hex}")
@@ -141,23 +141,23 @@ def shared_workspace(name: str) -> Iterator[Workspace]:
 
 
 def access_of(request: AttemptRequest) -> Access:
-    """Sources that an attempt may read."""
+    """Return what an attempt may read, and whether its tasks may run code."""
     return Access(request.allowed_roots, request.hub_organizations, request.code_tasks, files=request.files)
 
 
 def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fetch: bool = True) -> str:
-    """Return a name that transformers can load: a directory, or, where sources have no rules, a hub id as it came. A
-    GGUF file becomes a directory of this machine's cache.
+    """Return a name that transformers can load: a directory, or an unchanged hub id if sources are unrestricted. A GGUF
+    file is converted to a directory in this machine's cache.
 
     Args:
-        workspace: where an `s3://` teacher goes.
-        access: what may be read; a directory is held to it with everything in it.
-        fetch: download an `s3://` teacher; else it is only told where it will be, for processes that share a machine.
+        workspace: destination of an `s3://` teacher.
+        access: read permissions; a directory is checked with everything in it.
+        fetch: download an `s3://` teacher; otherwise only return its path, for further processes on a machine.
 
     Raises:
-        ModelError: an unknown built-in teacher, an address with nothing below it, or a model that asks for code or for
-            what may not be read.
-        InvalidInputError: a name that is closed, or a hub id that this machine's working directory shadows.
+        ModelError: an unknown built-in teacher, an empty address, or a model that requires code or files that may not
+            be read.
+        InvalidInputError: a forbidden name, or a hub id shadowed by a path in the working directory.
     """
 
     def download(uri: str) -> Path:
@@ -174,7 +174,7 @@ class StoreFiles:
         self._workspace = workspace
 
     def list(self, source: S3Source) -> builtins.list[RemoteFile]:
-        """Raises `DataError` if there is no object at `source` and none below it."""
+        """List the objects at or below `source`. Raises `DataError` if there are none."""
         address = f"s3://{source.bucket}"
         store = open_store(address)
         if source.key and store.head(source.key) is not None:
@@ -190,12 +190,13 @@ class StoreFiles:
         return path
 
     def path(self, file: RemoteFile) -> Path:
-        """Local path of an object, or of what lies below its key."""
+        """Return the local path of an object, or of the objects below its key."""
         return self._workspace / file.store.removeprefix("s3://").strip("/") / file.key
 
 
 def fetch_data(uri: str, workspace: Path) -> Path:
-    """The file or directory that an `s3://` address becomes below `workspace`. Raises `DataError`: nothing is there."""
+    """Download the object or prefix at an `s3://` address and return its path below `workspace`. Raises `DataError` if
+    there is nothing."""
     files, source = StoreFiles(workspace), S3Source(uri)
     for file in files.list(source):
         files.fetch(file)
@@ -203,7 +204,8 @@ def fetch_data(uri: str, workspace: Path) -> Path:
 
 
 def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
-    """The teacher's tokenizer. Raises `ModelError`: it cannot be read, or makes ids that the teacher does not embed."""
+    """Load the teacher's tokenizer. Raises `ModelError` if it cannot be read, or makes ids that the teacher does not
+    embed."""
     revision = spec.model.revision
     vocab_size = read_config(path, revision=revision).vocab_size
     tokenizer: PreTrainedTokenizerBase = tokenizers.load_tokenizer(path, vocab_size, revision=revision)
@@ -223,11 +225,11 @@ def load_student(spec: JobSpec, path: str) -> Any:
 def open_lazy(
     spec: JobSpec, path: str, start: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu"
 ) -> LazyStudent:
-    """The student in the spec's dtype, its weights unread.
+    """Open the student in the spec's dtype without reading weights.
 
     Args:
-        start: where its own tensors start; what is not there is copied from the teacher.
-        device: where weights go when they are read.
+        start: initial values of its own tensors; missing ones are copied from the teacher.
+        device: device of the weights once they are read.
     """
     return LazyStudent.open(
         path, start or {}, dtype=compute_dtype(spec), device=device, revision=spec.model.revision, **student_shape(spec)
@@ -235,8 +237,8 @@ def open_lazy(
 
 
 def spread_fork(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *, device: torch.device) -> Parallel:
-    """The fork over the workers of the default process group. Where parameters are sharded, a worker reads what it
-    shards, module by module. `start`: where its own tensors start; None: copied from the teacher."""
+    """Spread the fork over the workers of the default process group. If parameters are sharded, a worker reads only its
+    shards, module by module. `start`: initial values of the student's own tensors; None: copied from the teacher."""
     lazy = open_lazy(spec, path, start) if spec.sharding.shards_parameters else None
     student = lazy.model if lazy else load_student(spec, path)
     fork = Fork.of_job(student, spec, device=device)
@@ -250,7 +252,7 @@ def spread_fork(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None, *,
 
 
 def student_shape(spec: JobSpec) -> dict[str, Any]:
-    """Arguments of `convert` that make a student of a teacher."""
+    """Return the arguments of `convert` for the spec's student."""
     return {
         "num_key_value_layers": spec.swiftkv.num_key_value_layers,
         "prefill_reduction": spec.swiftkv.prefill_reduction,
@@ -272,10 +274,10 @@ def find_start(
     device: torch.device | str,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Have the workers of the default process group find and publish the calibrated start, unless that has been done.
+    """Calibrate on the workers of the default process group and publish the start, unless that has been done.
 
     Args:
-        path: the teacher.
+        path: path of the teacher.
         rows: directory of the prepared rows.
         progress: see `calibrate`.
     """
@@ -301,9 +303,9 @@ def calibrate(
     the teacher over its share of the rows, layer by layer.
 
     Args:
-        path: the teacher.
+        path: path of the teacher.
         rows: the training rows.
-        progress: called on the first worker with the layers that the rows have passed, and with all.
+        progress: called on the first worker with the finished layers and their total.
     """
     workers = Workers()
     batches = calibration_batches(

@@ -1,5 +1,5 @@
-"""Train loop of every Ray Train worker: the trainer, with the attempt's storage, events and tracking wired to it. With
-`swiftkv_platform.jobs.ray_train` the only code that touches `ray.train`.
+"""Train loop of every Ray Train worker: connects the trainer with the attempt's storage, events and tracking. Only this
+module and `swiftkv_platform.jobs.ray_train` use `ray.train`.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from swiftkv_platform.traces import NO_SPANS, spans_of_jobs
 
 
 class LeftError(Exception):
-    """Ends the workers without ending the run: Ray Train answers it by starting them again."""
+    """Ends the workers but not the run: Ray Train restarts them."""
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Train to the end, from the newest checkpoint there is. The outcome of rank 0 is the run's."""
+    """Train from the newest checkpoint, if any, to the end. The outcome of rank 0 is the run's."""
     worker = config["worker"]
     request, spec = worker.request, worker.request.spec
     rank = ray.train.get_context().get_world_rank()
@@ -76,7 +76,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     stop_request = StopRequest.NONE
     try:
         stop_request = _build_trainer(worker, checkpoints, listener).run()
-    except TrainingError as error:  # raised on every worker alike
+    except TrainingError as error:  # raised on every worker
         return Outcome(checkpoints.newest(), error)
     finally:
         listener.close()
@@ -109,7 +109,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
 
 
 def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, rows: Path, local_rank: int) -> None:
-    """Bring the calibrated start to this machine; the workers find it first, unless that has been done."""
+    """Fetch the calibrated start to this machine; if it does not exist yet, the workers calibrate first."""
     request = worker.request
     spans = spans_of_jobs() if dist.get_rank() == 0 else NO_SPANS
     with spans.span("calibrate", request.traceparent, job_id=request.job_id, attempt=request.attempt):
@@ -123,8 +123,8 @@ def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, row
 def _start_from_parent(
     parallel: Parallel, worker: WorkerConfig, parent: Parent, directory: Path, local_rank: int
 ) -> None:
-    """Start from what the job continues from: its values, and its optimizer state where the spec asks for that. Workers
-    that need all of it read it from a copy on their machine, others their parts from the store."""
+    """Start from the job's parent: load its values, and its optimizer state if the spec asks for it. Workers that need
+    all of it read a copy on their machine, others read their parts from the store."""
     store, first = open_store(worker.store_uri), local_rank == 0
 
     def bring() -> StoredDirectory | None:
@@ -143,7 +143,7 @@ def _start_from_parent(
 
 @contextmanager
 def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank: int) -> Iterator[tuple[str, Path]]:
-    """Paths to the teacher and to the prepared rows; one worker of each machine fetches them for all of its workers."""
+    """Yield the paths of the teacher and the prepared rows; one worker of each machine downloads them for all."""
     workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"train-{uuid4().hex}")
     try:
         path = teacher_path(
@@ -160,8 +160,8 @@ def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank
 
 
 class _Drain:
-    """Says that this worker has been told to end, and once that a machine of the workers is about to go, which Ray
-    Train knows. Its question is collective."""
+    """Tells if this worker got SIGTERM, and once if Ray Train knows that a machine of the workers is about to go. The
+    query is collective."""
 
     def __init__(self) -> None:
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
@@ -170,7 +170,7 @@ class _Drain:
         own = StopRequest.LEAVE if told_to_leave() else StopRequest.NONE
         if not self._watched or ray.train.get_preemption_info() is None:
             return own
-        self._watched = False  # Ray Train starts the workers again when the machine is gone
+        self._watched = False  # Ray Train restarts the workers when the machine is gone
         return max(own, StopRequest.SAVE)
 
 
@@ -197,8 +197,8 @@ class _Listener:
 
 
 class _RankZero(_Listener):
-    """Turns steps and checkpoints into events, tracked metrics and log lines. A step waits neither for the store nor
-    for the thread on which checkpoints are complete."""
+    """Reports steps and checkpoints as events, tracked metrics and log lines. A step waits neither for the store nor
+    for the checkpoint thread."""
 
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class _RankZero(_Listener):
 
     def on_course(self, note: CourseNote) -> None:
         get_logger().info("course", told=note.message)
-        with suppress(StorageError):  # as with metrics, training goes on while the store is away
+        with suppress(StorageError):  # like metrics: training goes on while the store is away
             self._reporter.course(note.message, note.data)
 
     def _trace_first_step(self, began: float) -> None:
@@ -250,7 +250,7 @@ class _RankZero(_Listener):
     def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
         get_logger().error("checkpoint_lost", key=key, step=progress.step, error=error.message)
         message = f"checkpoint of step {progress.step} could not be stored; training goes on: {error.message}"
-        with suppress(StorageError):  # the same store
+        with suppress(StorageError):  # the same store may be away
             self._reporter.message(message, level="warn", step=progress.step)
 
     def close(self) -> None:
@@ -262,11 +262,11 @@ class _RankZero(_Listener):
 
 
 class Telemetry:
-    """Figures of one worker, a step at a time.
+    """Performance figures of one worker, for each step.
 
     Args:
-        flops_per_token: what a position that the loss counts takes of a training step; None where it is not known.
-        device: the worker's own.
+        flops_per_token: FLOPs of training per position that the loss counts; None if unknown.
+        device: device of the worker.
     """
 
     def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
@@ -276,8 +276,8 @@ class Telemetry:
         self._peak = spec.resources.peak_flops_per_second or _known_peak(spec, device)
 
     def point(self, metrics: StepMetrics) -> dict[str, float]:
-        """`memory_bytes` (of the device at its most, on a CPU of the process), and `flops_per_second` and `mfu` (model
-        FLOPs utilisation) of this worker, where they can be told."""
+        """Return `memory_bytes` (peak of the device; of the process on a CPU) and, if known, `flops_per_second` and
+        `mfu` (model FLOPs utilisation) of this worker."""
         counted, self._tokens = metrics.tokens - self._tokens, metrics.tokens
         figures = {"memory_bytes": float(self._memory())}
         if self._flops_per_token is not None and counted and metrics.tokens_per_second:

@@ -1,4 +1,4 @@
-"""Name of one try of a job, and the keys of its objects. No I/O."""
+"""Identity of an attempt, and the keys of its objects. No I/O."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttemptId:
-    """One try of a job. `contract.attempts` says what lies below each key."""
+    """One attempt of a job. `contract.attempts` describes the objects below each key."""
 
     job_id: str
     number: int
-    """1 for the job's first try."""
+    """Number of the attempt, from 1."""
 
     @property
     def prefix(self) -> str:
-        """Prefix of everything that the attempt writes."""
+        """Prefix of all objects that the attempt writes."""
         return f"{attempts_prefix(self.job_id)}/{self.number}"
 
     @property
     def submission_id(self) -> str:
-        """Ray's id of the attempt: one a try, so that a second submission of the same try is refused by Ray."""
+        """Ray's submission id, unique per attempt, so that Ray refuses to submit an attempt twice."""
         return f"{self.job_id}-{self.number}"
 
     @property
@@ -29,12 +29,12 @@ class AttemptId:
 
     @property
     def preempt_key(self) -> str:
-        """Key of the object whose existence says that the attempt's machines are taken away."""
+        """Key of an object that exists if the attempt's machines are being taken away."""
         return f"{self.prefix}/control/preempt.json"
 
     @property
     def pause_key(self) -> str:
-        """Key of the object whose existence asks the attempt to pause."""
+        """Key of an object that exists if the attempt is to pause."""
         return f"{self.prefix}/control/pause.json"
 
     @property
@@ -69,8 +69,8 @@ class AttemptId:
         return f"{self.prefix}/starts"
 
     def start_prefix(self, name: str) -> str:
-        """Return the prefix of the calibrated start of the spec `name`: the job's own, or that of a sweep's trial.
-        Trials keep theirs in one store."""
+        """Return the prefix of the calibrated start for the spec `name`: the job's own, or a sweep trial's. Trials
+        share one store."""
         return f"{self.starts_prefix}/{name}"
 
     @property
@@ -94,16 +94,15 @@ class AttemptId:
         return f"{self.prefix}/logs.txt"
 
     def so_far(self) -> tuple[AttemptId, ...]:
-        """Return the job's attempts up to this one, the first try first."""
+        """Return the job's attempts up to and including this one, in order."""
         return tuple(AttemptId(self.job_id, number) for number in range(1, self.number + 1))
 
 
 def attempts_prefix(job_id: str) -> str:
-    """Return the prefix below which every attempt of a job has, by its number, its objects."""
+    """Return the prefix of all attempts of a job; each has its objects below its number."""
     return f"jobs/{job_id}/attempts"
 
 
 def trials_prefix(job_id: str) -> str:
-    """Return the prefix below which every trial of a sweep has, by its name, a store of its own, laid out like the
-    job's."""
+    """Return the prefix of all trials of a sweep; each has a store below its name, laid out like the job's."""
     return f"jobs/{job_id}/trials"

@@ -2,20 +2,21 @@
 
     attempt.json                          what to do (`AttemptRequest`), written by the control plane before it submits
     events/{writer}/{sequence}.json       what happened (`contract.events`), numbered from 1 by each writer without gaps
-    control/pause.json                    the control plane's stop request that the attempt checkpoints and ends
-    control/preempt.json                  the driver's, which has been told to stop: the same, and it ends as failed
+    control/pause.json                    the control plane's request to save a checkpoint and end
+    control/preempt.json                  the same from the driver when it is told to stop; the attempt then fails
     data/...                              prepared rows, until the job has ended; `manifest.json` is written last
-    answers/{key}.jsonl                   what the teacher wrote to the prompts of its data, likewise
+    answers/{key}.jsonl                   the teacher's answers to the prompts of its data, likewise
     starts/{spec name}/...                the calibrated start, likewise; its `manifest.json` is written last
     checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
-    evaluation/{checkpoint}/{part}.json   what has been measured of a checkpoint, until the job has ended
-    evaluation.json, evaluation.html      the report, also of a model that a gate refused; of a sweep `sweep.*`
+    evaluation/{checkpoint}/{part}.json   measurements of a checkpoint, until the job has ended
+    evaluation.json, evaluation.html      the report, even if a gate failed; `sweep.*` for a sweep
     artifact/...                          the distilled model; its `manifest.json` is written last
     tracking/...                          files of a run that W&B has not taken, for `swiftkv jobs wandb-sync`
-    logs.txt, logs.json                   the entrypoint's log, saved when the attempt has ended; what of it was kept
+    logs.txt, logs.json                   the entry point's log, saved when the attempt has ended; which part was kept
 
-Workers have no other channel to the control plane. An attempt writes below its own prefix only, so a stale one writes
-where nothing is read. Beside them what both sides know of uploaded files, of parents and of the version they speak.
+Workers have no other channel to the control plane. An attempt writes only below its own prefix, so a stale attempt
+writes where nothing is read. This module also has what both sides share about uploaded files, parents and protocol
+versions.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from swiftkv_platform.specs.job import with_former_defaults
 
 MANIFEST = "manifest.json"
 ADAPTER_LINEAGE = "base_digest"
-"""Key of an artifact's lineage that an adapter alone has: the digest of the weights of `teacher`, its base model."""
+"""Lineage key that only adapters have: the digest of the weights of `teacher`, their base model."""
 
 
 class AttemptRequest(FrozenModel):
-    """Work of one attempt."""
+    """Everything that an attempt needs to do its work."""
 
     job_id: str
     attempt: Annotated[int, Field(ge=1)]
     spec: JobSpec
     resume_from: str | None = None
-    """Key of the complete checkpoint (its directory) of an earlier attempt to go on from; None starts at step 0."""
+    """Key of the complete checkpoint (its directory) of an earlier attempt to resume from; None starts at step 0."""
     run_id: str
     """W&B run id, the same for every attempt of a job."""
     allowed_roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that the job's tenant may read; None opens everything. Workers hold every file
     to them, since a link or a card may have changed since the spec was checked."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations of the hub whose models and data the tenant may name; None opens the hub."""
+    """Organisations on the hub whose models and data the tenant may name; None allows all."""
     publish_targets: tuple[str, ...] | None = None
     """Places that the job's tenant may publish to; None opens everything. Workers follow links before they write."""
     code_tasks: bool = False
@@ -62,12 +63,12 @@ class AttemptRequest(FrozenModel):
     parent: Parent | None = None
     """Model or checkpoint that `training.from` names, for as long as the job has no checkpoint of its own."""
     traceparent: str | None = None
-    """W3C context of the trace that the attempt belongs to."""
+    """W3C trace context of the attempt."""
 
     @model_validator(mode="before")
     @classmethod
     def _names_the_form(cls, value: Any) -> Any:
-        """A request that names no form of the student is for one in the paper's: `to_json`."""
+        """Fill in the paper's form for requests that name no form of the student, see `to_json`."""
         return (
             {**value, "spec": with_former_defaults(value["spec"])}
             if isinstance(value, dict) and "spec" in value
@@ -79,8 +80,8 @@ class AttemptRequest(FrozenModel):
         return AttemptId(self.job_id, self.attempt)
 
     def to_json(self) -> bytes:
-        """The request without what stands at its default: workers of an older version refuse fields that they do not
-        know, and need none of them. Of the student's form they know the paper's, so that one goes unnamed."""
+        """Serialise the request without default values: workers of an older version refuse unknown fields. They know
+        only the paper's form of student, so that form is left out instead."""
         document = self.model_dump(mode="json", exclude_defaults=True)
         swiftkv = document["spec"].pop("swiftkv", {}) | {"decode_key_value": self.spec.swiftkv.decode_key_value}
         if swiftkv["decode_key_value"] == "shared":
@@ -94,24 +95,25 @@ ManifestKind = Literal["artifact", "checkpoint", "data"]
 
 
 HELD_OUT_KL = "held_out_kl"
-"""Entry of a checkpoint's lineage: held-out KL of its state, in nats, where it was measured."""
+"""Lineage key of a checkpoint: held-out KL of its state in nats, if measured."""
 
 
 class ManifestFile(FrozenModel):
     """One file of an artifact or checkpoint."""
 
     size: Annotated[int, Field(ge=0)]
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
 
 
 class Manifest(FrozenModel):
-    """List of the files of a directory of objects, which makes it complete: it is written after every file it names."""
+    """List of the files of a directory of objects. It is written after all of them, so its presence makes the directory
+    complete."""
 
     format_version: Literal[1] = 1
     kind: ManifestKind
     files: dict[str, ManifestFile]
-    """Files by path relative to the directory, the manifest itself left out."""
+    """Files by path relative to the directory, without the manifest itself."""
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}
@@ -122,12 +124,12 @@ class Manifest(FrozenModel):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of the files."""
         return sum(file.size for file in self.files.values())
 
 
 class Parent(FrozenModel):
-    """A model or a checkpoint in the object store of the jobs."""
+    """Model or checkpoint in the jobs' object store that a job continues from."""
 
     name: str
     """`mdl_...` or `job_...:ckpt_...`."""
@@ -155,13 +157,13 @@ class StoredFile(FrozenModel):
     """Address of the object."""
     sha256: str
     size: Annotated[int, Field(ge=1)]
-    """Bytes."""
+    """Size in bytes."""
     columns: tuple[str, ...] = ()
     """Columns of its first row."""
 
 
 def new_file_id() -> str:
-    """A fresh id; ids sort by the time they were made."""
+    """Make a new file id. Ids sort by creation time."""
     return f"file-{ULID()}"
 
 
@@ -181,22 +183,22 @@ def made_at(file_id: str) -> float:
 
 
 class StopRequest(IntEnum):
-    """Stop request from outside a run; the largest stop request of all workers counts."""
+    """Stop request from outside a run. The largest one of all workers counts."""
 
     NONE = 0
     SAVE = 1
-    """A checkpoint now, out of turn."""
+    """Save a checkpoint now."""
     LEAVE = 2
-    """A checkpoint, then the end of these workers, one of which has to go; others take over from it."""
+    """Save a checkpoint, then end these workers because one has to leave; new ones resume from it."""
     STOP = 3
     """A checkpoint, then the end: the machines are taken away."""
     PAUSE = 4
-    """A checkpoint, then the end: the job is to go on later."""
+    """Save a checkpoint, then end: the job will resume later."""
 
 
 PROTOCOL = 2
-"""Version of the protocol. It is raised when workers of the version before cannot do what they are asked, or when a
-default of the job spec changes, since requests leave defaults out.
+"""Version of the protocol between control plane and workers. Raise it if older workers cannot do what they are asked,
+or if a default of the job spec changes, since requests leave defaults out.
 
 1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
 2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it),
@@ -204,7 +206,7 @@ uploaded files, and what the job continues from.
 """
 
 PROTOCOL_OPTION = "--protocol"
-"""Option of the driver: the control plane's version, 1 where it is not given."""
+"""Command-line option of the driver with the control plane's version; 1 if it is missing."""
 
 _UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
 """Text that `argparse` prints in a driver of protocol 1."""
@@ -216,12 +218,12 @@ def refusal(*, workers: int, control_plane: int) -> str:
 
 
 def misunderstanding(error: ValidationError) -> tuple[str, str]:
-    """Return the field of a request that workers of another version do not understand, and the same answer about it."""
+    """Return the first field of a request that workers of another version do not understand, and an explanation."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     return field, f"the workers' image does not understand the job: {field}: {first['msg']}"
 
 
 def is_from_protocol_1(output: str) -> bool:
-    """Whether a driver that ended with this output is one that does not know `PROTOCOL_OPTION`."""
+    """Whether the output of a failed driver shows that it does not know `PROTOCOL_OPTION`."""
     return _UNKNOWN_OPTION in output

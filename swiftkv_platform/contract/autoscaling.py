@@ -1,4 +1,4 @@
-"""Number of replicas that a deployment needs: Ray Serve's autoscaling by what saturates an engine. Imports no Ray.
+"""Autoscaling policy of deployments for Ray Serve: the number of replicas by the load of their engines. Imports no Ray.
 
 Ray Serve's controller runs `replicas_by_load` on what replicas report with `record_autoscaling_stats`.
 """
@@ -14,25 +14,25 @@ from swiftkv_platform.specs.limits import MAX_REPLICAS, RANKS, THREADS, Range
 
 POLICY = "swiftkv_platform.contract.autoscaling:replicas_by_load"
 WAITING_STEPS = "waiting_prompt_steps"
-"""Report of the prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
+"""Name of the metric for waiting prompt tokens, in steps of `max_num_batched_tokens`."""
 KV_CACHE_USAGE = "kv_cache_usage"
-"""Report of the share of the KV cache's blocks that sequences hold, 0 to 1."""
+"""Name of the metric for the share of KV cache blocks in use, 0 to 1."""
 
 FULL_WAITING_STEPS = 4.0
-"""Steps of prompts in line at which a replica is fully loaded: the next request waits for all of them."""
+"""Waiting prompt steps at which a replica is fully loaded: the next request waits for all of them."""
 FULL_KV_CACHE_USAGE = 0.8
-"""A replica whose KV cache is this full is fully loaded: what still fits is soon preempted."""
+"""Share of the KV cache at which a replica is fully loaded: further sequences would soon be preempted."""
 FALLBACK_ONGOING_REQUESTS = 8.0
-"""Requests a replica should work on at once while none has reported its load."""
+"""Requests per replica to aim for as long as no replica has reported its load."""
 
 LOOK_BACK_S = 15.0
 """Time over which reports are averaged; longer than Serve's interval between them, 10 s."""
 
 
 def replica_resources(engine: Mapping[str, Any]) -> dict[str, float]:
-    """`num_cpus` and `num_gpus` that Ray reserves for a replica with these engine options: for each of its ranks.
+    """Return `num_cpus` and `num_gpus` that Ray reserves for a replica with these engine options, over all its ranks.
 
-    A candidate and a shadow live in the same process and the same reservation, and a swap happens inside it.
+    A candidate and a shadow share the replica's process and reservation; so does a model during a swap.
     """
     num_ranks = _within(RANKS, engine.get("tensor_parallel_size"))
     return {
@@ -42,7 +42,7 @@ def replica_resources(engine: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _within(limits: Range, asked: Any) -> float:
-    """The number in its range; 1 for none. Others are refused by the replica, which names them."""
+    """Clamp the number to its range; 1 if it is not an integer. The replica refuses invalid values itself, by name."""
     return limits.nearest(asked) if isinstance(asked, int) else 1
 
 
@@ -52,27 +52,27 @@ def replica_load(waiting_steps: float, kv_cache_usage: float) -> float:
 
 
 def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """Serve's policy: as many replicas as carry the load at 1 each. Bounds and delays are Serve's to apply. `context`:
-    `ray.serve.config.AutoscalingContext`."""
+    """Serve's policy: return the number of replicas that carry the load at 1 each. Serve applies bounds and delays.
+    `context`: `ray.serve.config.AutoscalingContext`."""
     metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
     waiting, usage = metrics.get(WAITING_STEPS, {}), metrics.get(KV_CACHE_USAGE, {})
     requests = context.total_num_requests or 0.0
     if not usage:
         return _replicas(requests / FALLBACK_ONGOING_REQUESTS), {}
     loads = [replica_load(waiting.get(replica, 0.0), share) for replica, share in usage.items()]
-    # Replicas that have only just started report nothing yet: they are taken to be as loaded as the others.
+    # Replicas that have just started report nothing yet; they are assumed to be as loaded as the others.
     load = sum(loads) / len(loads) * max(context.current_num_replicas, len(loads))
     return max(_replicas(load), int(requests > 0)), {}
 
 
 def _replicas(load: float) -> int:
-    """Replicas for a load of this many. One that is no number asks for none: an error here would stop the controller's
-    loop over all applications."""
+    """Return the replicas for a load. NaN gives none: an error here would stop the controller's loop for all
+    applications."""
     return 0 if math.isnan(load) else math.ceil(min(max(load, 0.0), MAX_REPLICAS))
 
 
 def autoscaling_config(spec: ScalingSpec) -> dict[str, Any]:
-    """Serve's `autoscaling_config`: by load, or by the number of requests where a target is given."""
+    """Return Serve's `autoscaling_config`: by load, or by the number of requests if the spec has a target."""
     config = spec.model_dump(mode="json", include=set(ScalingSpec.model_fields), exclude_none=True)
     if spec.target_ongoing_requests is None:
         config["policy"] = {"policy_function": POLICY}

@@ -1,5 +1,5 @@
-"""Cures of failures: what to change in a job's spec or around it, by the code of the cause: a `ReasonCode`, or that of
-an error of `errors.py`."""
+"""Cures of failures: what to change in a job's spec or around it, by the code of the cause, which is a `ReasonCode` or
+the code of an error in `errors.py`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.specs import JobSpec
 
 Instead = Callable[[Any, JobSpec], str | None]
-"""Function of a field's value and the spec: what to do about it; None where another value is no help."""
+"""Takes a field's value and the spec; returns what to use instead, or None if another value does not help."""
 
 
 @dataclass(frozen=True)
 class Cure:
     advice: str
-    """Sentences on what to do beside changing fields."""
+    """Advice apart from changing fields."""
     changes: Mapping[str, Instead] | None = None
     """By the dotted path of the field."""
     blamed: str = "use what the cause asks for"
@@ -46,7 +46,7 @@ class Cure:
 
 
 def _less(value: Any, _spec: JobSpec) -> str | None:
-    """The largest proper divisor, which divides whatever the value divides."""
+    """Suggest the largest proper divisor, so that the new value divides everything that the old one divides."""
     most = value if isinstance(value, int) else 1
     return next((f"use {most // by}" for by in range(2, most + 1) if most % by == 0), None)
 
@@ -160,17 +160,17 @@ CURES: Mapping[str, Cure] = {
         blamed="a looser limit accepts this student",
     ),
 }
-"""A code without a row has its family's: that of the nearest error above it."""
+"""Cures by code. A code without an entry has that of the nearest error class above it."""
 
 
 def cure_of(code: str) -> Cure:
-    """The cure for a cause; that of a defect for a code that this version does not know."""
+    """Return the cure for a cause; an unknown code has the cure of a defect."""
     family = [error.code for error in _errors().get(code, SwiftKVError).mro() if issubclass(error, SwiftKVError)]
     return next(CURES[each] for each in (code, *family) if each in CURES)
 
 
 def what_to_change(code: str, field: str | None, spec: JobSpec) -> str:
-    """Sentences on a job that failed: each field to change with its value and what to use instead, and what else to do.
+    """Return advice on a failed job: each field to change, with its value and what to use instead, and other steps.
 
     Args:
         field: dotted path that the failure names.
@@ -198,7 +198,7 @@ def _errors() -> Mapping[str, type[SwiftKVError]]:
 
 
 def _value_at(spec: JobSpec, path: str) -> tuple[Any, bool]:
-    """The value of a field, and whether there is one to show: a path may lead to an object, or nowhere."""
+    """Return the value of a field, and whether it can be shown: a path may lead to an object or to nothing."""
     value: Any = spec.model_dump(mode="json", by_alias=True)
     for key in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, dict) and key in value:

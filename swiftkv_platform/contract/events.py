@@ -1,5 +1,5 @@
-"""Events that a running attempt reports: one frozen model a kind, written by driver and workers and read by the control
-plane. They are stored: what is added to one is optional, and readers keep the keys of `data` that they do not know.
+"""Events that a running attempt reports: one frozen model per kind, written by driver and workers and read by the
+control plane. Events are stored: new fields must be optional, and readers keep keys of `data` that they do not know.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from swiftkv_platform.frozen import FrozenModel
 
 
 class ReasonCode(StrEnum):
-    """`status_reason.code` of a job, where that is not the code of an error of `errors.py`. What ends a job has a
-    row in `cures.CURES`."""
+    """`status_reason.code` of a job, unless that is the code of an error in `errors.py`. Codes that end a job have an
+    entry in `cures.CURES`."""
 
     WORKER_LOST = "worker_lost"
-    """A process or a machine of the attempt is gone."""
+    """A process or a machine of the attempt is lost."""
     PREEMPTED = "preempted"
     """The attempt was stopped from outside."""
     OUT_OF_MEMORY = "out_of_memory"
     DISK_FULL = "disk_full"
     NOT_PLACED = "not_placed"
-    """The attempt's workers found no place on the cluster; the job is queued again."""
+    """The cluster had no place for the attempt's workers; the job is queued again."""
     WAITING_FOR_RESOURCES = "waiting_for_resources"
     """The job is in the queue until the cluster has places for its workers."""
     WAITING_FOR_TURN = "waiting_for_turn"
-    """The job is in the queue behind others: for a slot, its tenant's quota, or its next attempt."""
+    """The job is queued behind others: for a slot, its tenant's quota, or its next attempt."""
     MAX_RUNTIME_EXCEEDED = "max_runtime_exceeded"
-    """Control plane and workers are of versions that do not fit."""
+    """The attempt ran longer than it may."""
     INTERNAL = "internal"
     """The control plane failed to handle the job."""
     COST_CAP = "cost_cap"
-    """The job has cost what it may, and pauses."""
+    """The job has reached its cost cap and pauses."""
     PAUSED = "paused"
     """A caller asked for the pause."""
     RESUMED = "resumed"
@@ -45,7 +45,7 @@ class CourseCode(StrEnum):
     """Reason for a turn of a training run, see `contract.events.CourseEvent`."""
 
     RATE_SEARCHED = "rate_searched"
-    """The learning rate is the outcome of a search."""
+    """The learning rate was found by a search."""
     RATE_BOUNDED = "rate_bounded"
     """The learning rate is as high as the size of the trained matrices allows; the run is too short for a search."""
     HELD_OUT_KL_ABOVE_START = "held_out_kl_above_start"
@@ -61,16 +61,16 @@ class CourseCode(StrEnum):
 
 Level = Literal["info", "warn", "error"]
 AttemptStatus = Literal["running", "evaluating", "paused"]
-"""`running` and `evaluating` when that phase begins; `paused`: the attempt has been asked to pause, its checkpoint is
+"""`running` and `evaluating` when that phase begins; `paused` when the attempt was asked to pause, its checkpoint is
 complete, and it ends."""
 
 _YEAR_10000 = 253_402_300_800
 _MOST_CAUSE = 500
-"""Characters of the explanation why an event cannot be understood."""
+"""Most characters of the explanation why an event cannot be parsed."""
 _Time = Annotated[float, Field(ge=0, lt=_YEAR_10000)]
 _Step = Annotated[int, Field(ge=0, lt=2**63)]
 _OPEN = ConfigDict(extra="allow")
-"""Configuration of `data`: what a newer version says beside it is kept."""
+"""Configuration of `data`: unknown keys from newer versions are kept."""
 
 
 @with_config(_OPEN)
@@ -95,14 +95,14 @@ def _checked_point(point: dict[str, Any]) -> dict[str, Any]:
 
 
 Point = Annotated[dict[str, Any], AfterValidator(_checked_point)]
-"""Measurements of one optimizer step, by name: `step`, and where they are known `tokens`, `memory_bytes`, `loss`,
-`logits_loss`, `lr`, `grad_norm`, `tokens_per_second`, ..."""
+"""Measurements of one optimizer step by name: `step` and, if known, `tokens`, `memory_bytes`, `loss`, `logits_loss`,
+`lr`, `grad_norm`, `tokens_per_second`, ..."""
 
 
 @with_config(_OPEN)
 class MetricsData(TypedDict):
     points: list[Point]
-    """Several steps may share an event."""
+    """Measurements of one or more steps."""
     total_steps: NotRequired[Annotated[int, Field(ge=1, lt=2**63)]]
 
 
@@ -110,9 +110,9 @@ class MetricsData(TypedDict):
 class CheckpointData(TypedDict):
     step: _Step
     key: str
-    """Key of its directory."""
+    """Key of the checkpoint's directory."""
     size: int
-    """Bytes of its files."""
+    """Total bytes of its files."""
     sha256: str
     """Digest of its manifest."""
 
@@ -121,11 +121,11 @@ class CheckpointData(TypedDict):
 class ArtifactData(TypedDict):
     key: str
     sha256: str
-    """Digest of its manifest."""
+    """Digest of the artifact's manifest."""
     size: int
-    """Bytes of its files."""
+    """Total bytes of its files."""
     metrics: dict[str, Any]
-    """The evaluation report."""
+    """Evaluation report of the model."""
 
 
 @with_config(_OPEN)
@@ -141,19 +141,19 @@ class TrackingData(TypedDict):
 class PlacementData(TypedDict):
     phase: Annotated[str, Field(max_length=200)]
     state: Literal["waiting", "placed"]
-    """`waiting` of the driver, before it asks the cluster for workers; `placed` of one of them."""
+    """`waiting` from the driver, before it asks the cluster for workers; `placed` from one of the workers."""
     needs: NotRequired[Annotated[str, Field(max_length=2000)]]
-    """Needs of the workers that wait, and what there is, in words."""
+    """Description of what the waiting workers need and what is available."""
 
 
 def phase_name(phase: str, spec_name: str) -> str:
-    """Name of a phase in `PlacementData`; a sweep's trials have names of their own."""
+    """Return the name of a phase in `PlacementData`; it includes the spec's name, to tell a sweep's trials apart."""
     return f"{phase} of {spec_name}"
 
 
 def phase_of(name: str) -> str:
-    """The phase that `phase_name` has named: `write`, `prepare`, `train`, `evaluate` or `publish`. Workers that train
-    tell of `calibrate` first, for which they need no other place."""
+    """Return the phase in a name from `phase_name`: `write`, `prepare`, `train`, `evaluate` or `publish`. Workers that
+    train report `calibrate` first, in the same place."""
     return name.partition(" of ")[0]
 
 
@@ -172,23 +172,23 @@ class ProgressData(TypedDict):
 class TriedRate(TypedDict):
     learning_rate: float
     held_out_kl: Annotated[float, Field(ge=0)] | None
-    """After the steps of the trial; None where they did not end in a finite number."""
+    """Held-out KL after the trial; None if it is not finite."""
 
 
 @with_config(_OPEN)
 class CourseData(TypedDict):
     action: Literal["rate", "rollback", "end"]
-    """The learning rate is settled; training goes back to its best state; training ends."""
+    """`rate`: the learning rate is found; `rollback`: training goes back to its best state; `end`: training ends."""
     code: CourseCode
     step: _Step
     """Optimizer steps done."""
     held_out_kl: NotRequired[float | None]
-    """The measurement that brought it about, in nats; None where it is not finite."""
+    """Measurement that caused the action, in nats; None if it is not finite."""
     start_kl: NotRequired[float | None]
     best_kl: NotRequired[float | None]
     best_step: NotRequired[_Step | None]
     chosen_step: NotRequired[_Step | None]
-    """`end`: the step whose state the model is made of."""
+    """For `end`: the step whose state becomes the model."""
     learning_rate: NotRequired[float | None]
     """Peak rate from here on."""
     tried: NotRequired[list[TriedRate]]
@@ -213,14 +213,14 @@ class _Event(FrozenModel):
 
 
 class MessageEvent(_Event):
-    """Event for people to read."""
+    """Message for people to read."""
 
     type: Literal["message"] = "message"
     data: dict[str, Any] = {}
 
 
 class StatusEvent(_Event):
-    """Beginning of a phase, or pause, of the attempt; the driver's."""
+    """Beginning of a phase of the attempt, or its pause; from the driver."""
 
     type: Literal["status"] = "status"
     data: StatusData
@@ -262,14 +262,14 @@ class PlacementEvent(_Event):
 
 
 class ProgressEvent(_Event):
-    """Progress of a phase other than training, whose steps are `metrics`."""
+    """Progress of a phase other than training, which reports `metrics`."""
 
     type: Literal["progress"] = "progress"
     data: ProgressData
 
 
 class CourseEvent(_Event):
-    """A turn of the training run that its held-out KL brought about."""
+    """Turn of the training run, decided by its held-out KL."""
 
     type: Literal["course"] = "course"
     data: CourseData
@@ -301,16 +301,16 @@ ATTEMPT_EVENT: TypeAdapter[AttemptEvent] = TypeAdapter(AttemptEvent)
 
 
 class _Envelope(BaseModel):
-    """Parts of an event that can be told although its kind, or something in it, is not understood."""
+    """Fields of an event that can be read even if its kind, or something in it, is unknown."""
 
     time: _Time
     data: dict[str, Any] = {}
 
 
 def parse_event(stored: bytes, *, name: str, now: float) -> AttemptEvent:
-    """Read an event. One that is malformed, or of a kind that this version does not know, becomes a warning: a worker
-    of another version must not keep its job from being followed or cancelled. `name`: what the warning calls the event.
-    `now`: the warning's time, where the event has none."""
+    """Parse an event. A malformed event, or one of an unknown kind, becomes a warning: workers of another version must
+    not keep their job from being tailed or cancelled. `name`: the event's name in the warning. `now`: time of the
+    warning if the event has none."""
     try:
         return ATTEMPT_EVENT.validate_json(stored)
     except ValidationError as error:

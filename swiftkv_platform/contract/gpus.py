@@ -1,7 +1,7 @@
-"""GPUs of a process that Ray starts: those that it has reserved, and no others.
+"""Hide the GPUs that a Ray process has not reserved.
 
-By itself Ray leaves all GPUs of a machine visible to a process that reserves none. A tenant is charged by what is
-reserved, and `device: auto` takes what is visible.
+By default Ray leaves all GPUs of a machine visible to a process that reserves none. Tenants are charged for what they
+reserve, but `device: auto` uses what is visible.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 
 HIDE_UNRESERVED = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
-"""Environment with which Ray itself hides GPUs from processes that reserve none."""
+"""Environment with which Ray hides GPUs from processes that reserve none."""
 
 
 def hide_unreserved() -> None:
-    """Hide the machine's GPUs from this process, if it has reserved none, whatever the environment of its node. To be
-    called before CUDA is."""
+    """Hide the machine's GPUs from this process if it has reserved none, whatever the environment of its node. Call it
+    before CUDA is initialised."""
     import ray
 
     if not ray.get_runtime_context().get_accelerator_ids()["GPU"]:

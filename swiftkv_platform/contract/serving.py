@@ -1,5 +1,5 @@
-"""Words between a control plane and the replicas of a deployment, beside those that Ray hands on."""
+"""Protocol between control plane and replicas, apart from what Ray passes on."""
 
 REVISION_HEADER = "x-swiftkv-revision"
-"""Header of a control plane's question for a replica's health: the revision that it wants, which strangers, who do not
-know where the model lies, cannot work out."""
+"""Header of the control plane's health requests to a replica: the revision it expects. Others cannot compute it, since
+they do not know the model's location."""

@@ -1,5 +1,5 @@
-"""Trials of a sweep, and what their reports say together: the frontier of quality and compute, and the point to take.
-Torch-free; knows neither how a trial runs nor where its report is kept.
+"""Trials of a sweep, and what their reports give together: the frontier of quality and compute, and the recommended
+point. Torch-free; independent of how trials run and where reports are stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
 GROUP_SIZE_FIELD = "swiftkv.key_value_group_size"
-"""Field that a combination is refused for if its g is larger than the layers that its l leaves to share."""
+"""Field named when a combination is refused because its g exceeds the number of layers that its l leaves."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Trial:
 
     index: int
     name: str
-    """Unique in the sweep, fit for a key: `l6-g2-lr0.003`, of the values that are swept."""
+    """Unique name within the sweep, usable in a key, made of the swept values: `l6-g2-lr0.003`."""
     spec: JobSpec
-    """A job of its own, without a sweep."""
+    """Spec of the trial as a job without a sweep."""
 
 
 def _short(value: float) -> str:
@@ -70,20 +70,20 @@ class Point(FrozenModel):
 
     name: str
     num_key_value_layers: int | None
-    """Value as swept or in the spec; None where that gives `prefill_reduction`."""
+    """Swept value, or the spec's; None if the spec has `prefill_reduction` instead."""
     key_value_group_size: int
     learning_rate: float | None
-    """Value as swept or in the spec; None where the model's size decides."""
+    """Swept value, or the spec's; None if it depends on the model's size."""
     report: dict[str, Any] | None
-    """The trial's `evaluation.json`; None where it failed."""
+    """`evaluation.json` of the trial; None if it failed."""
     error: str | None = None
     """Reason that the trial could not be trained, e.g. a loss that is not finite."""
     on_frontier: bool = False
-    """Whether no other trial has both less prefill compute and a lower KL, or one of them and the other equal."""
+    """Whether no other trial is better in prefill compute or KL and at least equal in the other."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of its gates."""
+        """The worst verdict of its gates."""
         return "failed" if self.report is None else verdict(self.report)
 
     @property
@@ -92,19 +92,19 @@ class Point(FrozenModel):
 
     @property
     def cost(self) -> tuple[float, float, float]:
-        """Prefill compute and cache relative to the teacher's, and KL: what a choice compares, in this order."""
+        """Prefill compute and cache relative to the teacher's, and KL: the sort key of the choice, in this order."""
         assert self.report is not None, "a trial that failed costs nothing"
         kl: float = self.report["distilled"]["kl"]
         return self.report["prefill_flops_ratio"], self.report["kv_bytes_ratio"], kl
 
 
 class SweepReport(FrozenModel):
-    """`sweep.json`."""
+    """Contents of `sweep.json`."""
 
     points: tuple[Point, ...]
     recommended: str | None
-    """The cheapest point within the budget, see `SweepSpec`; where no point is, of those that no gate fails the one of
-    the lowest KL; None where there is none of those either."""
+    """The cheapest point within the budget, see `SweepSpec`. If there is none, the point of lowest KL among those whose
+    gates are undecided; None if there are none either."""
 
     @property
     def chosen(self) -> Point | None:
@@ -123,7 +123,7 @@ def point(trial: Trial, *, report: Mapping[str, Any] | None = None, error: str |
 
 
 def summarise(points: Sequence[Point]) -> SweepReport:
-    """Mark the frontier and choose."""
+    """Mark the frontier and choose the recommended point."""
     measured = [point for point in points if point.report is not None]
     affordable = [point for point in measured if point.within_budget]
     open_ones = [point for point in measured if point.verdict == "undecided"]

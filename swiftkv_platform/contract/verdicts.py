@@ -1,5 +1,5 @@
-"""Verdicts on a report: of its quality gates, and in a sentence. Reports are `evaluation.json` as plain values, of this
-version or an earlier one."""
+"""Verdicts on a report's quality gates, and a summary in one sentence. Reports are `evaluation.json` as plain values,
+from this version or an earlier one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 
 Verdict = Literal["passed", "undecided", "failed"]
 NEEDLE = "needle_"
-"""Begins the name of a task that hides numbers in prompts; their length in tokens follows."""
+"""Prefix of the names of tasks that hide numbers in prompts; the prompts' length in tokens follows."""
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-"""The best first."""
+"""All verdicts, the best first."""
 
 
 def verdict_of(gate: Mapping[str, Any]) -> Verdict:
-    """The verdict of one gate; reports of before `outcome` know `passed` alone."""
+    """Return the verdict of one gate; gates in older reports have only `passed`."""
     outcome = gate.get("outcome")
     if outcome in VERDICTS:
         return VERDICTS[VERDICTS.index(outcome)]
@@ -22,13 +22,13 @@ def verdict_of(gate: Mapping[str, Any]) -> Verdict:
 
 
 def verdict(report: Mapping[str, Any]) -> Verdict:
-    """The worst verdict of a report's gates; `passed` where there are none."""
+    """Return the worst verdict of a report's gates; `passed` if there are none."""
     worst = max((VERDICTS.index(verdict_of(gate)) for gate in report.get("gates") or ()), default=0)
     return VERDICTS[worst]
 
 
 def undecided(report: Mapping[str, Any]) -> list[str]:
-    """The gates of a report that its samples could not decide, one a text with its figures."""
+    """Describe each gate of a report that its samples could not decide, with its figures."""
     return [
         f"{gate['subject']} is {gate['value']:.4g}, {gate['field']} asks for {gate['limit']:g}"
         for gate in report.get("gates") or ()
@@ -37,7 +37,7 @@ def undecided(report: Mapping[str, Any]) -> list[str]:
 
 
 def verdict_sentence(report: Mapping[str, Any] | None) -> str | None:
-    """A model's quality and speed in a sentence of what was measured; None where nothing was."""
+    """Summarise a model's measured quality and speed in a sentence; None if nothing was measured."""
     said = "; ".join(_measured(report or {}))
     return f"{said[0].upper()}{said[1:]}." if said else None
 

@@ -1,3 +1,3 @@
-"""Distillation of a SwiftKV student from its teacher: data, losses, the training step, evaluation. Knows no cluster, no
-object store and no tracker; those reach it through protocols that `jobs` wires.
+"""Distillation of a SwiftKV student from its teacher: data, losses, the training step, checkpoints. Imports no cluster,
+object store or tracker code; `jobs` passes those in through protocols.
 """

@@ -1,4 +1,4 @@
-"""Text as batches for the calibrated start. It knows data sources and rows, no model but its tokenizer."""
+"""Text as batches for the calibrated start. Reads data sources and rows; of the model it needs only the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from swiftkv_platform.model.tokenizers import load_tokenizer
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _MAX_LENGTH = 1024
-"""Tokens of a row, where the model's context is no shorter."""
+"""Tokens of a row, or the model's context length if that is shorter."""
 
 
 def read_calibration_text(
     model: str, text: Sequence[str], num_tokens: int, *, train_on: Literal["assistant", "all"] = "all"
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches of some `num_tokens` tokens of `text`, data sources as in a job's `data.sources`; nothing is read before
-    the first is asked for, and then one row at a time. Raises `ModelError`: the model has no tokenizer; `DataError`:
-    text that is missing or empty.
+    """Yield batches of about `num_tokens` tokens from `text`, data sources as in a job's `data.sources`. Nothing is
+    read before the first batch is asked for. Raises `ModelError` if the model has no tokenizer, `DataError` if text is
+    missing or empty.
 
     Args:
         train_on: which tokens of chats the rows' `loss_mask` counts, as in a job's `data`.
@@ -50,7 +50,7 @@ def calibration_batches(
 
 
 def _chosen(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int, int]]:
-    """Index and tokens of each row that calibrates."""
+    """Return index and number of tokens of each row used for calibration."""
     lengths, chosen = rows.samples.lengths, []
     for index in batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
         length = int(lengths[rows.members[rows.row_starts[index] : rows.row_starts[index + 1]]].sum())

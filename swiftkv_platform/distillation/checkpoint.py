@@ -1,9 +1,9 @@
-"""Training state, sharded: trained parameters, optimizer, and how far the run is. Uploads go on while training
-does; where the files go is the store's business, behind a protocol.
+"""Sharded training state: trained parameters, optimizer state and the run's progress. Uploads run while training goes
+on, through a protocol that hides where the files are stored.
 
-A run needs no other state: the learning rate is a function of the step and the run's course, the rows of a batch are
-one of the step, and a step draws no random numbers. Another number of workers, or another sharding strategy, may take a
-checkpoint over.
+No other state is needed to resume: the learning rate depends on the step and the run's course, the rows of a batch on
+the step alone, and a step draws no random numbers. A checkpoint can be loaded by another number of workers and by
+another sharding strategy.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, S
 from swiftkv_platform.logs import get_logger
 
 T = TypeVar("T")
-# Said of every checkpoint of a worker that is alone, as `_is_alone` has it.
+# Torch logs this at every checkpoint of a single worker, see `_is_alone`.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 _LONGEST_UPLOAD = timedelta(hours=4)
 
 
 class CheckpointFiles(Protocol):
-    """Files of a complete checkpoint, each of the size that its manifest says."""
+    """Files of a complete checkpoint. Each has the size that the manifest gives."""
 
     def fetch(self, name: str, destination: Path) -> None:
-        """Download one of them into the directory `destination`."""
+        """Download file `name` into the directory `destination`."""
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes of one of them, all that are asked for."""
+        """Return the bytes `start` to `stop` of the file `name`, never fewer."""
 
 
 class CheckpointStore(Protocol):
-    """Store of checkpoints; one is complete or invisible. Uploads come from a thread of their own."""
+    """Store of checkpoints; each is complete or invisible. `upload`, `commit` and `failed` run on an upload thread."""
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
-        """Add one worker's files to checkpoint `name`; again after a failure, it completes them."""
+        """Add one worker's files to checkpoint `name`. May be called again after a failure to upload the rest."""
 
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
-        """Declare checkpoint `name`, all of whose `files` are stored, complete, and delete older ones, but neither the
-        newest few nor the one that `progress` says is the best."""
+        """Mark checkpoint `name` as complete; all `files` are stored. Delete older checkpoints except the newest few
+        and the best one according to `progress`."""
 
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
-        """Checkpoint `name` stays incomplete, and training goes on."""
+        """Report that checkpoint `name` stays incomplete; training goes on."""
 
     def candidates(self) -> list[str]:
-        """Keys of complete checkpoints, the one to go on from first."""
+        """Return the keys of complete checkpoints, the one to resume from first."""
 
     def of_step(self, step: int) -> list[str]:
         """Keys of complete checkpoints of that step, the one to take first."""
@@ -78,7 +78,7 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True)
 class Retries:
-    """Tries of an upload before it counts as failed; the wait between tries doubles."""
+    """Retry policy of an upload: number of tries, and first wait, which doubles with every try."""
 
     tries: int = 5
     first_wait_s: float = 1.0
@@ -109,11 +109,11 @@ class Checkpointer:
         self._uploader = Uploader(store, retries or Retries())
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint to this machine; it goes to the store while training goes on.
+        """Write a checkpoint to local disk and upload it while training goes on.
 
-        One that cannot be stored is reported, and the one before it stays the newest.
+        A failed upload is reported; the previous checkpoint then stays the newest.
         """
-        # A step may be saved twice, by a run that died before it could complete the first: the names must differ.
+        # A run that died before it could complete a checkpoint saves the same step again: the names must differ.
         name = from_rank_0(lambda: f"step-{progress.step:08d}-w{dist.get_world_size()}-{uuid4().hex[:8]}")
         directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         numbers = progress.course.numbers()
@@ -125,7 +125,7 @@ class Checkpointer:
         try:
             state = {**self._parallel.state(), "progress": progressed}
             save(state, storage_writer=FileSystemWriter(directory), no_dist=_is_alone())
-        except BaseException:  # such as a full disk, which what is there would keep full
+        except BaseException:  # such as a full disk: the files left on it would keep it full
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._uploader.start(directory, name, progress)
@@ -135,8 +135,8 @@ class Checkpointer:
         self._uploader.finish()
 
     def restore(self) -> Progress:
-        """Load the newest complete checkpoint that is not damaged; a fresh `Progress` where there is none at all.
-        Raises `StorageError`: there are some, and none can be read."""
+        """Load the newest complete checkpoint that is not damaged; a fresh `Progress` if there are none. Raises
+        `StorageError` if there are some but none can be read."""
         keys = from_rank_0(self._store.candidates)
         if not keys:
             return Progress()
@@ -148,8 +148,8 @@ class Checkpointer:
         return progress
 
     def go_back(self, step: int) -> None:
-        """Load the state that was saved after `step`; waits until it is in the store. Raises `StorageError`: it is not
-        there, or cannot be read; a later attempt goes on from the newest checkpoint."""
+        """Load the state saved after `step`, once its upload has ended. Raises `StorageError` if it is missing or
+        unreadable; a later attempt resumes from the newest checkpoint."""
         self._uploader.wait()
         keys = from_rank_0(lambda: self._store.of_step(step))
         if not keys:
@@ -160,7 +160,7 @@ class Checkpointer:
         for key in keys[:-1]:
             try:
                 return self._load_one(key)
-            except (ArtifactCorruptError, ObjectNotFoundError) as error:  # on every worker alike
+            except (ArtifactCorruptError, ObjectNotFoundError) as error:  # the same on every worker
                 get_logger().warning("checkpoint_damaged", key=key, error=error.message)
         return self._load_one(keys[-1])
 
@@ -179,7 +179,7 @@ class Checkpointer:
         return Progress(int(step), int(tokens), course)
 
     def _open(self, key: str, directory: Path) -> FileSystemReader:
-        """A checkpoint that every worker needs all of is downloaded once a machine, else its index alone is."""
+        """Fetch a checkpoint once per machine: all of it if every worker needs all, otherwise the index only."""
         if not self._parallel.loads_parts:
             if self._local_rank == 0:
                 self._store.fetch(key, directory)
@@ -191,7 +191,7 @@ class Checkpointer:
 
 
 def _load_course(reader: FileSystemReader) -> Course:
-    """The course of a checkpoint; one of a version before has none, or not all of its numbers."""
+    """Load the course of a checkpoint. Older versions of this package stored none, or fewer of its numbers."""
     stored = reader.read_metadata().state_dict_metadata
     numbers = {
         name: torch.tensor(value, dtype=torch.float64)
@@ -204,7 +204,7 @@ def _load_course(reader: FileSystemReader) -> Course:
 
 
 def load_whole_state(parallel: Parallel, directory: Path, read_range: ReadRange | None = None) -> None:
-    """Take over trained parameters and optimizer state of a checkpoint. Collective.
+    """Load trained parameters and optimizer state from a checkpoint. Collective.
 
     Args:
         directory: has the checkpoint's index, `INDEX`.
@@ -227,13 +227,14 @@ def _load_state(state: State, reader: FileSystemReader) -> None:
 
 
 def _is_alone() -> bool:
-    """Whether a worker can do without collectives over objects. Of large ones gloo's threads make copies, for which
-    OpenMP gives each a team; with more such threads than cores it puts all to sleep between operators."""
+    """Whether there is one worker, which needs no object collectives. For large objects gloo's threads make copies, and
+    OpenMP gives each thread a team; with more such threads than cores, OpenMP puts all to sleep between operators."""
     return dist.get_world_size() == 1
 
 
 class Uploader:
-    """Uploads one checkpoint at a time, on a thread of every worker; the first one completes it when all have theirs.
+    """Uploads one checkpoint at a time, on a thread of every worker. Rank 0 commits it once all workers have uploaded
+    their files.
 
     Created by all workers at the same time. The threads talk to each other over a process group of their own.
     """
@@ -246,14 +247,15 @@ class Uploader:
         self._error: BaseException | None = None
 
     def start(self, directory: Path, name: str, progress: Progress) -> None:
-        """Upload and then delete this worker's `directory`. Waits for the checkpoint before, whose failure is past."""
+        """Upload this worker's `directory`, then delete it. Waits for the previous checkpoint and drops its error,
+        which has been reported."""
         self.wait()
         self._error = None
         self._thread = threading.Thread(target=self._run, args=(directory, name, progress), name="checkpoint")
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the last checkpoint. Raises `StorageError` where it is not complete, on every worker alike."""
+        """Wait for the last checkpoint. Raises `StorageError` on every worker if it is not complete."""
         self.wait()
         if self._error is not None:
             raise self._error
@@ -300,8 +302,8 @@ class Uploader:
 
 
 def on_all_workers(function: Callable[[], T]) -> T:
-    """Return what `function` returns, once it has returned on every worker. Collective; an error of this project that
-    any worker meets is raised on all of them."""
+    """Call `function` on every worker and return this worker's result. Collective: a `SwiftKVError` on any worker is
+    raised on all of them."""
     failure: SwiftKVError | None = None
     try:
         result = function()

@@ -1,6 +1,6 @@
-"""The course of a training run: its learning rate at every step, and by its held-out KL the peak rate that a search
-finds, which state is the best, when to go back to it, when to end. Functions of the step and the measurements alone, so
-that a resumed run needs no other state; knows no model and no workers, and loads no torch.
+"""The course of a training run: its learning rate and, from the held-out KL, the peak rate that a search takes, the
+best state, when to go back to it and when to end. All are functions of the step and the measurements, so a resumed run
+needs no other state. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROUNDING = 1e-6
-"""Share by which a KL may exceed that of the start before it counts as risen."""
+"""Relative rounding error: only a KL above the start's by more counts as risen."""
 TIE = 0.02
-"""Share by which a KL may exceed the lowest and count as equal: a few rows tell no smaller difference. Of equal states
-the later one is the best, whose rate was lower."""
+"""Share by which a KL may exceed the lowest and still count as equal: a few rows resolve no smaller difference. Of
+equal states the latest is the best, since its rate was lower."""
 FEWEST_WARMUP_STEPS = 20
-"""Adam's second moments average over far more steps than a short run's share; with fewer, a handful of gradients sizes
-the first full steps."""
+"""Fewest default warm-up steps: Adam's second moments average over far more than 5% of a short run, and with fewer
+steps a handful of gradients sizes the first full ones."""
 WARMUP_RATIO = 0.05
 FACTOR = 3.0
-"""Ratio of neighbouring rates."""
+"""Ratio of neighbouring rates in the search."""
 NEARLY = 0.9
-"""Share of the largest fall of KL that is as good as all of it: of the rates that reach it, the highest is taken, since
-what is gained in a few steps speaks for low rates more than a whole run does."""
+"""Share of the largest fall of KL that counts as good as all of it. The highest rate that reaches it is taken, since
+trials of a few steps favour low rates more than a whole run does."""
 MAX_RELATIVE_UPDATE = 0.05
-"""Largest root mean square of an update to that of the weights: AdamW's first updates have the size of the rate, and
-Muon's are scaled to AdamW's."""
+"""Largest ratio of the root mean square of an update to that of the weights: AdamW's first updates have the size of the
+rate, and Muon's are scaled to AdamW's."""
 SHARE_FOR_ALL_LAYERS = 0.2
-"""Share of the spec's rate to begin with where all layers are trained: what their updates do to the output adds up."""
+"""Factor on the spec's rate for the first trial if all layers are trained: the effects of their updates add up."""
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,28 @@ class Course:
     """State that steers a run, part of every checkpoint. Numbers only, so that it is stored as tensors."""
 
     peak_rate: float = math.nan
-    """Learning rate after warm-up before the schedule; not a number where the spec's own holds."""
+    """Peak learning rate, after warm-up and before decay; NaN: the spec's."""
     rate_scale: float = 1.0
-    """Share of it that is left after going back."""
+    """Factor on the peak rate, lowered whenever training goes back."""
     warmup_steps: int = -1
-    """-1: as `optimizer.warmup_ratio` says of the whole run, 0.05 where it says nothing."""
+    """Steps of the warm-up; -1: `optimizer.warmup_ratio` of the whole run, or 5% if that is not set."""
     restarted_at: int = 0
-    """Step from which the rate rises anew after going back."""
+    """Step after which training last went back, where the rate warms up again; 0: never."""
     start_kl: float = math.nan
-    """Held-out KL when it was first measured."""
+    """First measured held-out KL."""
     best_kl: float = math.nan
-    """Held-out KL of the best state: of those within `TIE` of the lowest the last."""
+    """Held-out KL of the best state, which is the last of those within `TIE` of the lowest."""
     best_step: int = -1
-    """-1 where nothing has been measured yet."""
+    """Step of the best state; -1: nothing has been measured yet."""
     lowest_kl: float = math.nan
-    """Lowest KL of the states that may be the best; not a number in a checkpoint of a version before."""
+    """Lowest KL of the states that could be kept; NaN in checkpoints of older versions."""
     reference_kl: float = math.nan
-    """Best KL when it last improved by `early_stopping.min_delta`."""
+    """KL when it last fell by more than `early_stopping.min_delta`."""
     num_stale: int = 0
-    """Measurements in a row since then."""
+    """Measurements in a row since `reference_kl` last changed."""
     num_rollbacks: int = 0
     ended: int = 0
-    """1 where the run is over, whatever its step."""
+    """1 if the run is over before its last step."""
 
     @property
     def is_measured(self) -> bool:
@@ -75,26 +75,26 @@ class Course:
 
     @classmethod
     def of(cls, numbers: dict[str, float]) -> Course:
-        """The course whose `numbers` these are."""
+        """Make a course of stored `numbers`."""
         whole = {item.name for item in fields(cls) if item.type == "int"}
         values: dict[str, Any] = {name: int(value) if name in whole else value for name, value in numbers.items()}
         return cls(**values)
 
     def without_best(self) -> Course:
-        """The course of a run whose best state is lost."""
+        """Return the course without a best state, for when its checkpoint is lost."""
         return replace(self, best_kl=math.nan, best_step=-1, lowest_kl=math.nan, reference_kl=math.nan, num_stale=0)
 
     def with_best(self, kl: float, step: int) -> Course:
-        """The course where the state of `step`, whose held-out KL is `kl`, is the best so far."""
+        """Return the course with the state of `step`, whose held-out KL is `kl`, as the best."""
         return replace(self, best_kl=kl, best_step=step, lowest_kl=min(kl, self.lowest))
 
     def is_no_worse(self, kl: float) -> bool:
-        """Whether a state of that held-out KL is to be the best; one above the start's never is."""
+        """Whether a state with held-out KL `kl` becomes the best. It never does above the start's KL."""
         return kl <= min(self.lowest * (1.0 + TIE), self.start_kl)
 
     @property
     def lowest(self) -> float:
-        """Lowest held-out KL that is known; infinite where none is."""
+        """Lowest known held-out KL; infinite if there is none."""
         known = self.best_kl if math.isnan(self.lowest_kl) else self.lowest_kl
         return math.inf if math.isnan(known) else known
 
@@ -106,34 +106,34 @@ class Progress:
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
-    """Positions the loss has counted."""
+    """Positions counted by the loss."""
     course: Course = field(default_factory=Course)
     held_out_kl: float | None = None
-    """Held-out KL of the present state, in nats, where it was measured; no part of a checkpoint's tensors."""
+    """Held-out KL of the present state in nats, if measured. Not stored in a checkpoint's tensors."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Consequence of a measurement."""
+    """Decision after a measurement."""
 
     course: Course
     """From here on."""
     rollback: CourseCode | None = None
-    """Reason to go back to the best state."""
+    """Reason to go back to the best state, if training does."""
     end: CourseCode | None = None
-    """Reason to end."""
+    """Reason to end, if training does."""
     is_best: bool = False
 
 
 def measured(
     course: Course, kl: float, step: int, spec: TrainingSpec, *, is_last: bool = False, may_be_best: bool = True
 ) -> Turn:
-    """The turn of a run whose held-out KL after `step` is `kl`.
+    """Return the turn that follows from the held-out KL `kl` after `step`.
 
-    Going back keeps counting steps, so the run's budget and the order of its rows stay as they are.
+    Going back does not reset the step count: the run's budget and the order of its rows stay as they are.
 
     Args:
-        may_be_best: the state can be kept, so that it can be gone back to and become the model.
+        may_be_best: whether the state can be kept, to go back to it or to become the model.
     """
     if not course.is_measured:
         start = kl if math.isnan(course.start_kl) else course.start_kl
@@ -159,7 +159,8 @@ def measured(
 
 
 def went_back(course: Course, reason: CourseCode, step: int, spec: TrainingSpec, *, is_last: bool = False) -> Turn:
-    """The turn of a run that goes back to its best state after `step`, and on at a lower rate unless it may not."""
+    """Return the turn back to the best state after `step`: training goes on at a lower rate, or ends if `step` is the
+    last or `guard.max_rollbacks` is used up."""
     guard = spec.guard
     assert guard is not None, "nothing goes back without a guard"
     if is_last:
@@ -179,7 +180,7 @@ def went_back(course: Course, reason: CourseCode, step: int, spec: TrainingSpec,
 def _reason_to_go_back(course: Course, kl: float, spec: TrainingSpec) -> CourseCode | None:
     if spec.guard is None:
         return None
-    if not kl <= course.start_kl * (1.0 + _ROUNDING):  # nor where it is not a number
+    if not kl <= course.start_kl * (1.0 + _ROUNDING):  # also true for NaN
         return CourseCode.HELD_OUT_KL_ABOVE_START
     if kl > course.best_kl * spec.guard.divergence_factor:
         return CourseCode.HELD_OUT_KL_DIVERGED
@@ -187,7 +188,7 @@ def _reason_to_go_back(course: Course, kl: float, spec: TrainingSpec) -> CourseC
 
 
 def chosen_step(course: Course, spec: TrainingSpec) -> int | None:
-    """The step whose state the model is made of; None for the last."""
+    """Step whose state becomes the model; None for the last."""
     return course.best_step if spec.keep_best and course.is_measured else None
 
 
@@ -200,8 +201,8 @@ class CourseNote:
 
 
 def rate_note(course: Course, tried: list[TriedRate]) -> CourseNote:
-    """Note of the peak rate that a run was given, where no rate was asked for. `tried`: the search; empty where the
-    size of what is trained alone bounds the rate."""
+    """Note of the peak rate that was found, where the spec asks for none. `tried`: the trials of the search; empty if
+    the rate is only bounded by the size of the trained weights."""
     found = ", ".join(f"{_shown(one['held_out_kl'])} at {one['learning_rate']:.3g}" for one in tried)
     why = f"of held-out KL {course.start_kl:.4g}, a few steps left {found}" if tried else "larger updates would ruin it"
     return CourseNote(
@@ -228,11 +229,11 @@ _WHY = {
 
 
 def turn_notes(turn: Turn, kl: float, step: int, rate: float, chosen: int | None) -> list[CourseNote]:
-    """Notes of a turn: none, that training goes back, that it ends, or both.
+    """Notes of a turn: up to two, that training goes back and that it ends.
 
     Args:
         rate: the peak learning rate from here on.
-        chosen: the step whose state the model is made of, where the run ends; None for the last.
+        chosen: if the run ends, the step whose state becomes the model; None for the last.
     """
     course, notes = turn.course, list[CourseNote]()
     figures = {"kl": _shown(_finite(kl)), "start": _shown(course.start_kl), "best": _shown(course.best_kl)}
@@ -280,9 +281,9 @@ _STEADY = Course()
 def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, course: Course = _STEADY) -> float:
     """The rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to zero.
 
-    The last step of the warm-up has the full rate. The step after the last would have rate 0, so the last one still
-    learns. `course`: its peak rate and warm-up, where it has them, stand for the spec's; after going back, the rate is
-    lower and rises over a warm-up once more.
+    The last step of the warm-up has the full rate. The rate would reach 0 one step after the last, so the last step
+    still learns. Peak rate and warm-up of `course`, if set, override the spec's. After going back, the rate is lower
+    and warms up again.
     """
     peak = spec.learning_rate if math.isnan(course.peak_rate) else course.peak_rate
     assert peak is not None, "settled before training, see specs.defaults"
@@ -295,7 +296,7 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, course: Cour
 
 
 def default_warmup_steps(spec: OptimizerSpec, total_steps: int) -> int:
-    """Steps of the warm-up: the spec's share of the run, or 5% and no fewer than 20, of a short run a fifth."""
+    """Steps of the warm-up: the spec's share of the run, or 5% but at least 20 steps, in short runs a fifth."""
     if spec.warmup_ratio is not None:
         return math.ceil(spec.warmup_ratio * total_steps)
     return max(math.ceil(WARMUP_RATIO * total_steps), min(FEWEST_WARMUP_STEPS, math.ceil(total_steps / 5)))
@@ -315,28 +316,28 @@ def _scheduled(spec: OptimizerSpec, peak: float, step: int, total_steps: int, wa
 
 
 def highest_rate(matrices: Iterable[Tensor]) -> float:
-    """The rate whose updates have the largest size that the trained matrices are given, the median one counting."""
+    """Return the rate at which an update of the median trained matrix has the relative size `MAX_RELATIVE_UPDATE`."""
     sizes = sorted(float(matrix.detach().float().square().mean().sqrt()) for matrix in matrices)
-    sizes = [size for size in sizes if size > 0.0]  # a head that begins at zero has no size to keep
+    sizes = [size for size in sizes if size > 0.0]  # a head that starts at zero has no size to compare with
     return MAX_RELATIVE_UPDATE * sizes[len(sizes) // 2] if sizes else math.inf
 
 
 def first_rate(rate: float, highest: float, trainable: str) -> float:
-    """The rate to begin the search with, or to train with where there is none."""
+    """Return the first rate to try, or the rate to train with if there is no search."""
     return min(rate * SHARE_FOR_ALL_LAYERS if trainable == "all" else rate, highest)
 
 
 def search(
     first: float, start_kl: float, held_out_kl: Callable[[float], float], *, highest: float = math.inf
 ) -> tuple[float, list[TriedRate]]:
-    """The rate to train with, and what was tried.
+    """Return the rate to train with, and the trials.
 
-    From `first` down or, where that is worse, up, by factors of three, until it gets no better, the next rate is above
-    `highest`, or the trials are used up. The lowest rate tried where none leaves the KL below the start's.
+    Goes from `first` down by factors of three or, if that is worse, up, until the KL no longer falls, the next rate
+    exceeds `highest`, or `MAX_TRIALS` is reached. The lowest rate if none brings the KL below the start's.
 
     Args:
         start_kl: held-out KL before training.
-        held_out_kl: held-out KL after a trial at a rate, from the same start each time; not finite where it diverged.
+        held_out_kl: runs a trial at a rate, from the same start each time; held-out KL, not finite if it diverged.
     """
     kls: dict[float, float] = {}
 

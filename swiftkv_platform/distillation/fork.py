@@ -1,13 +1,11 @@
-"""Teacher and student in one forward pass that forks at layer l. It knows the model and the losses' terms, no optimizer
-and no workers.
+"""Teacher and student in one forward pass that forks at layer l. Knows nothing of optimizers or workers.
 
     layers < l   once, no gradient ──▶ x ─┬─▶ layers >= l as pretrained, no gradient ──▶ teacher
                                           └─▶ layers >= l over shared K and V ─────────▶ student
 
-The layers below l are the same in both models and frozen, so they run once; no gradient ever enters them. Only where
-the student's are trained as well (`trainable: all`), or prompts bypass some, does the teacher run its own. And as a
-prompt's tokens need not enter the student's layers >= l, whose K and V come from x, tokens that no loss counts do not
-either.
+The layers below l are frozen and the same in both models, so they run once, without gradients. The teacher runs its own
+only if the student's are trained (`trainable: all`) or prompts bypass some. K and V of the student's layers >= l come
+from x, so tokens that no loss counts skip these layers, as prompt tokens do in serving.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ from swiftkv_platform.specs import DistillationSpec, JobSpec
 class Fork(nn.Module):
     """Losses of a student against its teacher, over one set of frozen weights.
 
-    Takes over `student`, a converted model, and changes it in place: what is trained becomes float32 and requires
-    gradients, everything else takes `dtype` and is frozen.
+    Changes `student`, a converted model, in place: trained parameters become float32 and require gradients, all others
+    are cast to `dtype` and frozen.
 
     Args:
-        attention: how packed samples attend, see `training.attn_implementation`. A student that attends eagerly goes on
-            so, by masks.
-        sequence: the workers that share every row's tokens; None where each has whole rows.
+        attention: how packed samples attend, see `training.attn_implementation`. A student with eager attention keeps
+            it.
+        sequence: the workers that divide every row's tokens; None: each has whole rows.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Fork(nn.Module):
         self.student = student.eval()
         self.sequence = sequence
         self.keeps_shapes = sequence is not None
-        """Whether the student's layers take all tokens: how many count differs by worker and batch."""
+        """Whether the student's layers take all tokens, for static shapes: the number that count varies."""
         self._dtype = dtype
         self._attention = attention
         if sequence is not None:
@@ -72,7 +70,7 @@ class Fork(nn.Module):
         self._first = student.config.num_key_value_layers
         self._hidden_index = hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
         self._first_trained = first_trained_layer(student.config, spec)
-        # Layers of the student that are trained stop being the teacher's: those are kept apart.
+        # Trained layers of the student no longer equal the teacher's, which are kept as copies.
         keeps_teacher = spec.trainable != "qkv" and self._needs_teacher
         self.kept_teacher = keep_teacher(student.model, spec) if keeps_teacher else None
         self._freeze(dtype)
@@ -80,11 +78,11 @@ class Fork(nn.Module):
             student.activation_checkpointing_enable({"use_reentrant": False})
             student.disable_input_require_grads()
             for layer in student.model.layers[min(self._first, self._first_trained) :]:
-                layer.training = True  # transformers asks this flag; the submodules stay without dropout
+                layer.training = True  # transformers checks this flag; the submodules stay without dropout
 
     @classmethod
     def of_job(cls, student: Any, spec: JobSpec, *, device: torch.device) -> Fork:
-        """The fork of a job's workers. Collective where rows are shared by several."""
+        """Make the fork of a job. Collective if workers share rows."""
         shared = spec.sharding.sequence_parallel_size
         return cls(
             student,
@@ -106,12 +104,12 @@ class Fork(nn.Module):
 
     @property
     def trains_lower(self) -> bool:
-        """Whether layers < l are trained, and the teacher has its own."""
+        """Whether layers < l are trained, so that the teacher has its own."""
         return bool(self._first_trained < self._first)
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Weight of each sum of `forward` in the loss that is minimised."""
+        """Weight in the loss of each sum that `forward` returns."""
         lm = self._spec.objective == "lm"
         weights = {"lm_loss": 1.0} if lm else {"logits_loss": self._spec.logits_loss_weight}
         if self._hidden_index is not None:
@@ -126,11 +124,11 @@ class Fork(nn.Module):
         yield from self.teacher_layers()
 
     def teacher_layers(self) -> list[nn.Module]:
-        """The layers that are the kept teacher's alone."""
+        """Layers that belong only to the kept teacher."""
         return [] if self.kept_teacher is None else list(self.kept_teacher.layers[self._first_trained :])
 
     def heads(self) -> list[nn.Module]:
-        """Modules whose weights the losses use themselves."""
+        """Modules whose weights the losses use directly, without calling the modules."""
         return [self.student.lm_head, *([self.student.exit_head] if self.student.config.early_exit else [])]
 
     def forward(
@@ -142,7 +140,8 @@ class Fork(nn.Module):
         *,
         measures: bool = False,
     ) -> dict[str, Tensor]:
-        """Sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`: squared).
+        """Return the sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`:
+        squared). With `sequence`, the inputs are whole rows and the sums are over this worker's tokens.
 
         With `sequence`, whole rows come in, and the sums are over this worker's tokens.
 
@@ -150,12 +149,13 @@ class Fork(nn.Module):
             input_ids: int64 [batch, num_tokens].
             position_ids: int64 of the same shape; they restart with every packed sample.
             loss_mask: bool of the same shape.
-            sample_lengths: of the samples in a batch of one row; None: as the positions say, which the host then reads.
-            measures: only `held_out` is summed, by which held-out text is measured: the KL at temperature 1, or with
-                `objective: lm` the loss on the next token.
+            sample_lengths: lengths of the samples in a batch of one row; None: derived from `position_ids`, which syncs
+                with the host.
+            measures: return only `held_out`, the measure of held-out text: the KL at temperature 1, or with `objective:
+                lm` the loss on the next token.
         """
         decoder = self.student.model
-        teacher_states: list[Tensor] = []  # the output of each upper layer, where a loss asks for it
+        teacher_states: list[Tensor] = []  # output of each upper layer, if a loss needs it
         student_states: list[Tensor] = []
         recorded = self._hidden_index is not None and not measures
         with torch.no_grad():
@@ -206,13 +206,13 @@ class Fork(nn.Module):
             theirs = teacher if last else _rows(teacher_states[self._hidden_index], counted)
             sums["hidden_loss"] = hidden_loss(mine, theirs)
         if self.student.config.early_exit:
-            # The head reads x, and x learns nothing of it.
+            # The head reads x, but sends no gradient into it.
             exit_hidden = self.student.exit_norm(of_student(entering.detach()))
             sums["exit_loss"] = self._kl(exit_hidden, self.student.exit_head.weight, teacher)
         return sums
 
     def _begin(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int] | None) -> DecoderContext:
-        """Begin a pass; where samples attend by their lengths, over all rows end to end."""
+        """Begin a pass; packed attention sees all rows end to end."""
         decoder = self.student.model
         if self.sequence is None and self.student.config._attn_implementation != PACKED:
             return cast("DecoderContext", decoder.begin(input_ids, position_ids=position_ids))
@@ -220,11 +220,11 @@ class Fork(nn.Module):
         return begin_packed(decoder, input_ids, position_ids, lengths, attention=attention, dtype=dtype)
 
     def _kept(self, context: DecoderContext, loss_mask: Tensor, counted: Tensor) -> TokenSelection | None:
-        """The tokens that enter the student's layers >= l: those that count, and behind them others that fill up to a
-        multiple of `TOKENS_STEP`; None: all."""
+        """Select the tokens that enter the student's layers >= l: those that count, then others to fill up to a
+        multiple of `TOKENS_STEP`. None: all tokens."""
         if self.keeps_shapes or SAMPLES not in context.layer_arguments or len(counted) == context.num_tokens:
             return None
-        # Where nothing counts, layers run all the same: other workers wait for this one's gradients.
+        # If nothing counts, layers run all the same: other workers wait for this one's gradients.
         num_kept = -(-max(len(counted), 1) // TOKENS_STEP) * TOKENS_STEP
         others = loss_mask.logical_not().nonzero().squeeze(1)[: num_kept - len(counted)]
         return TokenSelection(torch.cat((counted, others)))
@@ -245,10 +245,10 @@ class Fork(nn.Module):
 
 
 def sharding_units(decoder: Any) -> Iterator[nn.Module | list[nn.Module]]:
-    """Modules of a decoder (or lists of them that run together) whose weights are gathered together, inner ones
+    """Yield modules of a decoder (or lists of modules run together) whose weights are gathered together, inner ones
     first."""
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
-    # K and V of all groups run before the layers that own their projections, which are not among a layer's own.
+    # K and V of all groups run before the layers that own their projections, so the projections are sharded apart.
     projecting = [leader.projecting_modules() for leader in leaders]
     apart = [[*modules, *leader.expanding_modules()] for modules, leader in zip(projecting, leaders, strict=True)]
     of_leaders = dict(zip(decoder.layer_map.leaders, map(_num_parameters, apart), strict=True))
@@ -268,7 +268,8 @@ def _num_parameters(modules: Iterable[nn.Module]) -> int:
 def compile_layers(fork: Fork) -> None:
     """Compile every layer in place (`training.compile`); layers of one kind share the compiled code.
 
-    Before the fork is spread over workers: a layer is what FSDP2 gathers, and is compiled without its communication.
+    Call it before the fork is spread over workers: FSDP2 gathers layer by layer, and its communication stays out of the
+    compiled code.
     """
     fork.keeps_shapes = True
     for layer in [*fork.student.model.layers, *fork.teacher_layers()]:
@@ -281,7 +282,8 @@ def _rows(states: Tensor, counted: Tensor) -> Tensor:
 
 
 def first_trained_layer(config: Any, spec: DistillationSpec) -> int:
-    """The first layer of which every parameter that the student runs is trained; the number of layers where none is."""
+    """Return the first layer from which on all parameters that the student runs are trained; the number of layers if
+    there is none."""
     first: int = {"qkv": config.num_hidden_layers, "tail": config.num_key_value_layers, "all": 0}[spec.trainable]
     return first
 
@@ -309,8 +311,8 @@ def load_trained(student: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
-    """`hidden_loss_layer` as a negative index into the hidden states; -1 is the normalised output. Raises
-    `InvalidInputError`: a layer below the fork, where teacher and student are the same."""
+    """Return `hidden_loss_layer` as a negative index into the hidden states; -1 is the normalised output. Raises
+    `InvalidInputError` for a layer below the fork, where both models are the same."""
     num_layers, first = config.num_hidden_layers, config.num_key_value_layers
     index = spec.hidden_loss_layer
     index = index if index < 0 else index - (num_layers + 1)
@@ -324,7 +326,7 @@ def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
 
 
 def keep_teacher(decoder: Any, spec: DistillationSpec) -> Any:
-    """The teacher that a decoder is before it is trained: one with its own copy of the layers that `spec` trains, which
+    """Return the teacher of a decoder that is not trained yet: it has its own copy of the layers that `spec` trains and
     shares everything else."""
     shared = [decoder.embed_tokens, decoder.norm, decoder.norm_swiftkv, decoder.rotary_emb]
     shared += decoder.layers[: first_trained_layer(decoder.config, spec)]

@@ -1,13 +1,13 @@
 """Losses of the student: sums over positions, chunked so that [tokens, vocab] is never whole in memory.
 
-It knows hidden states, heads and targets; it knows neither the model nor how many workers share a batch. Every function
-returns the **sum** over its rows: the caller divides by the number of positions that count over all workers.
+The functions take hidden states, heads and targets, and know neither the model nor the workers. Each returns the
+**sum** over its rows; the caller divides by the number of positions that count on all workers.
 
 The losses on logits compute their gradient in the forward pass, chunk by chunk (the softmax is at hand there), and keep
 only [tokens, hidden]. So a step holds a few [chunk, vocab] buffers, whatever the sequence length.
 
-On a CPU a chunk has two sizes: matrix products take many rows, since each reads the whole head, and the passes over
-their logits few rows at a time, which stay in a core's cache from the first pass to the last.
+On a CPU a chunk has two sizes: matrix products take many rows, since each reads the whole head; the passes over their
+logits take a few rows at a time, which stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def logits_loss(
     """Sum over positions of tau^2 KL(teacher || student) at temperature tau (paper, section 3.3).
 
     student, teacher: normalised hidden states [tokens, hidden]; heads: [vocab, hidden]. Gradients go to `student` and,
-    where it is trained (the exit head), to `student_head`; never to the teacher's side. Scalar in nats.
+    if it is trained (the exit head), to `student_head`; never to the teacher. Scalar in nats.
     """
     shared = student_head is teacher_head
     teacher, teacher_head = teacher.detach(), teacher_head.detach()
     narrow, wide = teacher_head.dtype, _wide(teacher_head)
-    # Dividing hidden states instead of logits saves two passes; in a narrow dtype only powers of two leave them exact.
+    # Dividing hidden states instead of logits saves two passes; in a narrow dtype only powers of two keep them exact.
     early = narrow == wide or math.frexp(temperature)[0] == 0.5
     rows_per_pass = max(1, LOGITS_PER_PASS[_kind(teacher_head)] // len(teacher_head))
 
@@ -61,7 +61,7 @@ def logits_loss(
             logits, targets = logits.to(wide), targets.to(wide)
         losses = []
         for mine, theirs in zip(logits.split(rows_per_pass), targets.split(rows_per_pass), strict=True):
-            # On a CPU a few rows are widened at a time: a chunk that is widened whole leaves the cache.
+            # On a CPU a few rows are widened at a time: a chunk that is widened as a whole leaves the cache.
             in_pass, targets_in_pass = mine.to(wide), theirs.to(wide)
             if not early:
                 in_pass, targets_in_pass = in_pass.div_(temperature), targets_in_pass.div_(temperature)
@@ -76,8 +76,8 @@ def logits_loss(
 def _kl_(logits: Tensor, targets: Tensor) -> Tensor:
     """Summed KL(softmax(targets) || softmax(logits)), both [rows, vocab] and overwritten: `logits` by its gradient.
 
-    The sum over the vocabulary of p (targets - logits), less the difference of the normalisers, which the largest
-    probabilities tell: so the logarithm of no other one is needed.
+    Computed as the sum over the vocabulary of p (targets - logits), plus log Z(logits) - log Z(targets). Both follow
+    from the largest probability of each row, so no other logarithm is needed.
     """
     p, q = torch.softmax(targets, dim=-1), torch.softmax(logits, dim=-1)
     normalisers = _normaliser(logits, q) - _normaliser(targets, p)
@@ -113,7 +113,7 @@ def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _wide(head: Tensor) -> torch.dtype:
-    """The dtype of losses and of passes over logits."""
+    """Return the dtype of losses and of passes over logits: float32 or wider."""
     return torch.promote_types(head.dtype, torch.float32)
 
 
@@ -124,7 +124,7 @@ def _kind(head: Tensor) -> str:
 def _head_loss(
     hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int | None, *, scale: float = 1.0
 ) -> Tensor:
-    """Apply `head` in its own dtype, outside autocast: the chunks' products are the same in forward and backward.
+    """Apply `head` in its own dtype, outside autocast, so that forward and backward use the same products.
 
     Logits are divided by `scale`: so the loss is the sum of the chunks' losses times scale^2, and its gradient the
     chunks' gradients times scale.
@@ -154,7 +154,7 @@ class _FusedHeadLoss(torch.autograd.Function):
                 grad_hidden[rows] = grad_logits @ head
             if grad_head is not None:
                 grad_head += grad_logits.mT @ hidden[rows]
-            del grad_logits  # so that the next chunk's take their place
+            del grad_logits  # frees memory for the next chunk's
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.head_dtype, ctx.scale = head.dtype, scale
         return (scale**2 * total).to(wide)

@@ -1,5 +1,5 @@
-"""A student and its teacher as they are measured: whole on every worker, or FSDP2's shards, gathered layer by layer for
-each forward pass. It knows no measurement.
+"""Student and teacher for measurements: whole on every worker, or sharded by FSDP2 and gathered layer by layer in each
+forward pass.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class MeasuredStudent(nn.Module):
-    """A student from its lazy weights, which starts as copied. With layers of its own trained, its teacher keeps those
-    that they started as.
+    """A student made from its lazy weights, with the copied start. If layers of its own are trained, the teacher keeps
+    the untrained ones.
 
     Args:
-        sharded: a worker of the default process group holds its rows of every parameter; else all.
+        sharded: whether each worker of the default process group holds only its rows of every parameter.
     """
 
     def __init__(self, lazy: LazyStudent, spec: DistillationSpec, *, sharded: bool, device: torch.device) -> None:
@@ -70,10 +70,10 @@ class MeasuredStudent(nn.Module):
 
     @torch.no_grad()
     def forward(self, work: Callable[[Any], T]) -> T:
-        """Return what `work` makes of the student; collective where it is sharded, and so are its forward passes."""
+        """Return `work(student)`. Collective if sharded, since its forward passes are."""
         return work(self.student)
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters, wherever they are."""
+    """Return the bytes of a model's parameters on any device."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

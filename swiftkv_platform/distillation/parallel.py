@@ -1,5 +1,5 @@
-"""Ways to spread a fork over workers: what all share, the optimizers among it, and PyTorch's own, DDP and FSDP2. Knows
-no data, no schedule and nothing of DeepSpeed.
+"""Ways to spread a fork over workers: their common interface, the optimizers, and PyTorch's DDP and FSDP2. DeepSpeed
+has its own module, `zero`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ State = dict[str, Any]
 STUDENT = "student."
 """Prefix of the student's parameters in the fork's names."""
 Read = Callable[[State], None]
-"""Overwrites every tensor of a state, or of a part of one, with what was saved."""
+"""Overwrites every tensor of a state, or of a part of one, with the saved values."""
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
@@ -45,11 +45,11 @@ class Weights(Protocol):
     """Values of a fork that is on the meta device."""
 
     def fill(self, module: nn.Module, *, read: bool = True) -> None:
-        """Give the parameters of `module`, and of those within, that are on the meta device storage and, with `read`,
-        values."""
+        """Give storage to the parameters of `module` and its submodules that are on the meta device and, with `read`,
+        their values."""
 
     def fill_shards(self, root: nn.Module) -> None:
-        """Write the values of the parameters of `root` that this worker holds after FSDP2 has sharded it."""
+        """Fill this worker's shards of the parameters of `root` after FSDP2 has sharded it."""
 
 
 class Parallel(ABC):
@@ -65,7 +65,7 @@ class Parallel(ABC):
 
     module: nn.Module
     loads_parts = False
-    """Whether a worker loads its own part of a state alone, and not what the others load."""
+    """Whether a worker loads only its own part of a state."""
 
     def __init__(self, fork: Fork, *, device: torch.device) -> None:
         self.rank = dist.get_rank()
@@ -75,8 +75,8 @@ class Parallel(ABC):
         self._sequence = fork.sequence
         self.sequence_parallel_size = share = 1 if fork.sequence is None else fork.sequence.size
         self.data_rank = self.rank // share
-        """Index of this worker's share of a batch's rows, of `data_size` equal shares. Workers that divide the tokens
-        of rows among them have the same."""
+        """Index of this worker's share of a batch's rows, out of `data_size` equal shares. Workers that divide the
+        tokens of the same rows have the same index."""
         self.data_size = self.world_size // share
 
     def __call__(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ class Parallel(ABC):
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Around forward and backward of one micro batch; gradients are reduced with the `last` one of a step."""
+        """Enclose forward and backward of one micro batch; gradients are reduced with the `last` one of a step."""
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -114,7 +114,7 @@ class Parallel(ABC):
 
     @torch.no_grad()
     def measure(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
-        """The fork's sum of what held-out text is measured by over this worker's `batch`, see `Fork.forward`."""
+        """Return the fork's `held_out` sum over this worker's `batch`, see `Fork.forward`."""
         tensors = {name: tensor.to(self.device) for name, tensor in batch.items()}
         with self.micro_batch(last=False):
             measured: Tensor = self.module(**tensors, sample_lengths=sample_lengths, measures=True)["held_out"]
@@ -122,32 +122,32 @@ class Parallel(ABC):
 
     @abstractmethod
     def remember(self) -> Callable[[], None]:
-        """Keep the trained weights of now in memory, before the first update. What is returned puts them back, with an
-        optimizer that has not updated anything. Both are collective."""
+        """Copy the trained weights to host memory, before the first update. The returned function restores them and
+        resets the optimizer. Both calls are collective."""
 
     @abstractmethod
     def matrices(self) -> Iterator[Tensor]:
-        """Trained matrices, whole, one at a time. Collective."""
+        """Yield the trained matrices, each whole. Collective."""
 
     @abstractmethod
     def update(self, learning_rate: float) -> float:
         """Clip the step's gradients, move the weights, forget the gradients.
 
-        Returns the joint norm before clipping; where it is not finite, nothing moves.
+        Returns the joint norm before clipping; if it is not finite, the weights stay as they are.
         """
 
     @abstractmethod
     def state(self) -> State:
-        """Return what a checkpoint keeps. Collective."""
+        """Return the state that a checkpoint stores. Collective."""
 
     @abstractmethod
     def load_state(self, read: Read) -> None:
-        """Go on from what `read` finds. Collective."""
+        """Load the state that `read` fills in. Collective."""
 
     @abstractmethod
     def load_trained(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Give trained parameters the values that `tensors` has of them, whole and by the student's names; others, and
-        the optimizer, stay as they are. Collective.
+        """Set trained parameters to the values in `tensors`, whole tensors by the student's names. Other parameters and
+        the optimizer stay as they are. Collective.
 
         Returns the names of trained parameters that `tensors` lacks.
         """
@@ -207,8 +207,8 @@ class _Native(Parallel):
         set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED)
 
     def _create_moments(self) -> None:
-        """Create the optimizers' state where nothing has been updated: torch does so by an update that moves nothing,
-        and counts it."""
+        """Create the optimizers' state before the first update. Torch does so by an update that changes no weights but
+        counts as a step; the count is reset."""
         fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
         if not fresh:
             return
@@ -234,8 +234,8 @@ class _Native(Parallel):
         return missing
 
     def _trained_tensors(self) -> State:
-        """Trained tensors by name. Torch leaves out frozen parameters, but not the second name of one that is tied to
-        another, nor that under which the kept teacher has what it shares with the student."""
+        """Return trained tensors by name. Torch leaves out frozen parameters, except the second name of a tied one and
+        the kept teacher's names of parameters shared with the student."""
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
         state = get_model_state_dict(self.module, options=_TRAINED)
@@ -243,8 +243,8 @@ class _Native(Parallel):
 
 
 class DataParallel(_Native):
-    """DDP: every worker holds everything. A worker that is alone does without: gloo's threads, which would copy its
-    gradients, are more than the cores it computes on, and OpenMP then puts its own to sleep between operators."""
+    """DDP: every worker holds everything. A single worker runs without it: gloo's threads, which would copy the
+    gradients, outnumber the cores, and OpenMP then puts its own threads to sleep between operators."""
 
     def __init__(self, fork: Fork, spec: JobSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._autocast = dtype if dtype != torch.float32 else None
@@ -263,9 +263,9 @@ class DataParallel(_Native):
 
 
 class FullySharded(_Native):
-    """FSDP2: every layer is gathered when it runs; what is left (embeddings, norms, heads) belongs to the root.
+    """FSDP2: every layer is gathered when it runs; the rest (embeddings, norms, heads) belongs to the root.
 
-    A fork without weights (on the meta device) is sharded first, and a worker reads no more than its own rows of each
+    A fork without weights (on the meta device) is sharded first, and each worker reads only its own rows of each
     parameter.
     """
 
@@ -294,7 +294,7 @@ class FullySharded(_Native):
 
     def measure(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
         measured = super().measure(batch, sample_lengths)
-        cast("FSDPModule", self.module).reshard()  # the root waits for a backward pass, which does not come
+        cast("FSDPModule", self.module).reshard()  # the root would wait for a backward pass, which does not come
         return measured
 
 
@@ -326,7 +326,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> 
 
 
 def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:
-    """Build what `spec.name` asks for: AdamW over everything, or Muon over the matrices and AdamW over the rest.
+    """Build the optimizers that `spec.name` asks for: AdamW for everything, or Muon for the matrices and AdamW for the
+    rest.
 
     Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by Newton-Schulz iterations. Its step is scaled
     to the root mean square of Adam's (Liu et al., 2025), so both take one learning rate. The exit head is left to

@@ -1,7 +1,7 @@
-"""Pieces of tensors in the files of a checkpoint, of which a reader fetches no more than the rows it needs.
+"""Pieces of tensors in the files of a checkpoint, so that a reader fetches only the rows it needs.
 
-A piece is what one worker has saved of one tensor: an archive of torch's, in which the values follow a head of about a
-kilobyte. Knows files by name and ranges of bytes, no place.
+A piece is what one worker has saved of one tensor: a torch archive, in which the values follow a head of about a
+kilobyte. Files are known by name and read in ranges of bytes, wherever they are stored.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.model.checkpoint import LazyTensors
 
 INDEX = ".metadata"
-"""File that says where each tensor of a checkpoint is, in which pieces."""
+"""Name of the file that lists the pieces of each tensor of a checkpoint."""
 ReadRange = Callable[[str, int, int], bytes]
-"""Bytes of a checkpoint's file, by its name, from the first number up to the second."""
+"""Reads a file of a checkpoint: (name, start, stop) -> bytes."""
 _BATCH_BYTES = 64 << 20
-"""Bytes of pieces that are in memory at a time, or one piece."""
+"""Largest total bytes of pieces in memory at a time; a single piece may be larger."""
 _PART_BYTES = 16 << 20
-"""Bytes that come over one connection."""
+"""Most bytes to fetch in one request."""
 _CONNECTIONS = 4
 _UNREADABLE = (BadZipFile, zlib.error, UnpicklingError, EOFError, ValueError, RuntimeError)
-"""Errors of an archive that is damaged."""
+"""Errors that reading a damaged archive raises."""
 _Range = tuple[str, int, int]
-"""File, and bytes of it from the first number up to the second."""
+"""File, start and stop: bytes of a file."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Place and form of a piece. Rows are counted from its own first one, along the first dimension."""
+    """Location and format of a piece. Rows are counted along the first dimension from the piece's own first row."""
 
     tensor: str
     file: str
     start: int
     length: int
-    """Bytes, with head and tail."""
+    """Bytes of the piece, including head and tail."""
     sizes: torch.Size
     dtype: torch.dtype
 
     @classmethod
     def of(cls, index: Metadata, name: str, number: int) -> Piece:
-        """A piece of the tensor `name`, by its number among them."""
+        """Return piece `number` of the tensor `name`."""
         entry = cast("TensorStorageMetadata", index.state_dict_metadata[name])
         chunk = entry.chunks[number]
         place = index.storage_data[MetadataIndex(name, chunk.offsets)]
@@ -71,19 +71,20 @@ class Piece:
         return self.length - self.sizes.numel() * self.dtype.itemsize
 
     def _bytes_of(self, rows: slice) -> tuple[int, int]:
-        """Where some rows begin and end among the values."""
+        """Begin and end of `rows` in bytes, relative to the first value."""
         width = self.sizes[1:].numel() * self.dtype.itemsize
         return rows.start * width, rows.stop * width
 
     def reads_whole(self, rows: slice | None) -> bool:
-        """Whether these rows, None for all, take about as many bytes as the piece has."""
+        """Whether reading `rows` (None: all) takes about as many bytes as the whole piece."""
         if rows is None or self._overhead <= 0:
             return True
         first, last = self._bytes_of(rows)
         return last - first + 3 * self._overhead >= self.length
 
     def ranges(self, rows: slice | None) -> Iterator[_Range]:
-        """Bytes that hold these rows: head, tail, and, as the head is no longer than both, where the rows must be."""
+        """Ranges of bytes needed to read `rows`: head, tail, and a window around the rows, since the exact length of
+        the head is unknown until it is read."""
         if rows is None or self.reads_whole(rows):
             wanted = [(0, self.length)]
         else:
@@ -92,8 +93,8 @@ class Piece:
         return ((self.file, self.start + first, self.start + last) for first, last in wanted)
 
     def values(self, rows: slice | None, fetched: Fetched) -> Tensor:
-        """These rows. Of a piece that is read whole, torch's checksum of all its values is verified; of any other, that
-        of its head, and that it tells of values of this form.
+        """Return `rows` of the piece. If the piece is read whole, torch's checksum of all values is verified; otherwise
+        that of the head, and that dtype and shape are the expected ones.
 
         Raises `ArtifactCorruptError`.
         """
@@ -112,22 +113,22 @@ class Piece:
         return self._rows(stored, rows, fetched)
 
     def _verify(self, view: _View, *, whole: bool) -> None:
-        """Compare checksums, which torch leaves unread."""
+        """Verify the archive's checksums, which `torch.load` ignores."""
         with ZipFile(view) as archive:
             for entry in archive.infolist():
                 if whole or not entry.filename.endswith("/data/0"):
                     with archive.open(entry) as file:
                         while file.read(1 << 20):
-                            pass  # the end raises if the checksum is another
+                            pass  # raises at the end if the checksum differs
         view.seek(0)
 
     def _rows(self, layout: Tensor, rows: slice, fetched: Fetched) -> Tensor:
-        """Rows of values that `layout`, which has none, says the place of."""
+        """Return the values of `rows`. `layout`: a meta tensor that tells where in the piece the values are."""
         begin = layout.untyped_storage()._checkpoint_offset or 0
         if not (layout.is_contiguous() and layout.storage_offset() == 0 and 0 < begin < self._overhead):
             raise self._damaged()
         first, last = (self.start + begin + place for place in self._bytes_of(rows))
-        values = bytearray(fetched.at(self.file, first, last))  # aligned, as they need not be among other bytes
+        values = bytearray(fetched.at(self.file, first, last))  # copied, so that they are aligned
         return torch.frombuffer(values, dtype=self.dtype).view(-1, *self.sizes[1:])
 
     def _damaged(self) -> ArtifactCorruptError:
@@ -140,7 +141,7 @@ class Piece:
 
 
 class Fetched:
-    """Ranges of files, each byte fetched once; those that follow each other come together."""
+    """Downloaded ranges of files. Each byte is fetched once, and adjacent ranges together."""
 
     def __init__(self, ranges: Iterable[_Range], read_range: ReadRange) -> None:
         self._ranges = _joined(ranges)
@@ -153,7 +154,7 @@ class Fetched:
 
         parts = [(n, at) for n, (_, start, stop) in enumerate(self._ranges) for at in range(start, stop, _PART_BYTES)]
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            list(pool.map(fetch, *zip(*parts, strict=True)))  # raises what failed
+            list(pool.map(fetch, *zip(*parts, strict=True)))  # raises a failed fetch's error
 
     def at(self, file: str, start: int, stop: int) -> memoryview:
         number = bisect_right(self._ranges, (file, start), key=lambda each: each[:2]) - 1
@@ -162,7 +163,7 @@ class Fetched:
 
 
 def _joined(ranges: Iterable[_Range]) -> list[_Range]:
-    """Ranges in order, those that touch or overlap as one."""
+    """Sort ranges and merge those that touch or overlap."""
     joined: list[_Range] = []
     for file, start, stop in sorted(ranges):
         if joined and joined[-1][0] == file and start <= joined[-1][2]:
@@ -173,7 +174,7 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
 
 
 class _View(io.RawIOBase):
-    """A piece as a file; what has not been fetched of it is zeros."""
+    """File object over a piece; bytes that were not fetched read as zeros."""
 
     def __init__(self, piece: Piece, rows: slice | None, fetched: Fetched) -> None:
         super().__init__()
@@ -212,10 +213,10 @@ class _View(io.RawIOBase):
 
 
 def read_pieces(wanted: Sequence[tuple[Piece, slice | None]], read_range: ReadRange) -> Iterator[tuple[int, Tensor]]:
-    """Rows of pieces, in the order of their bytes, each with its number in `wanted`; no more than a batch of them is in
+    """Yield rows of pieces in the order of their bytes, each with its index in `wanted`; at most one batch is in
     memory.
 
-    Raises `ArtifactCorruptError` for a piece that is not as it was saved, see `Piece.values`.
+    Raises `ArtifactCorruptError` if a piece is damaged, see `Piece.values`.
     """
     order = sorted(range(len(wanted)), key=lambda number: (wanted[number][0].file, wanted[number][0].start))
     for batch in _batches(order, wanted):
@@ -242,8 +243,8 @@ def _batches(order: Iterable[int], wanted: Sequence[tuple[Piece, slice | None]])
 
 
 class RangeReader(FileSystemReader):
-    """torch's reader of a checkpoint's directory that has the index alone: what a worker loads comes in ranges, and the
-    pieces of other workers do not. It loads tensors, of which a checkpoint consists.
+    """Torch's checkpoint reader for a directory that holds only the index. It fetches what a worker loads in ranges,
+    and not the pieces of other workers. Loads tensors only, of which a checkpoint consists.
 
     Args:
         directory: has the checkpoint's index.
@@ -256,7 +257,7 @@ class RangeReader(FileSystemReader):
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, parsed once for however many loads."""
+        """Return the index, which is parsed only once."""
         if self._index is None:
             self._index = super().read_metadata(*args, **kwargs)
         return self._index
@@ -287,8 +288,8 @@ def _columns(first: int, length: int) -> slice:
 
 
 class TrainedTensors(LazyTensors):
-    """The trained tensors of a checkpoint by the student's own names, each read when it is asked for, in the pieces
-    that workers have saved it in; needs no process group.
+    """The trained tensors of a checkpoint by the student's names, each read on access from the pieces that workers
+    saved. Needs no process group.
 
     Args:
         directory: has the checkpoint's index, `INDEX`.

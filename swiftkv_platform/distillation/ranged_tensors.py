@@ -1,4 +1,4 @@
-"""Safetensors files that are elsewhere: tensors, or rows of them, in the ranges that they take."""
+"""Remote safetensors files, of which only the ranges of the wanted tensors or rows are read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.model.checkpoint import LazyTensors
 
 _HEADER_BYTES = 1 << 16
-"""Bytes in which most headers end."""
+"""Bytes to read first; most headers fit."""
 
 
 class RangedTensors(LazyTensors):
-    """Tensors of the safetensors files among `sizes`, each read when it is asked for.
+    """Tensors of the safetensors files among `sizes`, each read on access.
 
-    The format has no checksums: what is verified is that headers and ranges fit the files' sizes.
+    The format has no checksums: only headers and ranges are checked against the files' sizes.
 
     Args:
         sizes: bytes of every file, by its name.
 
-    Raises `ArtifactCorruptError` for a file that is no safetensors file.
+    Raises `ArtifactCorruptError` if a file is not a safetensors file.
     """
 
     def __init__(self, sizes: Mapping[str, int], read_range: ReadRange) -> None:
@@ -37,7 +37,7 @@ class RangedTensors(LazyTensors):
             self.places |= {name: (file, begin, entry) for name, entry in header.items() if name != "__metadata__"}
 
     def _header(self, file: str, size: int) -> tuple[int, dict[str, Any]]:
-        """Where the values of a file begin, and the places of its tensors from there on."""
+        """Return the offset of the values in a file, and its header, whose offsets count from there."""
         data = self._read_range(file, 0, min(size, _HEADER_BYTES))
         begin = 8 + int.from_bytes(data[:8], "little")
         if not 8 < begin <= size:

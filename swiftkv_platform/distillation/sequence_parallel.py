@@ -1,11 +1,11 @@
 """Sequence parallelism: the workers of a group hold the same rows, each a run of their tokens. Around every attention
 they swap tokens for heads, so that each attends with its share of the heads to whole rows (Ulysses, arXiv 2309.14509).
 
-DeepSpeed's own Ulysses drops masks, and with them the borders of packed samples, but for flash and flex attention, and
-knows one number of heads, where a student's may differ from its teacher's. PyTorch's context parallelism takes no masks
-at all. What is exchanged here is what transformers' attention functions take, so every family goes through it.
+DeepSpeed's Ulysses drops masks, and so the borders of packed samples, except for flash and flex attention, and takes
+one number of heads, while a student's may differ from its teacher's. PyTorch's context parallelism takes no masks. Here
+the arguments of transformers' attention functions are exchanged, so every family is supported.
 
-It knows attention's tensors and a process group, no model and no loss.
+Needs attention's tensors and a process group only.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from swiftkv_platform.model.packed_attention import SAMPLES, PackedSamples
 ATTENTION = "sequence_parallel"
 """The attention implementation's name in a model's configuration."""
 _GROUP = "sequence_group"
-"""Keyword under which every attention of a pass gets its group."""
+"""Keyword argument by which attention gets its group."""
 
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The workers that hold the same rows, neighbours by rank, and this worker's place among them."""
+    """The workers that hold the same rows, with consecutive ranks, and this worker's rank in the group."""
 
     group: dist.ProcessGroup
     rank: int
@@ -46,7 +46,7 @@ class SequenceGroup:
         return cls(mesh.get_group("sequence"), mesh.get_local_rank("sequence"), size)
 
     def own(self, num_tokens: int) -> slice:
-        """Return this worker's positions of a row."""
+        """Return the positions of a row that belong to this worker."""
         count = num_tokens // self.size
         return slice(self.rank * count, (self.rank + 1) * count)
 
@@ -56,29 +56,29 @@ class SequenceGroup:
         rotation = context.rotation
         return replace(
             context,
-            hidden=context.hidden[:, own].clone(),  # so that the whole rows' can go
+            hidden=context.hidden[:, own].clone(),  # so that the whole rows can be freed
             position_ids=context.position_ids[:, own],
             rotation=tuple(part[:, own] for part in rotation) if isinstance(rotation, tuple) else rotation[:, own],
             layer_arguments={**context.layer_arguments, _GROUP: self},
         )
 
     def union(self, mask: Tensor) -> Tensor:
-        """Positions that any worker of the group marks, of masks of whole rows: each marks those of its own tokens."""
+        """Return the positions that any worker of the group marks in its mask of whole rows. Collective."""
         marked = mask.to(torch.int32)
         dist.all_reduce(marked, group=self.group)
         return marked > 0
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """Exchange parts: every worker keeps its part of axis 1, and gets all parts of axis 2, be axis 1 the heads and
-        axis 2 the tokens or the other way round: [batch, n, m / size, dim] -> [batch, n / size, m, dim]."""
-        parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one for each worker
+        """Split axis 1 over the group and gather axis 2: [batch, n, m / size, dim] -> [batch, n / size, m, dim]. The
+        axes are heads and tokens, in either order. Collective."""
+        parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one part for each worker
         received = cast("Tensor", _AllToAll.apply(parts, self.group))  # type: ignore[no-untyped-call]
         return torch.cat(received.unbind(0), dim=2)
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Every worker of a group takes equally many query heads, and equally many key-value heads. Raises
-    `InvalidInputError`: `sharding.sequence_parallel_size` does not divide the heads of teacher or student."""
+    """Raise `InvalidInputError` if `sharding.sequence_parallel_size` does not divide the query heads and the key-value
+    heads of teacher and student."""
     heads = {
         "num_attention_heads": config.num_attention_heads,
         # MLA expands its latent to keys and values of every query head.
@@ -91,7 +91,7 @@ def check_heads(config: Any, size: int) -> None:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of every worker, along the first axis, goes to worker i. It is its own inverse: so gradients go back."""
+    """Sends part i, along the first axis, to worker i. This is its own inverse, so backward does the same."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -114,10 +114,11 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """Attention of whole samples over this worker's heads; as transformers' functions, of this worker's tokens."""
+    """Attend over whole samples with this worker's heads; inputs and outputs are of this worker's tokens, as in
+    transformers."""
     group: SequenceGroup = arguments[_GROUP]
     samples: PackedSamples = arguments[SAMPLES]
-    # Behind keys and values from x there may be as many of the tokens' own.
+    # Keys and values made from x may be followed by as many of the tokens' own.
     key, value = (
         torch.cat([group.swap(part) for part in tensor.split(query.shape[2], dim=2)], dim=2) for tensor in (key, value)
     )

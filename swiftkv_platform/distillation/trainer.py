@@ -1,5 +1,5 @@
-"""The distillation loop: one optimizer step after the other, a checkpoint now and then. It knows no cluster, no object
-store and no tracker.
+"""The distillation loop: optimizer steps, measurements and checkpoints. Independent of cluster, object store and
+tracker.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class StepMetrics:
     tokens: int
     """Positions the loss has counted since the run began."""
     losses: dict[str, float]
-    """`loss`, what is minimised, and its terms before weighting; means over the positions that count."""
+    """`loss`, which is minimised, and its terms before weighting; means over the positions that count."""
     lr: float
     grad_norm: float
     """Norm before clipping."""
     tokens_per_second: float
     world_size: int
     held_out_kl: float | None = None
-    """KL of the state after the step, where that is measured."""
+    """Held-out KL after the step, if measured."""
 
     def point(self) -> dict[str, float]:
         """A flat mapping, for events and trackers."""
@@ -76,28 +76,28 @@ class StepMetrics:
 
 
 class TrainerListener(Protocol):
-    """Hears, on every worker, how a run gets on, and speaks for the world outside."""
+    """Callbacks of a run, called on every worker; they also deliver stop requests."""
 
     def on_start(self, progress: Progress) -> None:
-        """The run begins, at step 0 or where its newest checkpoint is."""
+        """Called when the run begins, at step 0 or at its newest checkpoint."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+        """Called after each step."""
 
     def on_course(self, note: CourseNote) -> None:
-        """The learning rate is settled, training goes back, or ends."""
+        """Called when the learning rate is found, and when training goes back or ends."""
 
     def stop_request(self) -> StopRequest:
-        """Return the stop request that this worker has been told since the last step."""
+        """Return the stop request that this worker has received since the last step."""
 
 
 class Trainer:
     """Trains the student of `parallel` on `rows`; every worker runs one, over the same rows.
 
     Args:
-        total_steps: where the run, and its learning rate, end.
-        held_out: rows by which the run is steered, see `course`, and which are not reported; None trains to the last
-            step, whatever it comes to.
+        total_steps: last step of the run and of the learning rate schedule.
+        held_out: rows that steer the run, see `course`, and that the evaluation does not report; None: train to the
+            last step regardless of the held-out KL.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class Trainer:
             self._held_out = HeldOut(parallel, held_out, spec.training, every_steps=self._schedule.measured_every)
 
     def run(self) -> StopRequest:
-        """Go on from the newest checkpoint to the end, or until told to stop; a checkpoint says where that was.
+        """Train from the newest checkpoint to the end, or until a stop request; the progress is in a checkpoint either
+        way.
 
         Returns the stop request that ended the run, `NONE` at its end.
 
         Raises:
-            LossNotFiniteError: on every worker alike; checkpoints stay.
-            StorageError: training went well, and the last checkpoint cannot be stored; or a state to go back to is
-                not there.
+            LossNotFiniteError: loss or gradient norm is not finite; raised on every worker, and checkpoints stay.
+            StorageError: the last checkpoint cannot be stored, or the state to go back to is missing.
         """
         progress = self._checkpointer.restore()
         self._listener.on_start(progress)
@@ -146,7 +146,7 @@ class Trainer:
         except BaseException as error:
             try:
                 self._checkpointer.finish()
-            except Exception as unstored:  # why training ended counts more
+            except Exception as unstored:  # the error that ended training matters more
                 error.add_note(f"The last checkpoint is not stored: {unstored}")
             raise
         self._checkpointer.finish()
@@ -156,7 +156,7 @@ class Trainer:
         return progress.step >= self._total_steps or bool(progress.course.ended)
 
     def _begin(self, progress: Progress) -> Progress:
-        """Settle warm-up and rate, measure the start, and save it; of a run that goes on there is nothing to do."""
+        """Find warm-up and rate, measure the start and save it. Does nothing if the run is resumed after that."""
         if progress.course.is_measured or self._is_over(progress):
             return progress
         if progress.step == 0:
@@ -173,7 +173,8 @@ class Trainer:
         return progress
 
     def _settle_rate(self, course: Course, held_out: HeldOut) -> Course:
-        """Search for the peak learning rate, or bound it by the size of what is trained where the run is too short."""
+        """Search for the peak learning rate; in runs too short for a search, bound it by the size of the trained
+        weights."""
         asked, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
         assert asked is not None, "settled before training, see specs.defaults"
         highest = highest_rate(self._parallel.matrices())
@@ -186,7 +187,7 @@ class Trainer:
         return course
 
     def _trial(self, course: Course, num_steps: int, held_out: HeldOut) -> Callable[[float], float]:
-        """Return what takes a run's first few steps at a rate, measures, and puts the start back."""
+        """Return a function that trains for a few steps at a rate, measures the held-out KL, and restores the start."""
         put_back = self._parallel.remember()
 
         def held_out_kl(rate: float) -> float:
@@ -196,7 +197,7 @@ class Trainer:
                     done = self.train_step(trial)
                     trial = replace(trial, step=done.step, tokens=done.tokens)
                 return held_out.measure()
-            except LossNotFiniteError:  # on every worker alike
+            except LossNotFiniteError:  # raised on every worker
                 return math.inf
             finally:
                 put_back()
@@ -204,7 +205,7 @@ class Trainer:
         return held_out_kl
 
     def _advance(self, progress: Progress) -> Progress:
-        """Take a step, and whatever turn the held-out KL of its state brings about."""
+        """Take a step, measure if it is due, and act on the held-out KL."""
         training = self._spec.training
         try:
             metrics = self.train_step(progress)
@@ -226,7 +227,7 @@ class Trainer:
         return self._take(turn, kl, progress)
 
     def _take(self, turn: Turn, kl: float, progress: Progress) -> Progress:
-        """Take a turn, on every worker alike: they all know the same figures."""
+        """Act on a turn. All workers have the same numbers and so do the same."""
         course = turn.course
         if turn.rollback is not None:
             self._checkpointer.go_back(course.best_step)
@@ -239,7 +240,8 @@ class Trainer:
     def train_step(self, progress: Progress) -> StepMetrics:
         """One optimizer step over `training.batch_size` rows, shared by the workers and cut into micro batches.
 
-        The loss is the mean over the positions that count in the whole batch, so how it is cut makes no difference.
+        The loss is the mean over the positions that count in the whole batch, so the split into micro batches does not
+        affect it.
         """
         started = time.perf_counter()
         parallel, weights = self._parallel, self._parallel.loss_weights
@@ -296,8 +298,8 @@ MicroBatch = tuple[dict[str, Tensor], tuple[int, ...]]
 def micro_batches(
     parallel: Parallel, rows: PackedRows, batch: Sequence[int], training: TrainingSpec
 ) -> list[MicroBatch]:
-    """This worker's samples of the rows `batch`, of `micro_batch_size` rows at a time. Every worker has equally many
-    micro batches: one whose share is shorter fills it up with a row that no loss counts."""
+    """Return this worker's micro batches of the rows `batch`, each of `micro_batch_size` rows. Every worker has the
+    same number: a worker with a smaller share adds a row that no loss counts."""
     mine = rank_rows(batch, parallel.data_rank, parallel.data_size)
     places = [*mine, *batch[: -(-len(batch) // parallel.data_size) - len(mine)]]
     if training.compile:  # compiled layers take batches of one size
@@ -316,7 +318,7 @@ def micro_batches(
 
 
 class HeldOut:
-    """The measurements of a run over `rows`, which are held out to steer it.
+    """Measures the held-out `rows` that steer a run.
 
     Args:
         every_steps: steps between two measurements.
@@ -353,7 +355,7 @@ def parallelize(
 
     Args:
         dtype: compute dtype.
-        weights: where those of a fork on the meta device come from; FSDP2 and ZeRO stage 3 only.
+        weights: source of the values of a fork on the meta device; FSDP2 and ZeRO stage 3 only.
     """
     match spec.sharding.strategy:
         case "ddp":

@@ -43,11 +43,11 @@ from deepspeed.utils import (  # noqa: E402
 )
 
 LONGEST_BUILD_S = 600.0
-"""Age from which a lock is that of a process which died; a build takes a minute or two."""
+"""Seconds after which a build lock counts as left behind by a process that died; a build takes a minute or two."""
 
 
 def remove_abandoned_locks() -> None:
-    """Remove the locks of builds that were cut off: every later process on the machine would wait for them for ever."""
+    """Remove the locks of interrupted builds, on which every later process on the machine would wait forever."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in root.glob("**/lock"):
         try:
@@ -72,12 +72,12 @@ class ZeRO(Parallel):
         self, fork: Fork, spec: JobSpec, weights: Weights | None, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(fork, device=device)
-        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # which DeepSpeed wants to see; launchers set it
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # DeepSpeed requires it; launchers set it
         remove_abandoned_locks()
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
         settings = _settings(spec, dtype, device)
         self._stage = spec.sharding.zero_stage
-        for parameter in fork.parameters():  # with bfloat16, the float32 masters are ZeRO's
+        for parameter in fork.parameters():  # with bfloat16, ZeRO keeps the float32 masters
             parameter.data = parameter.data.to(dtype)
         if self._stage == 3:
             _partition(fork, weights, settings)
@@ -100,7 +100,7 @@ class ZeRO(Parallel):
 
     def update(self, learning_rate: float) -> float:
         set_learning_rate([self._optimizer], learning_rate)
-        self._engine.step()  # clips; leaves out the step where the norm is not finite
+        self._engine.step()  # clips; skips the update if the norm is not finite
         norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0.0 else math.nan
 
@@ -118,12 +118,12 @@ class ZeRO(Parallel):
 
     def matrices(self) -> Iterator[Tensor]:
         for parameter in self._trained.values():
-            whole = safe_get_full_fp32_param(parameter)  # of all workers, whatever is made of it
+            whole = safe_get_full_fp32_param(parameter)  # collective, so called for vectors too
             if len(_shape(parameter)) >= 2:
                 yield whole.detach().view(_shape(parameter))
 
     def state(self) -> State:
-        """Whole tensors, gathered one at a time, in host memory of the first worker; the others have none."""
+        """Return whole tensors, gathered one at a time, in host memory of rank 0; other workers get none."""
         first = self.rank == 0
         model, optimizer = {}, {}
         step = self._moments()[0]["step"]
@@ -173,7 +173,7 @@ class ZeRO(Parallel):
         return list(self._optimizer.optimizer.state.values())
 
     def _create_moments(self) -> None:
-        """Create the moments as AdamW's first step would; DeepSpeed looks for them once the first group has stepped."""
+        """Create the moments before AdamW's first step. DeepSpeed looks for them after the first group's step."""
         adam = self._optimizer.optimizer
         sharded = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
         flats = sharded or [flat for group in adam.param_groups for flat in group["params"]]
@@ -215,18 +215,18 @@ def _partition(fork: Fork, weights: Weights | None, settings: dict[str, Any]) ->
     for unit in [*fork.units(), fork]:
         for module in unit if isinstance(unit, list) else [unit]:
             if weights is not None:
-                weights.fill(module, read=dist.get_rank() == 0)  # DeepSpeed sends each the first worker's
+                weights.fill(module, read=dist.get_rank() == 0)  # DeepSpeed broadcasts rank 0's values
             deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
-    # The losses use the heads' weights outside the heads' own forward.
+    # The losses use the heads' weights outside the heads' forward.
     for head in fork.heads():
         deepspeed.zero.register_external_parameter(fork, head.weight)
 
 
 def _settings(spec: JobSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's configuration. Micro batches are ours: it is told of each step's last one."""
+    """Return DeepSpeed's configuration. Our code cuts micro batches and tells DeepSpeed which is the last of a step."""
     sharding = spec.sharding
     zero: dict[str, Any] = {"stage": sharding.zero_stage}
-    # On a CPU everything is in host memory already; the setting is honoured all the same.
+    # On a CPU everything is in host memory already; the setting is honoured anyway.
     if sharding.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type != "cpu"}
         if sharding.zero_stage == 3:
@@ -236,7 +236,7 @@ def _settings(spec: JobSpec, dtype: torch.dtype, device: torch.device) -> dict[s
         "gradient_accumulation_steps": 1,
         "gradient_clipping": spec.optimizer.max_grad_norm,
         "zero_optimization": zero,
-        # torch's AdamW: DeepSpeed's own compiles for minutes when it is first used on a CPU.
+        # torch's AdamW: DeepSpeed's own compiles for minutes on first use on a CPU.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 60,

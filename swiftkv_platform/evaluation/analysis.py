@@ -1,4 +1,5 @@
-"""Depths to cut a model at: SimScore of its layers over real text and, if asked, what each depth costs once rewired.
+"""Choose the depth to cut a model at, from SimScore of its layers over real text and, on request, from measurements of
+each depth after rewiring. Prints and draws nothing.
 
 It knows models and text, no terminal and no picture.
 """
@@ -46,7 +47,7 @@ from swiftkv_platform.specs import DataSourceSpec, DataSpec
 _HELD_OUT = 0.2
 _DEPTHS_TRIED = 4
 _MAY_LOSE = 0.05
-"""Share of the needles that a recommended depth may find less than its teacher."""
+"""Share of the needles by which a recommended depth may fall short of its teacher."""
 
 
 class DepthReport(FrozenModel):
@@ -56,13 +57,13 @@ class DepthReport(FrozenModel):
     sim_score: float | None
     """SimScore of the input of layer l (0-based); None for L - 1, which has no layer after it."""
     prefill_flops_ratio: float
-    """Ratio as executed, at the model's whole context."""
+    """Prefill FLOPs over the teacher's, as executed, at the model's whole context."""
     kl: float | None = None
-    """KL of the calibrated start from the teacher on held-out text, nats; None where it was not measured."""
+    """KL of the calibrated start from the teacher on held-out text, in nats; None if not measured."""
     perplexity: float | None = None
     top1_agreement: float | None = None
     needles_found: float | None = None
-    """Share of the needles that the calibrated start finds; None where it was not asked."""
+    """Share of the needles that the calibrated start finds; None if not asked."""
 
 
 class ListReport(FrozenModel):
@@ -70,11 +71,11 @@ class ListReport(FrozenModel):
 
     prefill_layers: tuple[int, ...]
     kl: float
-    """KL from the teacher on held-out text behind prompts, nats."""
+    """KL from the teacher on held-out text that follows prompts, in nats."""
     perplexity: float
     top1_agreement: float
     needles_found: float | None = None
-    """Share of the needles; None where it was not asked."""
+    """Share of the needles found; None if not asked."""
 
 
 class Analysis(FrozenModel):
@@ -83,27 +84,27 @@ class Analysis(FrozenModel):
     model: str
     num_hidden_layers: int
     num_tokens: int
-    """Tokens that the similarity is the mean over."""
+    """Tokens averaged over for the similarity."""
     sim_scores: tuple[float, ...]
     """SimScore of the inputs of layers 0 .. L - 2 (paper, equation 1)."""
     depths: tuple[DepthReport, ...]
     teacher_perplexity: float | None = None
-    """Perplexity on held-out text; None where nothing was measured."""
+    """Perplexity on held-out text; None if nothing was measured."""
     needle_length: int | None = None
-    """Tokens of a prompt with a needle; None where none was asked for."""
+    """Tokens of a prompt with a needle; None if there were none."""
     teacher_needles_found: float | None = None
     key_value_group_size: int
     """g of the measured students."""
     recommended_num_key_value_layers: int | None
     """Recommended l; None: no measured depth starts within `max_kl`."""
     rule: str
-    """Rule that the recommendation was made by."""
+    """Rule behind the recommendation."""
     bypass_kl: tuple[float, ...] = ()
-    """KL of the teacher whose prompts bypass one layer, for layer 0, 1, and so on; empty where it was not measured."""
+    """KL of the teacher if prompts bypass one layer, by layer from 0; empty if not measured."""
     lists: tuple[ListReport, ...] = ()
-    """The first layers, and for each l that was tried those left when the cheapest are bypassed: as many in each."""
+    """First layers, and for each l tried those left after bypassing the cheapest; all lists are equally long."""
     recommended_prefill_layers: tuple[int, ...] | None = None
-    """The list whose start finds most needles, where the teacher finds them, or is nearest to the teacher."""
+    """The list whose start finds most needles, if the teacher finds them, or else is nearest to the teacher."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,14 @@ class AnalysisOptions:
     measure: bool = False
     """Rewire at each depth and measure."""
     num_prefill_layers: int | None = None
-    """Layers that prompts run through in the lists to measure; None: none are."""
+    """Number of layers in each list to measure; None: no lists."""
     depths: Sequence[int] = ()
-    """Depths to measure; empty: all. Of lists, l; empty: the next four behind `num_prefill_layers`."""
+    """Depths to measure; empty: all. With lists their l; empty: the next four above `num_prefill_layers`."""
     key_value_group_size: int = 1
     max_kl: float = 0.2
-    """Nats that a recommended depth may start from its teacher."""
+    """Largest KL in nats at which a depth is recommended."""
     needle_length: int | None = None
-    """Tokens of prompts in which measured depths have to find a number; None: they are not asked."""
+    """Tokens of prompts in which the measured depths must find a number; None: no such prompts."""
     needle_samples: int = 20
 
     @property
@@ -149,12 +150,12 @@ def analyze(
         config: its `config.json`.
         path: a directory or hub id that transformers can load.
         text: data sources as in a job's `data.sources`.
-        progress: hears what is being done.
+        progress: called with a description of each stage.
 
     Raises:
-        InvalidInputError: a depth or a number of layers out of range, or needles where nothing is measured or longer
-            than the context.
-        DataError: text that is missing, empty or, to measure, too short.
+        InvalidInputError: a depth or number of layers is out of range; needles are asked for but nothing is measured,
+            or they exceed the context.
+        DataError: text is missing, empty, or too short to measure on.
         ModelError: an unknown family, or a model that cannot be loaded.
     """
     num_layers = plan(config).num_hidden_layers
@@ -200,7 +201,8 @@ def analyze(
 
 
 def _tried(options: AnalysisOptions, num_layers: int) -> list[int]:
-    """Depths whose layers are bypassed until `num_prefill_layers` are left. Raises `InvalidInputError`."""
+    """Return the depths at which layers are bypassed until `num_prefill_layers` are left. Raises
+    `InvalidInputError`."""
     wanted = options.num_prefill_layers
     if wanted is None:
         return []
@@ -277,13 +279,13 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
 def _read_text(
     text: Sequence[str], tokenizer: Any, max_length: int, options: AnalysisOptions
 ) -> tuple[PackedRows, PackedRows]:
-    """Text to look at, and text held out for measuring: other documents, or where there is one, other parts of it."""
+    """Return text to compare on and held-out text: other documents or, if there is only one, other parts of it."""
     spec = DataSpec(
         sources=tuple(DataSourceSpec(name_or_path=each) for each in text),
         max_length=max_length,
         validation_fraction=_HELD_OUT if options.measures else 0.0,
     )
-    with tempfile.TemporaryDirectory(prefix="rows-") as directory:  # its mapped files outlive their names
+    with tempfile.TemporaryDirectory(prefix="rows-") as directory:  # its mapped files stay open after it is deleted
         data = prepare_data(spec, tokenizer, Path(directory), seed=0, splits=options.num_prefill_layers is not None)
     if len(data.held_out) or not options.measures:
         return data.train, data.held_out

@@ -1,6 +1,4 @@
-"""Agreement of a student's greedy continuations of held-out prompts with its teacher's, in either mode. Knows no
-report.
-"""
+"""Agreement of a student's greedy continuations of held-out prompts with the teacher's."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ from swiftkv_platform.model.workers import Workers
 _LONGEST_PROMPT = 64
 """Tokens; prompts have one length, so that a batch needs no padding."""
 _PADDING = 0
-"""Token that `generate()` writes after an end of text; nothing there is compared."""
+"""Token that `generate()` writes after an end of text; not compared."""
 
 
 _EXAMPLES = 4
-"""Prompts of which both texts are kept."""
+"""Number of prompts whose continuations are kept as text."""
 
 
 class Example(FrozenModel):
@@ -45,13 +43,13 @@ class ContinuationQuality(FrozenModel):
     prompt_length: int
     """Tokens; every prompt is the beginning of a sample."""
     num_tokens: int
-    """Tokens of a continuation, the teacher's end of text included where it comes earlier."""
+    """Tokens to generate; the teacher's continuation ends earlier after an end of text."""
     matched: float
     """Share of the teacher's tokens that the student writes before it first differs."""
     identical: float
-    """Share of the prompts that both continue alike."""
+    """Share of the prompts whose continuations are identical."""
     examples: tuple[Example, ...] = ()
-    """The first prompts and what both write; none without a tokenizer."""
+    """The first prompts with both continuations; empty without a tokenizer."""
 
 
 @torch.no_grad()
@@ -65,15 +63,15 @@ def compare_continuations(
     workers: Workers = ALONE,
     decode: Callable[[list[int]], str] | None = None,
 ) -> ContinuationQuality | None:
-    """Let both modes of a SwiftKV model continue the beginnings of held-out samples, evenly spaced over them.
+    """Continue the beginnings of held-out samples, evenly spaced, in both modes of a SwiftKV model.
 
     Args:
         batch_size: prompts a `generate()` call.
-        workers: take a share of the prompts each; every one returns the whole.
+        workers: each continues a share of the prompts; all return the whole result.
         decode: text of token ids, for the examples.
 
     Returns:
-        None where there is no prompt: none is asked for, or no sample is long enough to begin with anything.
+        None if there are no prompts: none are asked for, or no sample is long enough.
 
     Raises:
         ModelError: the model was exported without its teacher.
@@ -130,7 +128,7 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
                 samples.append(row["input_ids"][0, begin:end])
     if not samples:
         return None
-    # Half of the samples, at least, are long enough to give a prompt and leave text to go on with.
+    # At least half of the samples are long enough for a prompt and a continuation.
     prompt_length = int(min(_LONGEST_PROMPT, np.median([len(sample) for sample in samples]) // 2, longest))
     if prompt_length < 1:
         return None
@@ -140,14 +138,14 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
 
 
 def _continue(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bool) -> torch.Tensor:
-    """Greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end of text; whatever
-    else the model ships for `generate()`, penalties or beams, is left out."""
+    """Return the greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end of text.
+    Other generation settings that the model ships (penalties, beams) are ignored."""
     shipped = model.generation_config
     settings = GenerationConfig(
         max_new_tokens=num_tokens, do_sample=False, eos_token_id=shipped.eos_token_id, pad_token_id=_PADDING
     )
     mask = torch.ones_like(prompts)
-    model.generation_config = settings  # generate() fills what a given configuration leaves open from the model's
+    model.generation_config = settings  # generate() fills settings left open from the model's own
     try:
         tokens: torch.Tensor = model.generate(
             prompts, attention_mask=mask, generation_config=settings, synced_gpus=in_step

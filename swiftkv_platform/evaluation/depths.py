@@ -1,5 +1,5 @@
-"""Cost of each depth l, and of layers that prompts bypass, before any training: the teacher rewired there, measured on
-held-out text and on needles. It knows neither training nor where text comes from.
+"""Cost of each depth l, and of layers that prompts bypass, before any training: the rewired teacher is measured on
+held-out text and on needles.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluat
 from swiftkv_platform.model import convert
 
 _PROMPTS_AT_ONCE = 20
-"""Needles' prompts of a batch; they are about equally long."""
+"""Needle prompts per batch; they are about equally long."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """A student of one depth, its projections started in closed form."""
+    """Measurement of a student of one depth, with the calibrated start."""
 
     num_key_value_layers: int
     teacher: TeacherQuality
     calibrated: Quality
     needles_found: float | None = None
-    """Share, by the calibrated start; None: it was not asked for any."""
+    """Share of the needles that the calibrated start finds; None if not asked."""
     prefill_layers: tuple[int, ...] = ()
     """Layers that prompts run through."""
 
@@ -45,8 +45,8 @@ def measure_starts(
     max_tokens: int,
     needles: Needles | None = None,
 ) -> Iterator[Depth]:
-    """Rewire `teacher` in each of `shapes` and compare it with itself on held-out rows. Raises `DataError`: nothing is
-    held out; `ModelError`: an unknown family.
+    """Rewire `teacher` in each of `shapes` and compare the result with the teacher on held-out rows. Raises `DataError`
+    if nothing is held out, `ModelError` if the family is unknown.
 
     Args:
         teacher: a causal language model of a known family; its weights are shared with the students, never changed.
@@ -63,7 +63,8 @@ def measure_starts(
 
 
 def shape_at(depth: int, num_layers: int, key_value_group_size: int) -> dict[str, Any]:
-    """A student at l = `depth` of `num_layers` layers; where fewer than g are left, they form one group."""
+    """Return the arguments of `convert` for l = `depth` out of `num_layers` layers; if fewer than g layers are left,
+    they form one group."""
     return {
         "num_key_value_layers": depth,
         "key_value_group_size": min(key_value_group_size, num_layers - depth),
@@ -71,7 +72,8 @@ def shape_at(depth: int, num_layers: int, key_value_group_size: int) -> dict[str
 
 
 def shape_listed(layers: Sequence[int], num_layers: int, key_value_group_size: int) -> dict[str, Any]:
-    """A student whose prompts run through a list of layers, and whose deep tokens keep K and V of their own."""
+    """Return the arguments of `convert` for prompts that run through `layers` and deep tokens that keep their own K and
+    V."""
     upper = shape_at(layers[-1] + 1, num_layers, key_value_group_size)["key_value_group_size"]
     return {"prefill_layers": layers, "key_value_group_size": upper, "decode_key_value": "own"}
 
@@ -79,10 +81,10 @@ def shape_listed(layers: Sequence[int], num_layers: int, key_value_group_size: i
 def measure_bypasses(
     teacher: Any, num_layers: int, *, held_out: PackedRows, max_tokens: int
 ) -> Iterator[tuple[int, float]]:
-    """Have prompts bypass one of the first `num_layers` layers at a time, and give the layer and the KL in nats of the
-    positions of `held_out` that count, which lie behind prompts. All else is the teacher: prompts leave out its last
-    layer too, whose K and V they have anyway. Raises `DataError`: nothing is held out; `ModelError`: a family whose
-    prompts cannot bypass layers.
+    """Measure the teacher with prompts that bypass one of the first `num_layers` layers. Yield each layer and the KL in
+    nats at the positions of `held_out` that count, which follow prompts. Nothing else differs from the teacher: prompts
+    leave out its last layer too, but only after its K and V are computed. Raises `DataError` if nothing is held out,
+    `ModelError` if prompts of the family cannot bypass layers.
 
     Args:
         num_layers: at most L - 2.
@@ -94,11 +96,11 @@ def measure_bypasses(
 
 
 def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each l of `depths` the `num_prefill_layers` layers below it that are left when those that cost least are
-    bypassed; layer l - 1 stays.
+    """Return one list for each l of `depths`: the `num_prefill_layers` layers below l that are left after bypassing the
+    cheapest. Layer l - 1 always stays.
 
     Args:
-        costs: of bypassing each layer alone, from layer 0 on.
+        costs: cost of bypassing each layer alone, from layer 0 on.
     """
     lists = []
     for depth in depths:
@@ -108,8 +110,8 @@ def cheapest_lists(costs: Sequence[float], num_prefill_layers: int, depths: Sequ
 
 
 def shallowest(depths: Sequence[Depth], *, max_kl: float, min_found: float = 0.0) -> int | None:
-    """The smallest l from which on every depth measured starts within `max_kl` nats of its teacher, and finds at least
-    the share `min_found` of the needles that it was asked for."""
+    """Return the smallest l from which on every measured depth starts within `max_kl` nats of the teacher and finds at
+    least the share `min_found` of its needles, if any. None if there is none."""
     chosen = None
     for depth in sorted(depths, key=lambda each: each.num_key_value_layers, reverse=True):
         if depth.calibrated.kl > max_kl or (depth.needles_found is not None and depth.needles_found < min_found):
@@ -120,17 +122,17 @@ def shallowest(depths: Sequence[Depth], *, max_kl: float, min_found: float = 0.0
 
 @dataclass(frozen=True)
 class Needles:
-    """Prompts of about one length, each with a number in it that it asks for."""
+    """Prompts of about one length, each with a hidden number and a question for it."""
 
     length: int
-    """Tokens of a prompt, the chat template's own aside."""
+    """Tokens of a prompt without the chat template's."""
     prompts: Sequence[Sequence[int]]
     answers: Sequence[str]
     tokenizer: Any
 
     @classmethod
     def create(cls, tokenizer: Any, length: int, num_samples: int) -> Self:
-        """The evaluation's prompts, through the chat template where the tokenizer has one."""
+        """Make the evaluation's needle prompts, with the chat template if the tokenizer has one."""
         texts, answers = zip(
             *(needle_prompt(tokenizer, length, i, num_samples) for i in range(num_samples)), strict=True
         )

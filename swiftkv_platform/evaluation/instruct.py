@@ -1,4 +1,4 @@
-"""Whether a model answers instructions, told by its tokenizer, and the limits that such a model has by default."""
+"""Whether a model is instruction-tuned, as its tokenizer tells, and the default limits for such models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MIN_TOP1_AGREEMENT = 0.8
 
 
 def is_instruction_tuned(tokenizer: Any) -> bool:
-    """Whether its chat template writes markers that are tokens of its vocabulary: it was trained on turns. Templates
-    that are lent to a base model, or spell their markers in plain text, have none."""
+    """Whether the chat template contains added tokens of the vocabulary, so that the model was trained on turns.
+    Templates lent to a base model, or with markers in plain text, contain none."""
     templates = tokenizer.chat_template
     if not templates:
         return False
@@ -24,7 +24,7 @@ def is_instruction_tuned(tokenizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of `EvaluationSpec`, what it leaves to the model decided."""
+    """Limits of `EvaluationSpec` with `auto` resolved for the model."""
 
     max_kl: float | None
     max_perplexity_ratio: float | None
@@ -50,8 +50,8 @@ class Limits:
 
 
 def needle_lengths(spec: EvaluationSpec, *, instruct: bool, context_length: int) -> tuple[int, ...]:
-    """Lengths of the needle prompts in tokens: the spec's, or for instruction-tuned models those of `NEEDLE_LENGTHS`
-    that the model's context holds."""
+    """Return the lengths of the needle prompts in tokens: the spec's, or for instruction-tuned models those of
+    `NEEDLE_LENGTHS` that fit into the model's context."""
     if spec.needle_lengths is not None:
         return spec.needle_lengths
     return tuple(length for length in NEEDLE_LENGTHS if length <= context_length) if instruct else ()

@@ -1,8 +1,8 @@
-"""`lm_eval` for SwiftKV checkpoints: the harness's own command, the SwiftKV classes registered before it loads one.
+"""`lm_eval` for SwiftKV checkpoints: the harness's own command, with the SwiftKV classes registered.
 
     python -m swiftkv_platform.evaluation.lm_eval --model hf --model_args pretrained=DIR --tasks gsm8k
 
-It knows nothing of the harness's arguments. From Python, `import swiftkv_platform.model` before `lm_eval` does it too.
+All arguments are the harness's. From Python, `import swiftkv_platform.model` before `lm_eval` has the same effect.
 """
 
 from __future__ import annotations

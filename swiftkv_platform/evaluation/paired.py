@@ -1,5 +1,5 @@
-"""Confidence intervals of what a student loses, from pairs: both modes' scores on the same samples, and the sums
-of held-out text by conversation. Knows neither tasks, model nor limits.
+"""Confidence intervals of a student's losses, from pairs: scores of both modes on the same samples, and the sums of
+held-out text by conversation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Z = 1.959963984540054
 """97.5% quantile of the normal distribution: intervals are two-sided, 95%."""
 _RESAMPLINGS = 500
 FEWEST_TEXTS = 10
-"""Conversations or texts below which their parts, of a row's length at most, count as independent."""
+"""Fewest texts to resample as a whole. Below, their parts, each at most a row long, count as independent."""
 _MOST = 50.0
 """Largest half of an interval on a logarithmic scale."""
 Sums = npt.NDArray[np.float64]
@@ -30,8 +30,8 @@ Sums = npt.NDArray[np.float64]
 def share_interval(losses: Sequence[float]) -> Interval:
     """The interval of the mean of losses within -1..1, one for each sample.
 
-    Agresti and Min's: two samples are added, one half of each outcome. A few samples without any difference therefore
-    say little, where their own variance of 0 would say everything.
+    Agresti and Min's interval: two samples are added, half a one for each of the four outcomes of a pair. A few samples
+    without a difference thus give a wide interval, although their variance is 0.
     """
     values = np.asarray(losses, dtype=np.float64)
     num_samples = len(values) + 2
@@ -44,10 +44,10 @@ def share_interval(losses: Sequence[float]) -> Interval:
 def bootstrap_interval(
     teacher: Sequence[Any], student: Sequence[Any], aggregate: Callable[[Sequence[Any]], float]
 ) -> Interval | None:
-    """The interval of `aggregate(teacher) - aggregate(student)`, samples drawn anew in pairs.
+    """Return the interval of `aggregate(teacher) - aggregate(student)` by resampling pairs.
 
     Returns:
-        None for fewer than `FEWEST_SAMPLES`, or where an aggregate is no finite number.
+        None for fewer than `FEWEST_SAMPLES`, or if an aggregate is not finite.
     """
     if len(teacher) < FEWEST_SAMPLES:
         return None
@@ -64,15 +64,15 @@ def bootstrap_interval(
 def resampled(
     parts: npt.NDArray[np.float64], statistic: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 ) -> float | None:
-    """Half of the 95% interval of `statistic` of summed parts, drawn anew with replacement.
+    """Return half of the 95% interval of `statistic`, by resampling the parts with replacement.
 
     Args:
-        parts: [num_parts, num_sums]: what each independent part, a conversation for instance, adds to the sums. Teacher
-            and student are in one part, so they are drawn as a pair.
+        parts: [num_parts, num_sums]: contribution of each independent part, such as a conversation, to the sums. A part
+            has teacher and student, so they are drawn as a pair.
         statistic: figures [n] of sums [n, num_sums].
 
     Returns:
-        None for a single part, or where it is no finite number. Student's quantile widens it where parts are few.
+        None for a single part, or if it is not finite. Student's quantile widens it if parts are few.
     """
     num_parts = len(parts)
     if num_parts < 2:
@@ -87,15 +87,15 @@ _QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def _student_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's distribution: from a table, then by the first terms of its expansion."""
+    """Return the 97.5% quantile of Student's distribution, from a table or by the first terms of its expansion."""
     if freedom <= len(_QUANTILES):
         return _QUANTILES[freedom - 1]
     return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
 
 
 def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
-    """The interval of a loss whose scores have these standard errors, taken as independent; wider than that of pairs.
-    None where one is unknown."""
+    """Return the interval of a loss from the standard errors of its scores, taken as independent; wider than a paired
+    one. None if an error is unknown."""
     known = [error for error in errors if error is not None]
     if len(known) < len(errors):
         return None
@@ -113,9 +113,9 @@ def mean_of(parts: Sequence[Interval]) -> Interval:
 def samples_to_decide(
     interval: Interval, value: float, limit: float, num_samples: int, *, share: float | None = None
 ) -> int | None:
-    """About how many samples would decide whether `value` is below `limit`, if it stays what it is; None where no
-    number would, at the limit itself. `share`: the value of a whole, for an interval by `share_interval`: what its two
-    added samples bring to the margin shrinks faster than the rest."""
+    """Estimate how many samples would decide whether `value` is below `limit`, if it stays the same. None at the limit
+    itself, where no number would. `share`: for an interval by `share_interval`, the value of the whole (such as 100
+    points); the part of the margin from its two added samples shrinks faster than the rest."""
     distance = abs(limit - value)
     if not distance or not math.isfinite(distance):
         return None
@@ -128,10 +128,11 @@ def samples_to_decide(
 
 
 class HeldOutIntervals(FrozenModel):
-    """95% intervals of a student's figures on held-out text, of which conversations are drawn anew."""
+    """95% intervals of a student's figures on held-out text, by resampling conversations."""
 
     unit: Literal["text", "row"]
-    """`text`: a conversation or document. `row`: a part of one, of at most a row's length, where texts are few."""
+    """Resampled unit. `text`: a conversation or document. `row`: a part of one, at most a row long, if texts are
+    few."""
     num_units: int
     kl: Interval
     top1_agreement: Interval
@@ -139,7 +140,7 @@ class HeldOutIntervals(FrozenModel):
 
     @classmethod
     def of(cls, samples: Sequence[SampleSums]) -> HeldOutIntervals | None:
-        """None for a single unit, or figures that are no numbers."""
+        """Compute the intervals. None for a single unit, or if a figure is not finite."""
         texts = np.unique([each.text for each in samples], return_inverse=True)[1]
         unit: Literal["text", "row"] = "text" if len(samples) and texts.max() + 1 >= FEWEST_TEXTS else "row"
         rows = np.array(

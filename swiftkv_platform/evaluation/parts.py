@@ -1,6 +1,4 @@
-"""Parts of an evaluation: each is kept when it has been measured, so that one that is cut off repeats none. Knows no
-store but a protocol.
-"""
+"""Parts of an evaluation. Each is stored once measured, so that an interrupted evaluation repeats none."""
 
 from __future__ import annotations
 
@@ -15,33 +13,33 @@ T = TypeVar("T")
 
 
 class Parts(Protocol):
-    """Results of an evaluation by name, and a listener to how far it is. Only the first worker asks."""
+    """Storage of an evaluation's results by name, and its progress callback. Called on the first worker only."""
 
     def get(self, name: str) -> bytes | None:
         """A finished part of this evaluation, or of an interrupted one before it; None if it is not measured yet."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Keep a part."""
+        """Store a part."""
 
     def progress(self, name: str, done: int, total: int) -> None:
         """Take note that `done` of a part's `total` pieces of work are done."""
 
 
 class NoParts:
-    """Keeps nothing."""
+    """Stores nothing."""
 
     def get(self, _name: str, /) -> bytes | None:
         return None
 
     def put(self, name: str, data: bytes) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def progress(self, name: str, done: int, total: int) -> None:
-        """No one listens."""
+        """Do nothing."""
 
 
 def measured(parts: Parts, workers: Workers, name: str, kind: Any, measure: Callable[[], T]) -> T:
-    """The part `name`, of the type `kind`, on every worker: as it was kept, or measured now. Collective."""
+    """Return part `name`, of type `kind`, on every worker: the stored one, or measure and store it. Collective."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)
     kept = workers.from_first(parts.get(name) if workers.is_first else None)
     if kept is not None:

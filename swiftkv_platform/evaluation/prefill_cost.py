@@ -24,15 +24,15 @@ from swiftkv_platform.planning.flops import prefill_flops
 
 @dataclass(frozen=True)
 class ModeCost:
-    """One mode of a model on a prompt of which only the last token's logits are asked for."""
+    """Cost of one mode on a prompt of which only the last token's logits are needed."""
 
     flops_per_token: float
-    """Multiplications and additions of all matrix products, attention over the whole square included; in layers that
-    prompts bypass, those that serving runs."""
+    """Multiplications and additions of all matrix products, with attention over the whole square. Layers that prompts
+    bypass count as serving runs them."""
     kv_bytes_per_token: float
     """Bytes in the cache, in the model's own dtype."""
     ttft_ms: float
-    """Median milliseconds from the prompts to the ids of their first tokens, through bypassed layers as well."""
+    """Median milliseconds from the prompts to their first tokens; here prompts run through bypassed layers too."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int, batch_size: 
 def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
     """FLOPs and cache bytes a token of prompts [batch_size, prompt_length].
 
-    The counter knows the matrix products of plain attention everywhere; fused kernels it sees on some devices only.
+    Plain attention is used, since the counter sees fused kernels on some devices only.
     """
     counter = FlopCounterMode(display=False)
     with _plain_attention(model), counter:
@@ -99,7 +99,7 @@ def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
 
 
 def _let_go(config: Any, prompt: torch.Tensor) -> float:
-    """FLOPs of a pass that serving leaves out: a prompt's way through the layers that it bypasses."""
+    """Return the FLOPs of a pass that serving leaves out: those of prompts in layers that they bypass."""
     if not config.layer_map.bypassed:
         return 0
     model, layer_map = read_architecture(config.to_dict()), config.layer_map
@@ -113,7 +113,7 @@ def _let_go(config: Any, prompt: torch.Tensor) -> float:
 def _time_first_token(model: Any, prompt: torch.Tensor) -> float:
     begin = time.perf_counter()
     logits = model(prompt, use_cache=True, logits_to_keep=1).logits
-    logits.argmax(-1).tolist()  # reading the tokens waits for the device
+    logits.argmax(-1).tolist()  # reading the tokens synchronizes with the device
     return (time.perf_counter() - begin) * 1000
 
 

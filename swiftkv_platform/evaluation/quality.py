@@ -1,5 +1,5 @@
-"""Agreement of a student, and of its exit head, with the teacher on held-out rows. Knows neither the training step nor
-what is made of the figures.
+"""Agreement of a student, and of its exit head, with the teacher on held-out rows. Only measures; limits are in
+`report`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from swiftkv_platform.model.packed_pass import DeepTurns, begin_packed, lower_tu
 from swiftkv_platform.model.workers import Workers
 
 _LOGITS_PER_CHUNK = 1 << 22
-"""Elements of a [chunk, vocab] buffer: 16 MiB in float32. Smaller chunks run faster on CPU, and only a sum is kept."""
+"""Elements of a [chunk, vocab] buffer: 16 MiB in float32. Smaller chunks run faster on a CPU."""
 
 ALONE = Workers()
-"""The workers of the default process group at the time of a call; one alone without a group."""
+"""The workers of the default process group at the time of a call, or a single worker without a group."""
 
 NUM_EXIT_BINS = 20
 """Bins of equal width over the exit head's largest probability; the last begins at 0.95, the paper's threshold."""
@@ -53,14 +53,14 @@ class ExitCounts:
 
     positions: tuple[int, ...] = (0,) * NUM_EXIT_BINS
     agreements: tuple[int, ...] = (0,) * NUM_EXIT_BINS
-    """Positions where its most likely token is the student's."""
+    """Positions where the exit head's most likely token is the student's."""
 
     def __add__(self, other: ExitCounts) -> ExitCounts:
         return ExitCounts(_sum(self.positions, other.positions), _sum(self.agreements, other.agreements))
 
 
 BORDERS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
-"""Beginnings of the bins of positions and of prompt lengths, in tokens; the last has no end."""
+"""Lower bounds of the bins of positions and of prompt lengths, in tokens; the last bin is open."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SampleSums:
 
     sample: int
     text: int
-    """Number of the conversation or text that the sample is of."""
+    """Index of the conversation or text that the sample belongs to."""
     positions: int
     teacher_nll: float
     student_nll: float
@@ -105,11 +105,11 @@ class Totals:
     exit_head: ExitCounts = field(default_factory=ExitCounts)
     """All zero for a model without an exit head."""
     by_position: BinnedSums = field(default_factory=BinnedSums)
-    """By the counted position's number in its sample's counted part: the answer, where only answers count."""
+    """Binned by the index of the counted position within its sample's counted part, such as the answer."""
     by_prompt_length: BinnedSums = field(default_factory=BinnedSums)
-    """By the tokens that the sample has before its first counted position."""
+    """Binned by the sample's tokens before its first counted position."""
     samples: tuple[SampleSums, ...] = ()
-    """One entry for each sample with a counted position. Empty in what an earlier version measured."""
+    """One entry for each sample with a counted position; empty in results of earlier versions."""
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
@@ -128,9 +128,9 @@ class Totals:
 
 
 def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
-    """Evenly spaced rows of about `max_tokens` tokens together, but one at least: packing sorts rows by the length of
-    their samples, so the first ones would be no fair share. Raises `DataError`: there are no rows, or none has a
-    position that counts."""
+    """Return evenly spaced rows of about `max_tokens` tokens in total, at least one: packing sorts rows by the length
+    of their samples, so the first ones are not representative. Raises `DataError` if there are no rows, or no position
+    counts."""
     if not rows.num_counted_tokens:
         raise DataError(
             "data.sources has no held-out text to evaluate on, which takes two samples that differ, one to train on "
@@ -142,18 +142,18 @@ def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
 
 
 def evaluate(model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int, workers: Workers = ALONE) -> Totals:
-    """Compare teacher and student mode of a SwiftKV model over the positions that the rows' `loss_mask` marks. Raises
-    `DataError`: nothing is held out; `ModelError`: the model was exported without its teacher.
+    """Compare teacher and student mode of a SwiftKV model at the positions that the rows' `loss_mask` marks. Raises
+    `DataError` if nothing is held out, `ModelError` if the model was exported without its teacher.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; its mode does not matter.
         max_tokens: held-out tokens to measure, see `evaluation_rows`.
         batch_size: rows a forward pass.
-        workers: take a share of the rows each; every one returns the whole.
+        workers: each measures a share of the rows; all return the whole result.
     """
     indices = evaluation_rows(rows, max_tokens=max_tokens)
     share = -(-len(indices) // workers.size)
-    # In step, a worker without a row of its own left takes one that counts nothing.
+    # In step, a worker that has run out of rows runs one that counts nothing.
     fill = indices[:1] * (share - len(workers.share(indices))) if workers.in_step else []
     totals = measure(model, rows, workers.share(indices), batch_size=min(batch_size, share), not_counted=fill)
     return sum(workers.gather(totals), Totals())
@@ -178,7 +178,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Placed:
-    """Samples of some rows end to end; what fills a row up belongs to its last one."""
+    """Samples of some rows, end to end; the padding of a row belongs to its last sample."""
 
     lengths: list[int]
     samples: list[int]
@@ -197,7 +197,7 @@ class _Placed:
 
 
 def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) -> Totals:
-    """One forward pass, the layers below l computed once where they are the same; tensors are [rows, max_length].
+    """Measure one forward pass over tensors [rows, max_length]; the layers below l run once if both modes share them.
     Positions that count are deep tokens, each run of them a turn. `placed`: the rows' samples."""
     decoder, counted = model.model, batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
@@ -240,7 +240,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor], placed: _Placed) 
 
 
 def _rows(states: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """The states of the positions that count, [num_positions, size]; rows may have come end to end."""
+    """Select the states of the positions that count, [num_positions, size], from rows or from rows end to end."""
     return states.flatten(0, 1)[counted.flatten()]
 
 
@@ -262,13 +262,13 @@ def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _places(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each counted position's number among its sample's counted ones' span, and its sample's tokens before the first of
-    them: [num_positions] both, of tensors [rows, max_length]. A sample begins where its positions do."""
+    """Return for each counted position its index within its sample's counted part, and the sample's tokens before that
+    part: two tensors [num_positions], from tensors [rows, max_length]. A sample begins where `position_ids` is 0."""
     begins = (position_ids == 0).long().cumsum(-1)  # [rows, max_length]: samples so far in the row
     rows = torch.arange(len(begins), device=begins.device).unsqueeze(-1) * (begins.shape[-1] + 1)
     samples = (begins + rows)[counted]
     positions = position_ids[counted]
-    # One place for every number that a sample can have: how many there are is known on the device alone.
+    # One entry for every possible sample: only the device knows how many there are.
     first = begins.new_full((len(begins) * (begins.shape[-1] + 1),), torch.iinfo(torch.long).max)
     first = first.scatter_reduce(0, samples, positions, "amin")
     prompts = first[samples]
@@ -276,8 +276,8 @@ def _places(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Te
 
 
 def _by_sample(figures: torch.Tensor, counted: torch.Tensor, placed: _Placed) -> tuple[SampleSums, ...]:
-    """Sums of `figures` [4, num_positions], see `_compare`, by the samples of rows [rows, max_length] that hold the
-    `counted` positions."""
+    """Sum `figures` [4, num_positions], see `_compare`, for each sample with `counted` positions in rows [rows,
+    max_length]."""
     number = len(placed.lengths)
     owner = torch.from_numpy(np.repeat(np.arange(number), placed.lengths)).to(figures.device)[counted.flatten()]
     none = torch.zeros(number, len(figures) + 1, dtype=torch.double, device=figures.device)
@@ -323,7 +323,7 @@ def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Run a SwiftKV model without dropout; it is left as it came, in its mode."""
+    """Run a SwiftKV model without dropout; its mode and flags are restored afterwards."""
     decoder = model.model
     mode, was_training = decoder.swiftkv_enabled, model.training
     changed: list[tuple[Any, str]] = []
@@ -335,7 +335,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
     model.eval()
     try:
         for one, _ in changed:
-            one.set_attn_implementation(PACKED)  # without samples it is SDPA
+            one.set_attn_implementation(PACKED)  # falls back to SDPA without samples
         yield
     finally:
         for one, attention in changed:

@@ -1,4 +1,4 @@
-"""The report of a job, and its quality gates. Knows figures, not how they are measured nor where reports are kept."""
+"""Report of a job and its quality gates, from figures that other modules measure."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ class QualityBin(FrozenModel):
 
 
 class Gate(FrozenModel):
-    """One limit of the spec and what was measured."""
+    """A limit of the spec and the measured value."""
 
     field: str
     """Dotted path in the spec."""
     subject: str
-    """Quantity that is limited, in words."""
+    """Name of the limited quantity."""
     limit: float
     value: float
     passed: bool
     outcome: Verdict
-    """`undecided`: the interval has the limit in it, or there is no interval; that is not a pass."""
+    """`undecided`, which is not a pass: the interval contains the limit, or there is no interval."""
     interval: tuple[float, float] | None = None
-    """95% interval of `value`; None where there is none."""
+    """95% interval of `value`, if there is one."""
     samples_needed: int | None = None
-    """About how many samples would decide an undecided gate; None where no number would, or none can be told."""
+    """Estimated samples to decide an undecided gate; None if no number would, or if unknown."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,7 +88,7 @@ class Gate(FrozenModel):
 
     @property
     def severity(self) -> tuple[int, float]:
-        """Order of gates, the worst largest: outcome, then how much of the limit is used up."""
+        """Sort key of gates, the worst largest: first the outcome, then the distance from the limit."""
         rank = VERDICTS.index(self.outcome)
         used = abs(self.value - self.limit) / abs(self.limit) if self.limit else abs(self.value)
         used = used if math.isfinite(used) else math.inf
@@ -96,7 +96,7 @@ class Gate(FrozenModel):
 
     @property
     def reason(self) -> str:
-        """The figures that decided, or kept it from a decision."""
+        """Explain the outcome by value, limit and interval."""
         said = f"{self.subject} is {self.value:.4g}, {self.field} asks for {self.limit:g}"
         if self.interval is None:
             return said if self.outcome != "undecided" else f"{said}: undecided, its samples give no interval"
@@ -108,42 +108,42 @@ class Gate(FrozenModel):
 
 
 class TrainingOutcome(FrozenModel):
-    """The state of the training run that a model is made of."""
+    """State of the training run that became the model."""
 
     step: int
     """Optimizer steps done."""
     reason: Literal["lowest_held_out_kl", "last_step"]
     held_out_kl: float | None = None
-    """KL of that state, in nats, on the few rows that are measured while a job trains, none of which the report's own
-    figures take."""
+    """KL of that state in nats, on the few rows measured during training; the report's own figures exclude them."""
     start_kl: float | None = None
     """KL of the state before training, on the same rows."""
 
 
 class Report(FrozenModel):
-    """`evaluation.json`; `demo-report.json` takes its keys."""
+    """Contents of `evaluation.json`; `demo-report.json` has its keys."""
 
     teacher: TeacherQuality
     rewired: Quality | None
-    """The student as it starts with copied projections; None where only the finished model is at hand."""
+    """Student with the copied start; None if only the finished model was measured."""
     calibrated: Quality | None
-    """The student as it starts with calibrated projections; None for a job that starts from the copies."""
+    """Student with the calibrated start; None if the job starts from copies."""
     distilled: Quality
     perplexity_ratio: float
     """distilled.perplexity / teacher.perplexity."""
     kl_recovered: float | None
-    """1 - distilled.kl / rewired.kl; 0 where rewiring costs nothing. It depends on how bad the start is: no gate."""
+    """1 - distilled.kl / rewired.kl; 0 if rewiring costs nothing. It depends on how bad the start is, so it is no
+    gate."""
     num_positions: int
     """Held-out positions compared."""
     intervals: HeldOutIntervals | None = None
-    """Intervals of `distilled` and `perplexity_ratio`; None where a single part of a text was measured, and in reports
-    of before this key."""
+    """Intervals of `distilled` and `perplexity_ratio`; None if a single part of a text was measured, and in older
+    reports."""
     prefill_flops_ratio: float
     """SwiftKV / dense, counted on a forward pass."""
     kv_bytes_ratio: float
-    """SwiftKV / dense, of the caches of a forward pass."""
+    """SwiftKV / dense, of the KV caches."""
     prompt_length: int
-    """Tokens of the prompt that the figures of both modes are of."""
+    """Tokens of the prompt that the figures of both modes refer to."""
     prefill_flops_per_token: BothModes
     kv_bytes_per_token: BothModes
     """Bytes in the caches, in the model's own dtype."""
@@ -151,18 +151,18 @@ class Report(FrozenModel):
     """Medians of the time from the prompt to the first token, milliseconds."""
     tokens_trained: int | None
     training: TrainingOutcome | None = None
-    """None for a model whose training is not known."""
+    """Training run of the model, if known."""
     continuations: ContinuationQuality | None = None
     by_position: tuple[QualityBin, ...] = ()
-    """The distilled student by the number of the position in its sample's counted part, an answer's for instance."""
+    """Quality of the distilled student by the position within the counted part of a sample, such as an answer."""
     by_prompt_length: tuple[QualityBin, ...] = ()
     """The distilled student by the tokens before the counted part of the sample."""
     exit_head: tuple[ExitBin, ...] | None = None
     """Figure D.1 of the paper; None for a model without an exit head."""
     tasks: tuple[TaskScore, ...] = ()
     tasks_left_out: tuple[str, ...] = ()
-    """Tasks that `evaluation.max_minutes` left no time for, and needles where the harness is not installed; no gate
-    judges them."""
+    """Tasks that were not started within `evaluation.max_minutes`, and needles if the harness is not installed; they
+    have no gates."""
     gates: tuple[Gate, ...] = ()
 
     @classmethod
@@ -180,8 +180,8 @@ class Report(FrozenModel):
         tasks: TaskResults = NO_TASKS,
         instruct: bool = False,
     ) -> Self:
-        """The report from what was measured on the same rows before and after training. `instruct`: whether the model
-        is instruction-tuned, which decides the limits that the spec leaves open."""
+        """Build the report from measurements on the same rows before and after training. `instruct`: whether the model
+        is instruction-tuned, which resolves limits that the spec leaves open."""
         student, teacher = distilled.student, distilled.teacher
         ratio = student.perplexity / teacher.perplexity
         recovered, intervals = None, HeldOutIntervals.of(distilled.samples)
@@ -214,8 +214,8 @@ class Report(FrozenModel):
         )
 
     def check_gates(self) -> None:
-        """Refuse a student too far from its teacher. Raises `QualityGateError` with the figures of the gates that
-        failed; undecided ones refuse nothing."""
+        """Raise `QualityGateError` with the reasons of the gates that failed, if any. Undecided gates do not fail a
+        job."""
         refused = [gate for gate in self.gates if gate.outcome == "failed"]
         if not refused:
             return
@@ -306,7 +306,7 @@ def _held_out_gate(name: str, subject: str, value: float, limit: float, known: H
 
 
 def _outcome(value: float, limit: float, interval: Interval | None, *, is_least: bool = False) -> Verdict:
-    """Passed where the whole interval keeps the limit, failed where none of it does. A value that is no finite number
+    """Passed if the whole interval is within the limit, failed if it is entirely beyond; a value that is not finite
     fails."""
     if not math.isfinite(value):
         return "failed"
@@ -319,8 +319,8 @@ def _outcome(value: float, limit: float, interval: Interval | None, *, is_least:
 
 
 def _task_gate(score: TaskScore, limits: Limits, num_gates: int) -> Gate | None:
-    """A test of non-inferiority: passed where the whole interval of the points lost is within the limit, failed where
-    none of it is. There is no gate for a length at which the teacher itself finds few needles."""
+    """Test for non-inferiority: passed if the whole interval of the points lost is within the limit, failed if it is
+    entirely beyond. None if there is no limit, or if the teacher itself finds few needles."""
     is_needle = score.task.startswith(NEEDLE)
     asked = limits.max_needle_drop if is_needle else limits.max_drop
     if asked is None or (is_needle and score.teacher < TEACHER_FINDS):

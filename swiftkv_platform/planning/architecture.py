@@ -1,6 +1,6 @@
 """Parts of a decoder, layer by layer: projections, attention windows, cache entries.
 
-It counts nothing: FLOPs, bytes and memory are computed from what stands here. It knows no family and no `config.json`.
+Descriptions only, independent of families and `config.json`; other modules compute FLOPs, bytes and memory from them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Linear:
-    """Equal linear maps of one place; a mixture of experts has `copies` of them, and a token meets `active`."""
+    """Linear maps of equal size in one place. A mixture of experts has `copies` of them, `active` of which run for a
+    token."""
 
     in_features: int
     out_features: int
@@ -24,7 +25,7 @@ class Linear:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions for one token; adding the bias is not counted."""
+        """Multiplications and additions for one token, without adding the bias."""
         return 2 * self.active * self.in_features * self.out_features
 
 
@@ -38,13 +39,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention module."""
+    """Shape of an attention module."""
 
     query: tuple[Linear, ...]
     key_value: tuple[Linear, ...]
-    """Projections that the cache entries come from."""
+    """Projections that make the cache entries."""
     expansion: tuple[Linear, ...]
-    """Projections from cache entries to keys and values whenever they are attended to (MLA); else none."""
+    """Projections from cache entries to keys and values at attention time (MLA); empty for others."""
     output: tuple[Linear, ...]
     num_heads: int
     """Query heads."""
@@ -55,15 +56,15 @@ class AttentionShape:
     shared_query_norms: int = 0
     """Parameters of norms on queries before RoPE, which a student's layer shares with its teacher's (Qwen3)."""
     shared_key_norms: int = 0
-    """Parameters of norms on keys before RoPE, likewise."""
+    """Parameters of norms on keys before RoPE, shared in the same way."""
     query_norms: int = 0
     """Parameters of norms between query projections, which a student's layer has copies of (MLA)."""
     key_norms: int = 0
-    """Parameters of norms between key and value projections, likewise."""
+    """Parameters of norms between key and value projections, copied in the same way."""
 
     @property
     def flops_per_pair(self) -> int:
-        """Scores and weighted sum for one query and one key, all heads."""
+        """Multiplications and additions of score and weighted sum for one query and one key, over all heads."""
         return 2 * self.num_heads * (self.query_size + self.value_size)
 
     @property
@@ -76,7 +77,7 @@ class AttentionShape:
 
     @property
     def decode_parameters(self) -> int:
-        """Parameters of the projections by which deep tokens make cache entries of their own."""
+        """Parameters of the projections with which deep tokens make their own cache entries."""
         return sum(linear.parameters for linear in self.key_value)
 
     @property
@@ -90,17 +91,17 @@ class Layer:
 
     attention: AttentionShape
     mlp: tuple[Linear, ...]
-    """Router, if there is one, then gate, up and down; of routed and of shared experts."""
+    """Router (if any), then gate, up and down projections, of routed and of shared experts."""
     window: int | None
     """Tokens a query sees, itself included; None: all before it."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A teacher, and what its configuration says of a student."""
+    """A teacher, and the student's settings in its configuration."""
 
     model_type: str
-    """The teacher's."""
+    """Model type of the teacher."""
     hidden_size: int
     vocab_size: int
     tie_word_embeddings: bool
@@ -110,13 +111,13 @@ class Architecture:
     num_norms: int
     """Norms of hidden states in a layer."""
     shared_attention: AttentionShape
-    """Attention of the layers that own a group's KV projections in the student."""
+    """Attention of the student's layers that own the KV projections of a group."""
     max_position_embeddings: int
     dtype: str
     num_key_value_layers: int | None
     """l of a student's configuration; None in a teacher's."""
     prefill_layers: tuple[int, ...] | None
-    """Layers that prompts of a student run through, where its configuration lists them."""
+    """Layers that a student's prompts run through, if its configuration lists them."""
     key_value_group_size: int
     early_exit: bool
     decodes_own: bool

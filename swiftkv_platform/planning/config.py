@@ -1,4 +1,4 @@
-"""Reads `config.json`: where it is, which keys it has, what is wrong with them. It knows no architecture."""
+"""Read `config.json` and give typed access to its keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from swiftkv_platform.families import Fixed, Flag
 
 FIELD = "model.name_or_path"
 _MOST = 1 << 40
-"""Largest number that a configuration counts something by."""
+"""Largest count that is accepted in a configuration."""
 
 ConfigSource = str | Path | Mapping[str, Any]
 """A `config.json`, the directory that holds one, or its content."""
 
 
 def read_config(source: ConfigSource) -> dict[str, Any]:
-    """The content of a Hugging Face `config.json`. Raises `ModelError`: there is none, or it holds no JSON object."""
+    """Return the content of a Hugging Face `config.json`. Raises `ModelError` if there is none, or it holds no JSON
+    object."""
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source).expanduser()
@@ -40,7 +41,7 @@ def read_config(source: ConfigSource) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to a configuration; what is missing or of the wrong kind is a `ModelError` that names the key."""
+    """Typed access to a configuration. A missing or mistyped value is a `ModelError` that names the key."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
@@ -55,7 +56,7 @@ class Fields:
         return value
 
     def optional_count(self, *names: str, least: int = 1, most: int = _MOST) -> int | None:
-        """An integer from `least` to `most` under the first of `names` that is there; None where none is, or null."""
+        """Return the integer from `least` to `most` of the first of `names` that is set; None if none is."""
         for name in names:
             value = self._config.get(name)
             if value is None:

@@ -1,7 +1,7 @@
-"""Values of `config.json` and `generation_config.json` that a model of a known family can have. Imports no torch.
+"""Accepted values of `config.json` and `generation_config.json` of known families. Imports no torch.
 
-The control plane and the workers ask here, so that both refuse alike what transformers refuses, or what would fail
-later. Keys that are not listed are left to transformers.
+Used by both the control plane and the workers, so that they refuse the same values: those that transformers refuses and
+those that would fail later. Keys not listed here are left to transformers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from swiftkv_platform.families import FLAGS, STUDENT_KEYS, STUDENT_SUFFIX
 from swiftkv_platform.planning.config import FIELD
 
 MAX_LAYERS = 1024
-"""Layers of a model; every one of them is made when a configuration is read."""
+"""Most layers of a model; each becomes an object when a configuration is read."""
 _MAX_COUNT = (1 << 31) - 1
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _FP8_METHODS = ("fbgemm_fp8", "fp8")
 _IN_PLACE = ("weight", "static")
-"""Orders of rounding (`actorder`) that leave columns and their groups where they are."""
+"""Orders of rounding (`actorder`) that keep columns and their groups in place."""
 
 _COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _OPTIONAL_COUNTS = (
@@ -44,13 +44,13 @@ _ROPE_NEEDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
-"""Keys that a kind of RoPE must have, which transformers puts no defaults for."""
+"""Keys that each kind of RoPE requires, since transformers has no defaults for them."""
 _PROBABILITIES = ("top_p", "min_p", "typical_p")
 _POSITIVE = ("temperature", "repetition_penalty")
 
 
 def has_quantized_weights(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration announces quantised weights. Raises `ModelError`: a quantisation that is not read."""
+    """Whether a configuration declares quantised weights. Raises `ModelError` for an unsupported quantisation."""
     fields = config.get("quantization_config")
     if fields is None:
         return False
@@ -70,7 +70,8 @@ def has_quantized_weights(config: Mapping[str, Any]) -> bool:
 
 
 def _is_read(fields: Mapping[str, Any]) -> bool:
-    """Whether compressed-tensors' weights are 8-bit floats, or symmetric integers of 8 or 4 bits in their order."""
+    """Whether compressed-tensors' weights are 8-bit floats, or symmetric 8- or 4-bit integers in their original
+    order."""
     groups = fields.get("config_groups")
     found = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)] if groups else []
     weights = [each for each in found if isinstance(each, Mapping)]
@@ -85,8 +86,8 @@ def _is_read_scheme(weights: Mapping[str, Any]) -> bool:
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Check a `config.json` of a known family. Absent keys mean what transformers takes them to mean. Raises
-    `ModelError`: naming the key, its value and what is accepted."""
+    """Check a `config.json` of a known family; absent keys have transformers' defaults. Raises `ModelError`, which
+    names the key, its value and what is accepted."""
     values = _Values("config.json", config)
     values.check(("num_hidden_layers",), _is_count(MAX_LAYERS), f"1..{MAX_LAYERS} is accepted")
     values.check(_COUNTS, _is_count(), "a positive integer is accepted")
@@ -108,9 +109,9 @@ def check_values(config: Mapping[str, Any]) -> None:
     _check_heads(config)
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), Mapping):
-            old = {"su": _ROPE_NEEDS["longrope"]} if config.get("model_type") == "phi3" else {}  # its name before
+            old = {"su": _ROPE_NEEDS["longrope"]} if config.get("model_type") == "phi3" else {}  # an earlier name
             _check_rope(_Values("config.json", rope, f"{key}."), {**_ROPE_NEEDS, **old})
-            for kind, of_type in rope.items():  # of layers, where these have their own
+            for kind, of_type in rope.items():  # by layer type, if these have their own
                 if isinstance(of_type, Mapping):
                     _check_rope(_Values("config.json", of_type, f"{key}.{kind}."), _ROPE_NEEDS)
 
@@ -128,7 +129,7 @@ def check_generation_values(config: Mapping[str, Any]) -> None:
 
 
 class _Values:
-    """Keys of a file, some of which may be below another key."""
+    """Keys of a file, possibly nested below another key."""
 
     def __init__(self, file: str, config: Mapping[str, Any], prefix: str = "") -> None:
         self._file, self._config, self._prefix = file, config, prefix
@@ -139,7 +140,7 @@ class _Values:
                 raise _refused(self._file, f"{self._prefix}{key}", self._config[key], accepted)
 
     def check_needs(self, keys: Iterable[str], needs: Mapping[str, Sequence[str]]) -> None:
-        """Check that there is what the value of the first of `keys` that is there needs."""
+        """Check that the keys required by the value of the first of `keys` that is set are there."""
         for key in [key for key in keys if key in self._config][:1]:
             for needed in needs[self._config[key]]:
                 if self._config.get(needed) is None:
@@ -156,8 +157,7 @@ def _check_token_ids(values: _Values) -> None:
 
 
 def check_kind(config: Mapping[str, Any]) -> None:
-    """Refuse a teacher's configuration that has a student's keys, which conversion would take over. Raises
-    `ModelError`."""
+    """Raise `ModelError` for a teacher's configuration with a student's keys, which conversion would take over."""
     kind = str(config.get("model_type"))
     found = next((key for key in STUDENT_KEYS if key in config), None)
     if found is not None and not kind.endswith(STUDENT_SUFFIX):

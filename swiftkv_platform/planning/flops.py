@@ -1,4 +1,4 @@
-"""Multiplications and additions of a forward pass by component, in closed form. It knows neither bytes nor memory.
+"""Multiplications and additions of a forward pass by component, in closed form.
 
 Two conventions:
 
@@ -30,10 +30,10 @@ class Flops:
     vocabulary: float = 0
     query: float = 0
     key_value: float = 0
-    """Keys and values, or the latent they come from; with what expands it where it is attended to (MLA)."""
+    """Keys and values, or the latent they come from, and its expansion at attention time (MLA)."""
     output: float = 0
     mlp: float = 0
-    """MLP, with the router of a mixture of experts, whose experts count as far as a token is sent to them."""
+    """MLP; a mixture of experts counts the router and the active experts."""
     attention: float = 0
 
     def __add__(self, other: Flops) -> Flops:
@@ -69,7 +69,7 @@ def forward_flops(
 
     Args:
         num_tokens: new tokens of one sequence.
-        num_kept: the last of them that run through layers >= l, and those that the others bypass.
+        num_kept: the last of these tokens, which run through layers >= l and through layers that the others bypass.
         num_logits: positions whose logits are computed.
         past: tokens in the cache before them.
         square: count attention as plain matrix products run it, over every key that the cache holds.
@@ -103,7 +103,7 @@ def forward_flops(
 def prefill_flops(
     model: Architecture, layer_map: LayerMap, sequence_length: int, convention: Convention, *, square: bool = False
 ) -> Flops:
-    """A whole prompt up to its last token's logits."""
+    """Return the FLOPs of a whole prompt, up to the logits of its last token."""
     if convention == "executed":
         return forward_flops(model, layer_map, num_tokens=sequence_length, num_kept=1, num_logits=1, square=square)
     layers = forward_flops(model, layer_map, num_tokens=sequence_length, num_kept=0, num_logits=0, square=square)
@@ -112,14 +112,15 @@ def prefill_flops(
 
 
 def decode_flops(model: Architecture, layer_map: LayerMap, context: int) -> Flops:
-    """One decode step, whose token sees `context` tokens, itself included."""
+    """Return the FLOPs of one decode step whose token sees `context` tokens, itself included."""
     return forward_flops(model, layer_map, num_tokens=1, num_kept=1, num_logits=1, past=context - 1)
 
 
 def attention_pairs(num_queries: int, past: int, window: int | None) -> int:
-    """Pairs of query and key when `num_queries` tokens follow `past`: query t (1-based) sees min(past + t, window)."""
+    """Count the pairs of query and key for `num_queries` tokens after `past`: query t (1-based) sees min(past + t,
+    window)."""
     window = window or past + num_queries
-    growing = min(max(window - past, 0), num_queries)  # queries that see everything before them
+    growing = min(max(window - past, 0), num_queries)  # queries that see all tokens before them
     return growing * past + growing * (growing + 1) // 2 + (num_queries - growing) * window
 
 

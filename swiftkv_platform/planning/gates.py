@@ -1,5 +1,5 @@
-"""Losses that the samples of a task can tell from none, before anything runs: the default limits of gates on tasks,
-and a forecast of what a spec's gates can decide. Arithmetic on numbers of samples alone.
+"""Smallest losses that a task's samples can detect, computed before anything runs: default limits of gates on tasks,
+and a forecast of what a spec's gates can decide. Uses numbers of samples only.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from swiftkv_platform.specs.evaluation import name_and_data
 DISCORDANT = 0.08
 """Share of the samples that one of two equally good models gets right and the other does not, as it is assumed."""
 PASSES = 0.98
-"""Chance that a student without a loss passes all gates on tasks, where their limits are the default. Above the 95%
-that are promised: the normal distribution is an approximation."""
+"""Chance that a student without a loss passes all gates on tasks at the default limits. Above the promised 95%, since
+the normal distribution is an approximation."""
 DROPS = 1.0, 10.0
-"""Least and largest default of `max_drop`, in points: fewer samples than the largest takes leave good students
+"""Range of the default `max_drop` in points. With fewer samples than its upper end needs, good students stay
 undecided."""
 WORSE = 3.0
-"""Points that a student loses on every task, of which a forecast says how often it passes all the same."""
+"""Points that a worse student loses on every task; a forecast tells how often it passes all the same."""
 MOST_PASSES_WORSE = 0.05
-"""Chance of that above which plan and `validate` warn."""
+"""Chance that a worse student passes above which plan and `validate` warn."""
 NEEDLE_DROPS = 5.0, 20.0
-"""The same of `max_needle_drop`."""
+"""Range of the default `max_needle_drop` in points."""
 NEEDLE_LENGTHS = (1024, 4096)
-"""Lengths of needle prompts that instruction-tuned models have by default, where the context holds them."""
+"""Default lengths of needle prompts for instruction-tuned models, if the context holds them."""
 
 _PAPER = tuple(task.name for task in PAPER_TASKS)
 _NEEDLE_GATES = 16
@@ -53,7 +53,7 @@ _NUM_SAMPLES = {
 }
 _NUM_SUBJECTS, _ALL_SUBJECTS = 57, 14_042
 _BY_SUBJECT = frozenset({"builtin:mmlu", "mmlu", "mmlu_llama", "mmlu_cot_llama"})
-"""Groups of MMLU, of which `task_limit` counts each subject by itself."""
+"""Groups of MMLU, for which `task_limit` applies to each subject."""
 
 
 class TaskForecast(FrozenModel):
@@ -63,30 +63,29 @@ class TaskForecast(FrozenModel):
     field: str
     """Dotted path of the limit in the spec."""
     num_samples: int | None
-    """None where it is known only when the task runs."""
+    """Samples of the task; None if known only when the task runs."""
     limit: float | None
-    """Points of a hundred; None where it follows from a number of samples that is not known."""
+    """Limit in points of a hundred; None if it depends on an unknown number of samples."""
     excluded: float | None
     """Smallest true loss, in points, that the samples can exclude; see `smallest_excluded_loss`."""
     samples_needed: int | None
-    """Samples with which a student without a loss passes; None where the task's are enough, or not known."""
+    """Samples with which a student without a loss passes; None if the task has enough, or if unknown."""
     passes_worse: float | None
-    """Chance that the gate passes a student that loses `WORSE` points; None where its limit or samples are not known.
-    """
+    """Chance that the gate passes a student that loses `WORSE` points; None if its limit or samples are unknown."""
 
 
 def smallest_excluded_loss(num_samples: int, *, num_gates: int = 1) -> float:
-    """The smallest true loss that `num_samples` paired samples can exclude, in points of a hundred.
+    """Return the smallest true loss that `num_samples` paired samples can exclude, in points of a hundred, at most 100.
 
-    At that limit a student without a loss passes its gate, which asks for a whole 95% interval (Agresti and Min's,
-    `evaluation.paired`) within the limit, so often that it passes `num_gates` independent ones with a chance of
-    `PASSES`. Teacher and student differ on `DISCORDANT` of the samples. 100 is the most.
+    A gate passes if the whole 95% interval (Agresti and Min's, `evaluation.paired`) is within the limit. At this limit,
+    a student without a loss passes `num_gates` independent gates with the probability `PASSES`, given that teacher and
+    student differ on `DISCORDANT` of the samples.
     """
     share = PASSES ** (1.0 / num_gates)
     counted = num_samples + 2
     discordant = num_samples * DISCORDANT
-    margin = _Z * math.sqrt(discordant + 1.0)  # of the interval
-    spread = NormalDist().inv_cdf(share) * math.sqrt(discordant)  # of the loss that is measured
+    margin = _Z * math.sqrt(discordant + 1.0)  # half-width of the interval
+    spread = NormalDist().inv_cdf(share) * math.sqrt(discordant)  # of the measured loss
     return min(100.0 * (margin + spread) / counted, 100.0)
 
 
@@ -99,8 +98,8 @@ def chance_to_pass(loss: float, *, num_samples: int, limit: float) -> float:
 
 
 def passes_worse(gates: Sequence[Mapping[str, Any]]) -> float | None:
-    """Chance that a student which loses `WORSE` points on every task passes all gates on tasks; needles aside. None
-    without such a gate, or where the samples or limit of one are not known.
+    """Return the chance that a student which loses `WORSE` points on every task passes all gates on tasks, without
+    needles. None if there is no such gate, or the samples or limit of one are unknown.
 
     Args:
         gates: forecasts as plain values.
@@ -111,14 +110,14 @@ def passes_worse(gates: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def default_limit(num_samples: int, *, num_gates: int) -> float:
-    """The limit of a gate on a task of shares whose spec says `auto`, in points of a hundred; `num_gates`: see
+    """Return the limit, in points of a hundred, that `auto` means for a task of shares; `num_gates`: see
     `num_task_gates`."""
     return _between(DROPS, smallest_excluded_loss(num_samples, num_gates=num_gates))
 
 
 def default_needle_limit(num_samples: int) -> float:
-    """Default limit of the gate on one length of needle prompts, in points of a hundred. It does not count among the
-    gates that tasks share, since only a tokenizer tells whether there are needles; as needles are few, it is wide."""
+    """Return the default limit for one length of needle prompts, in points of a hundred. Needles do not count among the
+    tasks' gates, since only a tokenizer tells whether there are any; as they are few, the limit is wide."""
     return _between(NEEDLE_DROPS, smallest_excluded_loss(num_samples, num_gates=_NEEDLE_GATES))
 
 
@@ -127,7 +126,7 @@ def _between(bounds: tuple[float, float], loss: float) -> float:
 
 
 def samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
-    """The fewest samples that exclude a true loss of `loss` points; None where no number does."""
+    """Return the fewest samples that exclude a true loss of `loss` points; None if no number does."""
     if loss <= 0.0:
         return None
     low, high = 0, 1
@@ -143,13 +142,13 @@ def samples_to_exclude(loss: float, *, num_gates: int = 1) -> int | None:
 
 
 def num_task_gates(spec: EvaluationSpec) -> int:
-    """Gates on tasks that a spec asks for, counted alike before a job and in its report; needles are not."""
+    """Count the gates on tasks of a spec, the same way before a job and in its report; needles do not count."""
     return max(len(_names(spec)), 1)
 
 
 def forecast(spec: EvaluationSpec) -> tuple[TaskForecast, ...]:
-    """Forecasts for the gates on tasks of a spec; of needles where the spec names their lengths, since only the
-    tokenizer tells whether a model has them by default."""
+    """Forecast the gates on tasks of a spec. Needles are included only if the spec names their lengths, since the
+    tokenizer decides whether a model has them by default."""
     names = _names(spec)
     num_gates = max(len(names), 1)
     found = [] if spec.max_drop is None else [_of_task(name, spec, num_gates) for name in names]
@@ -194,13 +193,13 @@ def _forecast(name: str, field: str, samples: int | None, limit: float | None, n
 
 
 def _names(spec: EvaluationSpec) -> list[str]:
-    """Names of the tasks of a spec, `paper` spelt out."""
+    """Return the names of the tasks of a spec, with `paper` expanded."""
     named = (name_and_data(task)[0] for task in spec.tasks)
     return [one for name in named for one in (_PAPER if name == "paper" else (name,))]
 
 
 def _num_samples(name: str, limit: int | None) -> int | None:
-    """Samples of a task as its authors published it; None for one that is not known here."""
+    """Return the number of samples of a task as published; None if unknown."""
     if name in _BY_SUBJECT:
         return _ALL_SUBJECTS if limit is None else min(_NUM_SUBJECTS * limit, _ALL_SUBJECTS)
     known = _NUM_SAMPLES.get(name)

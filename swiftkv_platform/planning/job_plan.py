@@ -1,5 +1,5 @@
-"""A job's plan, phase by phase: memory of a worker, disk of a node and in the store, bytes moved, time. Arithmetic on a
-spec, a `config.json` and what an operator states of the machines; docs/planning.md explains each figure.
+"""A job's plan, phase by phase: memory of a worker, disk of a node, bytes in the store and moved, time. Computed from a
+spec, a `config.json` and the operator's figures for the machines; docs/planning.md explains each figure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swiftkv_platform.planning.volumes import BYTES_PER_TOKEN, MAX_SHARD_BYTES, 
 from swiftkv_platform.specs import JobSpec
 
 _MEMORY_PER_TEXT_BYTE = 0.42
-"""Host memory that the preparation of a byte of text takes, as docs/data.md measured it."""
+"""Host memory for preparing one byte of text, as measured in docs/data.md."""
 _DATA = "data sources, whose size is not known here"
 _FETCHED_DATA = "downloads of data sources"
 _ANSWERS = "answers to tasks, needles and continuations"
@@ -51,7 +51,7 @@ def plan_job(
     inputs: Inputs,
     machines: Machines,
 ) -> JobPlan:
-    """Plan a job whose defaults are resolved. Raises `InvalidInputError` for a node's disk too small for a phase."""
+    """Plan a job whose defaults are resolved. Raises `InvalidInputError` if a node's disk is too small for a phase."""
     setup = training_setup(spec)
     memory = plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens(spec))
     job = _Job(
@@ -137,7 +137,7 @@ class _Job:
         )
 
     def prepare(self) -> PhasePlan:
-        """One task that checks the teacher's files, of which it fetches all, and makes the rows."""
+        """Plan the task that downloads and checks the teacher's files and prepares the rows."""
         own, known = self.volumes, self.inputs.tokens is not None
         teacher = self._teacher()
         return self._phase(
@@ -155,10 +155,10 @@ class _Job:
         )
 
     def calibrate(self) -> PhasePlan:
-        """The teacher layer by layer over a share of the rows on each worker."""
+        """Plan the calibrated start: each worker runs the teacher layer by layer over its share of the rows."""
         own, memory, setup = self.volumes, self.memory["calibrate"], self.setup
         tokens = self.spec.swiftkv.calibration_tokens
-        # Refitted, the student's layers run behind the teacher's, at most twice: to be fitted without their MLPs.
+        # If refitted, the student's layers run after the teacher's, at most twice: they are fitted without their MLPs.
         refits = 2 * setup.refitted * self._measuring_flops.student
         flops = calibrating_flops(self.model, self.layer_map, setup) + refits
         activations = waiting_activations(self.model, self.layer_map, setup, tokens)
@@ -178,8 +178,8 @@ class _Job:
         )
 
     def train(self) -> PhasePlan:
-        """Every step, with trials of rates before the first, measurements, and a checkpoint now and then; a run that
-        goes on, or back, fetches one to each node, or with FSDP2 its part to each worker, which no disk holds."""
+        """Plan training: trials of learning rates, all steps, measurements and checkpoints. A run that resumes or goes
+        back downloads a checkpoint to each node; with FSDP2, to each worker its part, which is not kept on disk."""
         own, memory, steps = self.volumes, self.memory["train"], self._steps
         calibrated = "calibrate" in self.memory
         fetched = _Fetched(self.num_nodes)
@@ -190,14 +190,14 @@ class _Job:
         share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
         schedule = None if steps is None else RunSchedule.of(self.spec, steps)
         saved = 1 if schedule is None else schedule.num_saves
-        # Of a checkpoint every worker writes its share, but with ZeRO the first one all of it.
+        # Every worker writes its share of a checkpoint; with ZeRO the first worker writes all of it.
         written = own.checkpoint // (1 if self.spec.sharding.strategy == "deepspeed" else self.num_nodes)
         loads_parts = self.spec.sharding.strategy == "fsdp2"
-        # Of a restored one, else of one that is uploaded while the next is written.
+        # A restored checkpoint, or one being uploaded while the next is written.
         on_disk = min(own.checkpoint, 2 * written) if loads_parts else own.checkpoint
         whole = None if steps is None else self._seconds(steps * self._flops_per_step)
         steering = None if schedule is None else self._seconds(self._steering_flops(schedule))
-        # All but the last are uploaded while steps are taken.
+        # All but the last are uploaded while steps run.
         beside = (whole or 0.0) * self.machines.store_bytes_per_second
         left_out = (_DATA,) if self.inputs.tokens is None else ()
         if self.spec.training.guard is not None and self.spec.training.validation is not None:
@@ -226,11 +226,11 @@ class _Job:
         rows = -(-self.spec.evaluation.max_tokens // (setup.sequence_length * self.num_workers))
         flops = self._measuring_flops
         head = 2 * Linear(self.model.hidden_size, self.model.vocab_size).flops
-        # Where prompts bypass layers, the teacher's share has its way through layers < l.
+        # If prompts bypass layers, the teacher's share includes its own pass through layers < l.
         per_token = (1 if self.layer_map.bypassed else 2) * flops.lower + flops.teacher + flops.student + head
         fetched = self._teacher(self.num_nodes)
         brought = own.rows + own.start + (own.trained // self.num_nodes if self._divides else own.trained)
-        fetched = replace(fetched, hub=0, store=fetched.store + brought)  # the hub's cache has the teacher
+        fetched = replace(fetched, hub=0, store=fetched.store + brought)  # the hub's cache has the teacher already
         share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
         return self._phase(
             "evaluate",
@@ -246,7 +246,7 @@ class _Job:
         )
 
     def publish(self) -> PhasePlan:
-        """The student's weight files, written one after the other by the first worker and uploaded."""
+        """Plan publishing: the first worker writes the student's weight files one by one and uploads them."""
         own = self.volumes
         largest = (2 if self.setup.dtype == "bfloat16" else 4) * self.parameters.largest_tensor
         stored = self._stored
@@ -258,7 +258,7 @@ class _Job:
             disk=DiskUse.of(cache=self._on_node, checkpoints=self._copied, artifact=own.artifact),
             store=DiskUse.of(cache=stored.cache, checkpoints=stored.checkpoints, artifact=own.artifact),
             fetched=_Fetched(store=own.trained),
-            disk_bytes=3 * own.artifact,  # tensors are read, files written, and read again for their digests
+            disk_bytes=3 * own.artifact,  # tensors are read, files written, and read again for digests
             compute=0.0,
             uploaded=own.artifact,
             left_out=() if self.inputs.tokens is not None else (_DATA,),
@@ -281,11 +281,11 @@ class _Job:
         awaited: int | None = None,
         steering: float | None = 0.0,
     ) -> PhasePlan:
-        """A phase whose parts follow each other.
+        """Return a phase whose parts run one after the other.
 
         Args:
             disk_bytes: bytes read from and written to the busiest disk.
-            awaited: bytes of `uploaded` that the phase waits for, by the busiest node; None: all.
+            awaited: bytes of `uploaded` by the busiest node that the phase waits for; None: all.
         """
         machines = self.machines
         seconds = PhaseSeconds(
@@ -321,13 +321,13 @@ class _Job:
 
     @property
     def _on_node(self) -> int:
-        """Bytes on a node while a phase with all workers begins."""
+        """Bytes on a node's disk when a phase with all workers begins."""
         return self._teacher().total + self.volumes.rows + self.volumes.start
 
     @cached_property
     def _divides(self) -> bool:
-        """Whether workers divide the model among them to measure it, and read no more than their parts of what was
-        trained; where the memory of a worker is not known, it is taken to hold all."""
+        """Whether workers divide the model to measure it, so that each reads only its part of the trained tensors. If a
+        worker's memory is unknown, the model is assumed to fit."""
         resources = self.spec.resources
         room = DEVICE_MEMORY.get(resources.accelerator_type or "")
         if not resources.gpus_per_worker:
@@ -338,7 +338,7 @@ class _Job:
 
     @property
     def _copied(self) -> int:
-        """Bytes of the copy of what was trained that the workers of a node share."""
+        """Bytes of the copy of the trained tensors that the workers of a node share."""
         return 0 if self._divides or self.on_node == 1 else self.volumes.trained
 
     @property
@@ -348,12 +348,12 @@ class _Job:
 
     @property
     def _num_kept(self) -> int:
-        """Checkpoints in the store between two saves: the newest, and the best where held-out KL is measured."""
+        """Checkpoints in the store between two saves: the newest ones, and the best if held-out KL is measured."""
         return self.spec.checkpoint.keep + (self.spec.training.validation is not None)
 
     @cached_property
     def _measuring_flops(self) -> TrainingFlops:
-        """FLOPs a token of both modes, whatever is trained."""
+        """FLOPs per token of both modes, independent of what is trained."""
         plain = replace(self.setup, objective="logits", trainable="qkv", gradient_checkpointing=False)
         return training_flops(self.model, self.layer_map, plain)
 
@@ -370,8 +370,8 @@ class _Job:
         return tokens * training_flops(self.model, self.layer_map, self.setup).total / self.num_workers
 
     def _steering_flops(self, schedule: RunSchedule) -> float:
-        """FLOPs of one worker in all trials of the search for a rate, each with a measurement, and in the measurements
-        of the run. A worker whose share of the rows is smaller waits for the others."""
+        """Return the FLOPs of one worker for all trials of the rate search, each with a measurement, and for the run's
+        measurements. The worker with the largest share of rows counts; the others wait for it."""
         validation, setup = self.spec.training.validation, self.setup
         if validation is None or schedule.measured_every is None:
             return 0.0

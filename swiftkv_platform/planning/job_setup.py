@@ -9,7 +9,8 @@ from swiftkv_platform.specs.defaults import BATCH_SIZE
 
 
 def training_setup(spec: JobSpec) -> TrainingSetup:
-    """Return what of `spec` its plan depends on; without `training.batch_size`, for the default one."""
+    """Return the settings of `spec` that its plan depends on, with the default batch size if `training.batch_size` is
+    not set."""
     return TrainingSetup(
         sequence_length=spec.data.max_length,
         micro_batch_size=spec.training.micro_batch_size,

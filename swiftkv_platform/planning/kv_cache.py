@@ -1,4 +1,4 @@
-"""Bytes of a KV cache, to the last scale. It knows no tensors: `model.cache.cache_bytes` measures the real one."""
+"""Bytes of a KV cache, scales included. Computed without tensors; `model.cache.cache_bytes` measures a real one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 SCALE_BYTES = 2
-"""A quantised cache keeps a scale per token and head, for keys and for values."""
+"""Bytes of a scale. A quantised cache has one per token and head, for keys and for values each."""
 QUANTIZED = frozenset({"fp8", "int8"})
 
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Bytes of KV of one sequence."""
+    """Bytes of one sequence's KV cache."""
 
     payload: int
     scales: int
@@ -30,7 +30,7 @@ class KVBytes:
 
 
 def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
-    """Refuse a dtype that there is not. Raises `InvalidInputError`: naming those there are."""
+    """Raise `InvalidInputError` for an unknown dtype; it names the accepted ones."""
     if name not in DTYPE_BYTES:
         raise InvalidInputError.of(field, name, f"; {', '.join(get_args(KVCacheDtype))} are accepted")
 
@@ -38,8 +38,8 @@ def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
 def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> KVBytes:
     """The cache after `sequence_length` tokens of one sequence.
 
-    A cache layer with a window keeps the tokens that the next one will see beside itself; a group keeps the longest
-    window of its layers.
+    A cache layer with a window keeps the tokens that the next token will see; a group keeps the longest window of its
+    layers.
     """
     payload = scales = 0
     for attention, window in cache_layers(model, layer_map):
@@ -51,7 +51,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
 
 
 def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[AttentionShape, int | None]]:
-    """Return for each cache layer the attention whose entries it keeps, and its window."""
+    """Return for each cache layer the attention whose entries it stores, and its window."""
     first = layer_map.num_key_value_layers
     layers = [(layer.attention, layer.window) for layer in model.layers[:first]]
     for leader in layer_map.leaders:

@@ -1,4 +1,4 @@
-"""Layers of a student that compute KV, and the KV-cache layer that each one reads. Plain arithmetic: imports no torch.
+"""Map from a student's layers to those that compute KV and to KV-cache layers. Plain arithmetic: imports no torch.
 
 Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 """
@@ -17,8 +17,8 @@ Sharing = Literal["gqa", "mqa", "mha"]
 """Heads that layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
 
 DecodeKeyValue = Literal["shared", "own"]
-"""Origin of K and V of tokens that run through layers >= l: x, like a prompt's (the paper's form), or their own hidden
-state in the first layer of each group."""
+"""Source of K and V for tokens that run through layers >= l: x, as for prompts (the paper's form), or the token's own
+hidden state in the first layer of each group."""
 
 
 _OF_GROUP = re.compile(r"self_attn\.([kv]_proj_swiftkv|k_norm)\.")
@@ -36,7 +36,7 @@ class LayerMap:
     num_key_value_layers: int
     key_value_group_size: int
     bypassed: tuple[int, ...] = ()
-    """Layers below l that skipped prompt tokens bypass: these leave their K and V there and no more."""
+    """Layers below l that skipped prompt tokens bypass: only their K and V are computed there."""
 
     def __post_init__(self) -> None:
         _check_integer("num_key_value_layers", self.num_key_value_layers)
@@ -71,13 +71,13 @@ class LayerMap:
         return tuple(range(self.num_key_value_layers, self.num_hidden_layers, self.key_value_group_size))
 
     def leader(self, layer: int) -> int:
-        """The layer whose KV projections layer >= l attends to."""
+        """Return the layer whose KV projections `layer` >= l uses."""
         offset = layer - self.num_key_value_layers
         return layer - offset % self.key_value_group_size
 
     def runs_in_prefill(self, name: str) -> bool:
-        """Whether a checkpoint's tensor is of what skipped prompt tokens run through: the embedding, layers < l, and K
-        and V of the groups."""
+        """Whether skipped prompt tokens need a checkpoint's tensor: the embedding, layers < l, and K and V of the
+        groups."""
         found = re.match(r"model\.layers\.(\d+)\.(.*)", name)
         if found is None:
             return name.startswith(("model.embed_tokens.", "model.norm_swiftkv."))
@@ -103,8 +103,8 @@ def _check_integer(name: str, value: object) -> None:
 
 
 def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = None) -> tuple[int, tuple[int, ...]]:
-    """l and the layers below it that prompts bypass, of a list of the layers that prompts run through. Raises
-    `InvalidInputError`: no ascending list of layers, or one of a layer that the model does not have."""
+    """Return l and the bypassed layers below it for a list of the layers that prompts run through. Raises
+    `InvalidInputError` if the list is not ascending, or names a layer that prompts cannot run through."""
     fits = isinstance(prefill_layers, list | tuple) and bool(prefill_layers)
     layers = list(prefill_layers) if fits else []  # type: ignore[call-overload]
     numbers = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers)
@@ -122,7 +122,7 @@ def read_prefill_layers(prefill_layers: object, num_hidden_layers: int | None = 
 
 
 def refuse_bypassed_latents(prefill_layers: object, model_type: str) -> None:
-    """Refuse layers that prompts bypass in a model that caches latents. Raises `ModelError`."""
+    """Raise `ModelError` for layers that prompts bypass in a model that caches latents."""
     raise ModelError.of(
         "swiftkv.prefill_layers",
         prefill_layers,
@@ -133,8 +133,8 @@ def refuse_bypassed_latents(prefill_layers: object, model_type: str) -> None:
 def resolve_num_key_value_layers(
     num_hidden_layers: int, num_key_value_layers: int | None, prefill_reduction: float | None
 ) -> int:
-    """l from whichever of its two spellings is given; half of the layers where neither is. Raises `InvalidInputError`:
-    both are given, or a share outside 0..1."""
+    """Return l from whichever of its two forms is given; half of the layers if neither is. Raises `InvalidInputError`
+    if both are given, or a share is outside 0..1."""
     if num_key_value_layers is not None and prefill_reduction is not None:
         raise InvalidInputError(
             f"swiftkv.num_key_value_layers is {num_key_value_layers} and swiftkv.prefill_reduction is "
@@ -161,8 +161,8 @@ def student_layer_map(
     key_value_group_size: int,
     prefill_layers: Sequence[int] | None = None,
 ) -> LayerMap:
-    """The layer map of a student, which skips one layer at least. Raises `InvalidInputError`: l, its share, g or the
-    list of layers that prompts run through out of range, naming what is accepted."""
+    """Return the layer map of a student, which skips at least one layer. Raises `InvalidInputError` if l, its share, g
+    or the list of prefill layers is out of range, naming what is accepted."""
     bypassed: tuple[int, ...] = ()
     if prefill_layers is not None:
         last, bypassed = read_prefill_layers(prefill_layers, num_hidden_layers)
@@ -193,10 +193,10 @@ def shared_key_value_heads(sharing: Sharing, *, num_attention_heads: int, num_ke
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[slice]:
-    """Split a sequence into as few runs as there can be whose sizes add up to no more than `limit`; an item that is
-    larger is a run by itself.
+    """Split a sequence into the fewest runs whose sizes add up to at most `limit`; a larger item is a run by itself.
 
-    Groups of a student whose K and V projections are sharded and gathered together, with a layer's size for a limit.
+    Decides which groups of a student have their K and V projections sharded and gathered together, with the size of a
+    layer as the limit.
     """
     runs, begin, total = [], 0, 0
     for i, size in enumerate(sizes):
@@ -210,8 +210,8 @@ def split_by_size(sizes: Sequence[int], limit: int) -> list[slice]:
 def equal_cache_group_size(
     num_upper_layers: int, *, num_key_value_heads: int, num_key_value_heads_swiftkv: int, key_value_group_size: int = 1
 ) -> int:
-    """The g that caches no more with `num_key_value_heads_swiftkv` heads than the teacher's heads do with
-    `key_value_group_size`: the smallest such g, and all `num_upper_layers` layers in one group where even that is more.
+    """Return the smallest g with which `num_key_value_heads_swiftkv` heads cache no more than the teacher's heads with
+    `key_value_group_size`; `num_upper_layers` if even one group caches more.
 
     Llama-3.1-8B (16 upper layers, 8 of 32 heads): against g = 4, mha needs g = 16 and mqa g = 1 (table C.1).
     """

@@ -1,4 +1,4 @@
-"""GPUs, nodes and rates that a job's plan assumes: an operator's figures, else the defaults here."""
+"""GPUs, nodes and rates that a job's plan assumes: the operator's figures, or the defaults here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 
 DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4": 24e9, "T4": 16e9}
-"""Bytes; an A100 is sold with two sizes."""
+"""Memory of a GPU in bytes. The A100 is missing because it is sold in two sizes."""
 
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bfloat16 operations a second, as their maker states them."""
+"""Dense bfloat16 FLOPs per second as published by the manufacturer."""
 
 
 ASSUMED_UTILISATION = 0.4
@@ -19,26 +19,26 @@ ASSUMED_UTILISATION = 0.4
 
 
 class Machines(FrozenModel):
-    """Nodes of the cluster, and what an operator states of them."""
+    """Nodes of the cluster, as the operator describes them."""
 
     node_gpus: int = 8
     """GPUs of a node."""
     node_cpus: float | None = None
-    """CPUs of a node; None takes all workers without GPUs to be on one node."""
+    """CPUs of a node; None: all workers without GPUs are assumed to be on one node."""
     node_disk_bytes: int | None = None
-    """Bytes that a job may take on the disk of a node; None: not known."""
+    """Disk space of a node that a job may use, in bytes; None: unknown."""
     hub_bytes_per_second: float = 100e6
-    """Rate at which a node reads from the hub."""
+    """Download rate of a node from the hub."""
     store_bytes_per_second: float = 500e6
-    """Rate at which a node reads from the object store, or writes to it."""
+    """Rate at which a node reads from or writes to the object store."""
     disk_bytes_per_second: float = 1e9
-    """Rate at which a node reads its disk, or writes to it."""
+    """Rate at which a node reads from or writes to its disk."""
     text_bytes_per_second: float = 0.5e6
-    """Rate at which one process makes rows of text (docs/data.md)."""
+    """Rate at which one process turns text into rows (docs/data.md)."""
     flops_per_second: float | None = None
-    """FLOPs a second that one worker reaches; None: a share of its GPU's peak, where that is known."""
+    """FLOPs per second that one worker reaches; None: a share of its GPU's peak, if that is known."""
     flops_source: str = "configured"
-    """Origin of `flops_per_second`."""
+    """Source of `flops_per_second`."""
 
     def workers_per_node(self, resources: ResourcesSpec) -> int:
         room: float = resources.max_workers
@@ -49,7 +49,7 @@ class Machines(FrozenModel):
         return max(1, min(int(room), resources.max_workers))
 
     def speed(self, spec: JobSpec) -> tuple[float, str] | None:
-        """FLOPs a second of a worker and their origin; None where nothing tells them."""
+        """Return a worker's FLOPs per second and their source; None if unknown."""
         if self.flops_per_second is not None:
             return self.flops_per_second, self.flops_source
         resources = spec.resources
@@ -68,8 +68,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def multiplies_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
     """Whether PyTorch multiplies bfloat16 matrices on this machine's CPU with vector instructions.
 
-    An x86 processor needs AVX-512 for it; below, a product in bfloat16 takes tens of times as long as in float32. True
-    where nothing tells: on other processors and other systems.
+    An x86 processor needs AVX-512 for it; without, a product in bfloat16 takes tens of times as long as in float32.
+    True on other processors and systems, where this cannot be read.
     """
     lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines() if cpu_info.is_file() else []
     flags = next((line for line in lines if line.startswith("flags")), None)

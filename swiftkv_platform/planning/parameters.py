@@ -1,4 +1,4 @@
-"""Parameter counts of a student, and of what distillation trains. It knows no bytes."""
+"""Parameter counts of a student and of the part that distillation trains."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ class Parameters:
     """Parameter counts of one student; tied embeddings count once."""
 
     frozen: int
-    """The teacher's own copy of layers that are trained is among them."""
+    """Frozen parameters, including the teacher's own copy of trained layers."""
     trained: int
     root: int
     """Parameters outside the layers: embeddings, heads, norms."""
     largest_layer: int
-    """Parameters of the largest layer as it is gathered: with the student's own queries and output projection, without
-    its keys and values."""
+    """Parameters of the largest layer as FSDP gathers it: including the student's own queries and output projection,
+    without its keys and values."""
     shared_key_value: int
-    """Parameters of the K and V projections that are gathered at once: of as many groups as are no larger than a
-    layer."""
+    """Parameters of the K and V projections gathered at once: of as many groups as fit into the size of a layer."""
     trained_of_layer: int
-    """Trained parameters of such a layer."""
+    """Trained parameters of the largest layer."""
     largest_tensor: int
 
     @property
@@ -49,7 +48,7 @@ def student_parameters(
     decodes_own: bool = False,
     trainable: Trainable = "qkv",
 ) -> Parameters:
-    """Count the parameters of a student that keeps its teacher's projections, as distillation holds it."""
+    """Count the parameters of a student during distillation, with its teacher's projections."""
     hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
     upper = model.layers[layer_map.num_key_value_layers :]
     own = model.shared_attention
@@ -68,16 +67,16 @@ def student_parameters(
     trained = added
     if trainable != "qkv":
         tail = sum(_layer(model, layer) for layer in upper)
-        # A layer that follows a leader has no keys of its own to normalise.
+        # A layer after its group's leader has no keys of its own to normalise.
         idle_norms = upper[-1].attention.shared_key_norms * (len(upper) - len(layer_map.leaders))
         trained += tail - teacher_projections - idle_norms
-        total += tail + twins + key_value  # the teacher's copy is of whole layers, the student's projections with them
+        total += tail + twins + key_value  # the teacher's copy has whole layers, including the student's projections
     if trainable == "all":
         lower = sum(_layer(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])
         trained += lower
         total += lower
     first = layer_map.num_key_value_layers
-    own_of_layer += decode  # of leaders, which those of any kind of layer are among
+    own_of_layer += decode  # of leaders, which occur among all kinds of layers
     largest = max(_layer(model, layer) + (i >= first) * own_of_layer for i, layer in enumerate(model.layers))
     projecting = own.decode_parameters + own.key_norms
     runs = split_by_size([projecting] * len(layer_map.leaders), largest)
@@ -101,7 +100,7 @@ def _embeddings(model: Architecture) -> int:
 
 
 def _layer(model: Architecture, layer: Layer) -> int:
-    """A teacher's layer."""
+    """Count the parameters of a teacher's layer."""
     attention = layer.attention
     norms = attention.shared_query_norms + attention.shared_key_norms
     projections = attention.query_parameters + attention.key_value_parameters + norms

@@ -1,4 +1,4 @@
-"""Figures of a job's plan, phase by phase, and what they assume. Computes none."""
+"""Data classes of a job's plan, phase by phase, and of its assumptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PhaseName = Literal["prepare", "calibrate", "train", "evaluate", "publish"]
 
 
 class DiskUse(FrozenModel):
-    """Bytes on a disk or in the store."""
+    """Bytes on a disk or in the store, by purpose."""
 
     cache: int
     """The teacher as downloaded, prepared rows, the calibrated start, and activations that wait on disk."""
@@ -24,59 +24,60 @@ class DiskUse(FrozenModel):
 
 
 class PhaseSeconds(FrozenModel):
-    """Seconds by what they go to, one after the other."""
+    """Seconds of a phase by activity; these run one after the other."""
 
     download: float
     read: float
     """Reading and writing a node's disk."""
     compute: float | None
-    """Null where neither a speed nor the size of the data is known."""
+    """Computation; null if neither a speed nor the size of the data is known."""
     steering: float | None = 0.0
-    """Computing that no step of a run is: of trials of the search for a learning rate, at most, and of measurements of
+    """Computation outside the run's steps: at most that of the trials of the learning rate search, and measurements of
     held-out KL. Null as `compute` is."""
     upload: float
-    """Uploads that the job waits for: the last one, and of checkpoints what takes longer than the steps beside it."""
+    """Uploads that the job waits for: the last one, and the part of earlier checkpoints that takes longer than the
+    steps."""
 
     @property
     def total(self) -> float | None:
-        """Seconds of all parts; None where one is not known."""
+        """Seconds of all activities; None if one is unknown."""
         if self.compute is None or self.steering is None:
             return None
         return self.download + self.read + self.compute + self.steering + self.upload
 
 
 class PhasePlan(FrozenModel):
-    """Needs of one phase. Bytes are those that are known; `left_out` names what comes on top."""
+    """Resources of one phase. Bytes are the known ones; `left_out` names what is not included."""
 
     phase: PhaseName
     num_workers: int
     device_bytes: int | None
     """On the device of the worker that holds most; null without GPUs."""
     host_bytes: int
-    """In host memory of the worker that holds most, beside what its process takes without a model."""
+    """Host memory of the worker that holds most, in addition to a process without a model."""
     node_disk: DiskUse
-    """On the disk of the node with most, at one time."""
+    """Peak use of the fullest node's disk."""
     store: DiskUse
-    """In the object store when the phase ends, with checkpoints that are kept and one on its way."""
+    """Use of the object store when the phase ends: kept checkpoints, and one being uploaded."""
     downloaded_bytes: int
     """From hub and store, by all nodes together."""
     uploaded_bytes: int
     seconds: float | None
-    """Duration; null where a part of it is not known."""
+    """Duration; null if a part of it is unknown."""
     seconds_of: PhaseSeconds
     left_out: tuple[str, ...] = ()
-    """Parts that no figure of this phase has."""
+    """Names of costs that the phase's figures do not include."""
 
 
 class Assumptions(FrozenModel):
-    """Figures of the operator's, or defaults, that the plan takes for true."""
+    """Figures that the plan assumes: the operator's, or defaults."""
 
     num_nodes: int
     workers_per_node: int
     node_disk_bytes: int | None
-    """Bytes that a job may take of a node's disk; null: not stated."""
+    """Bytes of a node's disk that a job may use; null: not stated."""
     flops_per_second: float | None
-    """FLOPs a second that a worker reaches; null: not known."""
+    """FLOPs per second of a worker; null: unknown."""
     flops_source: str | None
     """Id of the job that was measured, `configured`, or the share of a GPU's peak that is assumed."""
     hub_bytes_per_second: float
@@ -85,11 +86,11 @@ class Assumptions(FrozenModel):
     text_bytes_per_second: float
     """Text that a process turns into rows."""
     bytes_per_token: int
-    """Bytes of text that a token stands for."""
+    """Assumed bytes of text per token."""
 
 
 class JobPlan(FrozenModel):
-    """All phases of a job, in their order."""
+    """All phases of a job in order, and the assumptions."""
 
     phases: tuple[PhasePlan, ...]
     assumptions: Assumptions

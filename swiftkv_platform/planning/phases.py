@@ -1,5 +1,5 @@
-"""Memory of a worker in the phases of a job that run the model, and whether it fits the device and the host memory that
-are named. Knows bytes, no cluster."""
+"""Memory of a worker in the phases of a job that run the model, and whether it fits the given device and host
+memory."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ Phase = Literal["train", "calibrate", "evaluate"]
 
 _DOUBLE = 8
 _TOKENS_PER_FORWARD = 8192
-"""Tokens of the rows of a forward pass of an evaluation, or a whole row."""
+"""Tokens of an evaluation's forward pass; at least one row."""
 _MOST_WORKERS = 4096
 MODEL_SHARE = 0.5
-"""Share of a worker's free memory that weights may take to be measured whole; the rest is for activations and caches.
-"""
+"""Share of a worker's free memory up to which weights are measured whole; the rest is for activations and caches."""
 MAX_ACTIVATION_BYTES = 4 << 30
-"""Most bytes of activations that a worker keeps in host memory while it calibrates; more go to disk."""
+"""Most bytes of activations that a worker keeps in host memory during calibration; the rest goes to disk."""
 
 
 class PhaseMemory(FrozenModel):
-    """Bytes that the worker with the most holds in a phase."""
+    """Memory of the worker that holds most in a phase, in bytes."""
 
     phase: Phase
     on_gpu: bool
     device: int
     """On its device; without a GPU, in its process."""
     host: int
-    """In host memory beside that: weights on their way to a GPU, what is offloaded from it, activations that wait."""
+    """Further bytes in host memory: weights on their way to a GPU, offloaded state, activations between layers."""
 
     @property
     def in_host_memory(self) -> int:
-        """Bytes in host memory, beside what a process holds without a model."""
+        """Bytes in host memory, in addition to a process without a model."""
         return self.host if self.on_gpu else self.host + self.device
 
 
@@ -63,9 +62,9 @@ def plan_phases(
     sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
     weights = narrow * parameters.total
     whole_on_host = read if sharded else weights
-    # One after the other: weights are read, rates are tried, checkpoints are made.
+    # One after the other: weights are read, rates tried, checkpoints made.
     training_host = training.host + max(whole_on_host, training.remembered)
-    if setup.strategy == "deepspeed":  # the first worker puts a checkpoint together in host memory
+    if setup.strategy == "deepspeed":  # the first worker assembles a checkpoint in host memory
         training_host = max(training_host, training.host + 3 * WIDE * parameters.trained)
 
     def phase(name: Phase, device: int, host: int) -> PhaseMemory:
@@ -74,7 +73,7 @@ def plan_phases(
     phases = [phase("train", training.peak, training_host)]
     if calibration_tokens:
         waiting = min(waiting_activations(model, layer_map, setup, calibration_tokens), MAX_ACTIVATION_BYTES)
-        # Without a GPU the row that runs is in the process already.
+        # Without a GPU the row being run is counted in the process already.
         beside = read + waiting if on_gpu else waiting - waiting // calibration_rows(setup, calibration_tokens)
         device = _calibration(model, layer_map, setup, narrow)
         phases.append(PhaseMemory(phase="calibrate", on_gpu=on_gpu, device=device, host=beside))
@@ -88,10 +87,10 @@ def calibration_rows(setup: TrainingSetup, calibration_tokens: int) -> int:
 
 
 def waiting_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, calibration_tokens: int) -> int:
-    """Bytes of the activations of a worker's rows that wait for the next layer, with those of layer l, which prompts
-    and deep tokens have of their own where prompts bypass layers; for a refitted start also the student's, and the
-    teacher's behind the attention of each layer of a group; where deep tokens keep their own K and V, the inputs of a
-    group's leader."""
+    """Return the bytes of activations that a worker keeps between layers for all its rows, and of those of layer l, two
+    sets if prompts bypass layers (prompts and deep tokens). A refitted start adds the student's, and the teacher's
+    after the attention of each layer of a group; deep tokens with their own K and V add the inputs of a group's leader.
+    """
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     several = layer_map.key_value_group_size > 1
     states = 2 + setup.refitted * (1 + layer_map.key_value_group_size) + (setup.decodes_own and several)
@@ -100,7 +99,8 @@ def waiting_activations(model: Architecture, layer_map: LayerMap, setup: Trainin
 
 
 def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, narrow: int) -> int:
-    """One layer of the teacher over one row with what is recorded of it, or the fit of a group, or the embeddings."""
+    """Return the peak of calibration: a teacher layer over one row with its records, the fit of a group, or the
+    embeddings."""
     own, hidden, tokens = model.shared_attention, model.hidden_size, setup.sequence_length
     key_value, query = sum(linear.out_features for linear in own.key_value), own.num_heads * own.query_size
     states, layer = layer_buffers(model, setup, num_tokens=tokens)
@@ -111,13 +111,13 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
         sums += _DOUBLE * (2 * (hidden + 1) ** 2 + size * (hidden + 1) * key_value)
     recorded = _DOUBLE * tokens * (key_value + query)
     running = narrow * largest_teacher_layer(model) + states + layer + recorded
-    # A projection of queries is turned in float64: itself, its complex parts, their product and its parts again.
+    # A projection of queries is rotated in float64: itself, its complex parts, their product and its parts again.
     of_output = setup.own_output_projection * own.output_parameters
     of_decode = setup.decodes_own * own.decode_parameters
     twins = narrow * 2 * (own.query_parameters + of_output + own.key_value_parameters + of_decode)
     turning = twins + 4 * _DOUBLE * max(hidden * query, of_output)
-    # The layers of a group are merged by their maps, of x and of what deep tokens write themselves: as they are, those
-    # of keys in complex parts and weighted, and what the sums, in complex numbers, make of them. Values are weighed by
+    # The layers of a group are merged by their maps of x and of what deep tokens write: the maps themselves, those
+    # of keys weighted, in complex parts, and their products with the sums, in complex numbers. Values are weighted by
     # the teacher's output projections, one of which is in float64.
     maps = _DOUBLE * size * (1 + setup.decodes_own) * (hidden + 1) * 9 * key_value // 4
     weighed = (size * narrow + _DOUBLE) * own.output_parameters
@@ -125,8 +125,8 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
     fitting = max(sums + running, sums + turning, merging, narrow * model.vocab_size * hidden + states)
     if not setup.refitted:
         return fitting
-    # Behind that, the student's layer over a row, beside the sums of the group and its attention, twins included.
-    width = own.output_parameters // hidden  # of what the heads hand to the output projection
+    # Then the student's layer over a row, with the sums of the group and its attention, twins included.
+    width = own.output_parameters // hidden  # inputs of the output projection
     attentions = layer_map.key_value_group_size * twins
     regressed = _DOUBLE * (2 * width * (width + hidden) + tokens * (width + hidden))
     attended = regressed + narrow * tokens * (query + width)
@@ -156,7 +156,7 @@ def _evaluation(
         return weights + states + layer
     gathering = states + gathered_weights(parameters, narrow, units=3)
     running = states + gathered_weights(parameters, narrow, units=2) + layer
-    # Beside the first layer, the buffer in which embedding and head came together is still there.
+    # While the first layer runs, the buffer in which embedding and head were gathered is still there.
     beginning = embedded + gathered_weights(parameters, narrow, units=2) + narrow * parameters.root
     return weights // setup.num_workers + max(gathering, running, beginning)
 
@@ -171,8 +171,8 @@ def refuse_what_cannot_fit(
     accelerator_type: str | None,
     memory_per_worker: int | None,
 ) -> None:
-    """Compare what each phase needs with the memory of the GPU that is named, where it is known, and with the host
-    memory that is asked for. Raises `InvalidInputError` for a phase that cannot fit, with what is accepted."""
+    """Raise `InvalidInputError`, naming what is accepted, for a phase that does not fit into the memory of the named
+    GPU (if it is known) or into the requested host memory."""
 
     def planned(setup: TrainingSetup) -> tuple[PhaseMemory, ...]:
         return plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens)
@@ -195,8 +195,7 @@ def refuse_what_cannot_fit(
 
 
 def refuse_small_disks(plan: JobPlan, teacher: str) -> None:
-    """Compare the disk of the fullest node in each phase with what the operator says that a node has. Raises
-    `InvalidInputError`: a phase that needs more."""
+    """Raise `InvalidInputError` if a phase needs more disk on the fullest node than the operator states for a node."""
     given = plan.assumptions.node_disk_bytes
     needed = max(plan.phases, key=lambda phase: phase.node_disk.total)
     if given is None or needed.node_disk.total <= given:
@@ -218,7 +217,7 @@ def _of_phase(phases: tuple[PhaseMemory, ...], name: Phase) -> PhaseMemory:
 
 
 def _enough_workers(setup: TrainingSetup, fits: Callable[[TrainingSetup], bool]) -> int | None:
-    """The number of workers, doubled until a phase fits; None where no number does."""
+    """Double the number of workers until a phase fits; None if no number does."""
     wanted = setup.num_workers * 2
     while wanted <= _MOST_WORKERS:
         larger = replace(setup, num_workers=wanted)
@@ -239,7 +238,7 @@ def _unfit(
     else:
         ways = "sharding.strategy fsdp2 or a GPU with more memory"
     message = f"to {memory.phase} with {num_workers} workers needs {needed}; use {ways}"
-    if memory.phase == "calibrate":  # a worker runs a layer whole, however many there are
+    if memory.phase == "calibrate":  # a worker runs a whole layer, however many workers there are
         return InvalidInputError(message, field="resources.accelerator_type", value=accelerator_type)
     return InvalidInputError(message, field="resources.num_workers", value=num_workers)
 
@@ -250,9 +249,8 @@ def teacher_bytes(config: ConfigSource, dtype: str) -> int:
 
 
 def refuse_writers_without_room(spec: JobSpec, config: ConfigSource) -> None:
-    """Compare the teacher that writes a job's data, which a worker's engine holds all of, with the memory of the GPU
-    that is named, where workers have one, and with `memory_per_worker`. Raises `InvalidInputError` where a source has
-    its rows written and the teacher does not fit."""
+    """Raise `InvalidInputError` if a source has its rows written by the teacher and the teacher does not fit: each
+    worker's engine holds all of it, in the memory of the named GPU or in `memory_per_worker`."""
     on_gpu, given = spec.resources.gpus_per_worker > 0, DEVICE_MEMORY.get(spec.resources.accelerator_type or "")
     if on_gpu and given is not None:
         setup = ServingSetup(
@@ -270,7 +268,7 @@ def refuse_writers_without_room(spec: JobSpec, config: ConfigSource) -> None:
 
 
 def refuse(spec: JobSpec, needed: float, given: float, where: str) -> None:
-    """Raise `InvalidInputError` for the first source that the teacher is to write, if there is one."""
+    """Raise `InvalidInputError` for the first source that the teacher is to write, if any."""
     for index, source in enumerate(spec.data.sources):
         if source.complete is not None:
             raise InvalidInputError(

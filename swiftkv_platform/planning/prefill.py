@@ -1,4 +1,4 @@
-"""Savings of SwiftKV on one prompt: FLOPs by component, KV bytes; a student beside its teacher. Imports no torch.
+"""Savings of SwiftKV on one prompt, against the teacher: FLOPs by component and KV bytes. Imports no torch.
 
 Source: paper, table 1 and section 4.
 """
@@ -36,7 +36,7 @@ class Components(FrozenModel):
 
 
 class PrefillComparison(FrozenModel):
-    """Teacher and student, FLOPs a token."""
+    """FLOPs per token of teacher and student."""
 
     dense: Components
     swiftkv: Components
@@ -61,11 +61,11 @@ class Plan(FrozenModel):
     prefill_flops_ratio: float
     """SwiftKV over dense as the paper counts (table 1): the vocabulary, embedding and head, for every token."""
     executed_prefill_flops_ratio: float
-    """SwiftKV over dense as the forward pass runs: logits of the last token only, which alone enters layers >= l."""
+    """SwiftKV over dense as executed: logits of the last token only, which alone enters layers >= l."""
     kv_bytes_per_token: float
     """Bytes in the student's cache, scales included, over the tokens of the prompt."""
     dense_kv_bytes_per_token: float
-    """The teacher's, without quantisation: in bfloat16 where the student's cache is quantised, else in its dtype."""
+    """Bytes in the teacher's cache per token, not quantised: bfloat16 if the student's cache is, or else its dtype."""
     kv_bytes_ratio: float
     """`kv_bytes_per_token` over `dense_kv_bytes_per_token`."""
     kv_payload_ratio: float
@@ -86,13 +86,13 @@ def plan(
     kv_cache_dtype: str = "bfloat16",
     num_key_value_heads_swiftkv: int | None = None,
 ) -> Plan:
-    """FLOPs and KV bytes of a student from its teacher's `config.json` alone. Raises `InvalidInputError`: l, g, a
-    length or a dtype out of range; `ModelError`: a configuration that cannot be read, or a family without a row.
+    """Compute FLOPs and KV bytes of a student from its teacher's `config.json`. Raises `InvalidInputError` if l, g, a
+    length or a dtype is out of range, `ModelError` if the configuration cannot be read or its family is unknown.
 
     Args:
-        config: path of a `config.json`, the directory it lies in, or its content; a teacher's or a student's.
-        num_key_value_layers: l; default: what a student's configuration says, else half of the layers.
-        key_value_group_size: g; default: what a student's configuration says, else 1.
+        config: path of a `config.json`, its directory, or its content; a teacher's or a student's.
+        num_key_value_layers: l; default: the student configuration's, or half of the layers.
+        key_value_group_size: g; default: the student configuration's, or 1.
         prefill_layers: layers that prompts run through, ascending, in place of l; default: as for l.
         sequence_length: tokens of the prompt; default: the model's context.
         kv_cache_dtype: float32, bfloat16, float16, fp8 or int8.
@@ -139,7 +139,8 @@ def resolve_layer_map(
     group_size: int | None,
     prefill_layers: Sequence[int] | None = None,
 ) -> LayerMap:
-    """The layer map that arguments, else a student's configuration, else half of the layers give.
+    """Return the layer map given by the arguments or, without them, by a student's configuration; default: half of the
+    layers.
 
     l = L is the teacher itself, the baseline of table 1.
     """
@@ -160,7 +161,7 @@ def resolve_layer_map(
 
 
 def dense_layer_map(model: Architecture) -> LayerMap:
-    """The teacher as a layer map: every layer computes its own KV."""
+    """Return the teacher's layer map, in which every layer computes its own KV."""
     return LayerMap(len(model.layers), len(model.layers), 1)
 
 

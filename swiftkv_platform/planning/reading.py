@@ -12,11 +12,11 @@ from swiftkv_platform.planning.config_values import check_values
 from swiftkv_platform.planning.layers import read_prefill_layers
 
 _MOST_LAYERS = 10_000
-"""Layers of a model; each is an object here."""
+"""Most layers of a model; each becomes an object here."""
 
 
 def _by_head(family: Family, fields: Fields, num_key_value_heads: int | None) -> AttentionShape:
-    """Attention whose query heads share KV heads; MHA and MQA are its ends."""
+    """Attention whose query heads share KV heads (GQA, with MHA and MQA as its extremes)."""
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = num_key_value_heads or fields.count("num_key_value_heads", default=heads)
     if heads % kv_heads:
@@ -85,7 +85,7 @@ def _gated_mlp(family: Family, fields: Fields, _layer: int) -> tuple[Linear, ...
 
 
 def _experts(fields: Fields, intermediate: int, *counts: str, defaults: tuple[int, int | None]) -> tuple[Linear, ...]:
-    """The router and the experts a token is sent to."""
+    """Router and experts of a layer."""
     hidden = fields.count("hidden_size")
     copies = fields.count(*counts, default=defaults[0])
     active = fields.count("num_experts_per_tok", default=defaults[1])
@@ -119,7 +119,7 @@ def _deepseek_mlp(family: Family, fields: Fields, layer: int) -> tuple[Linear, .
 
 
 def _check_expert_groups(fields: Fields, num_experts: int) -> None:
-    """Raises `ModelError`: experts that cannot be chosen as a DeepSeek's `topk_method` says."""
+    """Raise `ModelError` if experts cannot be chosen by the configuration's `topk_method`."""
     method = fields.text("topk_method", default="greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(
@@ -143,7 +143,7 @@ def _check_expert_groups(fields: Fields, num_experts: int) -> None:
 
 
 def _rotated(fields: Fields, num_layers: int) -> list[bool]:
-    """By layer, whether it has RoPE. Raises `ModelError`: the list is too short."""
+    """Return whether each layer has RoPE. Raises `ModelError` if the list is too short."""
     named = fields.sequence("no_rope_layers")
     if named is None:
         interval = fields.count("no_rope_layer_interval", default=4)
@@ -191,7 +191,8 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
 
 
 def _prefill_layers(fields: Fields, num_layers: int) -> tuple[int, ...] | None:
-    """Layers that a student's prompts run through. Raises `ModelError`: no ascending list of layers that there are."""
+    """Return the layers that a student's prompts run through. Raises `ModelError` if they are not an ascending list of
+    existing layers."""
     layers = fields.sequence("swiftkv_prefill_layers")
     if layers is None:
         return None
@@ -213,9 +214,9 @@ _FEED_FORWARD: Mapping[str, Callable[[Family, Fields, int], tuple[Linear, ...]]]
 
 
 def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int | None = None) -> Architecture:
-    """The decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
-    `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), in place of the configuration's.
-    Raises `ModelError`: no such file, a family without a row here, or a key that is missing or makes no sense."""
+    """Read the decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
+    `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), instead of the configuration's. Raises
+    `ModelError` for a missing file, an unknown family, or a key that is missing or invalid."""
     config = read_config(source)
     family = find_family(config)
     check_values(config)
@@ -223,7 +224,7 @@ def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int 
     num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     windows = _windows(family, fields, num_layers)
     if family.has_unrotated_layers:
-        _rotated(fields, num_layers)  # refused here, before transformers comes upon the end of the list
+        _rotated(fields, num_layers)  # refused here, before transformers reaches the end of the list
     attention, feed_forward = _ATTENTION[family.attention], _FEED_FORWARD[family.feed_forward]
     own = attention(family, fields, None)
     shared_heads = num_key_value_heads_swiftkv or fields.optional_count("num_key_value_heads_swiftkv")

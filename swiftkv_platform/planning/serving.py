@@ -1,5 +1,5 @@
-"""Capacity of a GPU that serves a model: weights, blocks of KV, sequences. It follows the engine's paged cache, which
-keeps whole contexts (windows do not shorten it), and knows no scheduler.
+"""Capacity of a GPU that serves a model: weights, KV blocks, sequences. Follows the engine's paged cache, which keeps
+whole contexts (windows do not shorten it).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ServingSetup:
     sequence_length: int
     """Tokens of a sequence, prompt and answer."""
     weights_dtype: str = "bfloat16"
-    """fp8 and int8 leave embeddings and heads at 16 bits."""
+    """Dtype of the weights; with fp8 and int8, embeddings and heads keep 16 bits."""
     kv_cache_dtype: str = "bfloat16"
     block_size: int = 16
     tensor_parallel_size: int = 1
@@ -36,20 +36,20 @@ class ServingSetup:
 
 
 class Capacity(FrozenModel):
-    """Capacity of one GPU."""
+    """Capacity of one GPU, in bytes, blocks, tokens and sequences."""
 
     weights_bytes: int
     kv_block_bytes: int
     """One block of `block_size` tokens, all cache layers, scales included."""
     num_blocks: int
     num_tokens: int
-    """Tokens that the cache holds together."""
+    """Tokens that fit into the cache."""
     num_sequences: int
     """Sequences of `sequence_length` tokens, at the same time."""
 
 
 class ServingPlan(FrozenModel):
-    """A student, exported without its teacher's projections, beside its teacher."""
+    """Capacity for a student exported without its teacher's projections, and for its teacher."""
 
     num_key_value_layers: int
     key_value_group_size: int
@@ -64,9 +64,9 @@ def plan_serving(
     num_key_value_layers: int | None = None,
     key_value_group_size: int | None = None,
 ) -> ServingPlan:
-    """Compute what fits, from a `config.json`; the teacher with its cache in the dtype of the student's. Raises
-    `InvalidInputError`: a dtype or size that there is not, l or g out of range; `ModelError`: a configuration that
-    cannot be read, or a family without a row."""
+    """Compute from a `config.json` what fits; the teacher's cache has the same dtype as the student's. Raises
+    `InvalidInputError` for an unknown dtype or a size, l or g out of range, `ModelError` if the configuration cannot be
+    read or its family is unknown."""
     _check(setup)
     model = read_architecture(config)
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
@@ -113,7 +113,8 @@ def weights_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
 
 
 def _token_bytes(attention: AttentionShape, dtype: str, ways: int) -> int:
-    """One token in one cache layer on one of `ways` GPUs; a head that cannot be split is on each."""
+    """Return the bytes of one token in one cache layer on one of `ways` GPUs. Heads that cannot be divided are
+    replicated."""
     total = 0
     for entry in attention.entries:
         heads = -(-entry.heads // ways)

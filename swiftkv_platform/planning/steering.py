@@ -1,5 +1,5 @@
-"""Schedule of a run that its held-out KL steers: steps of the search for a rate, measurements, and checkpoints. The
-trainer follows it and the planner counts it. Knows no model.
+"""Schedule of a run that is steered by its held-out KL: steps of the rate search, measurements and checkpoints. The
+trainer follows it and the planner counts it.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.training import ValidationSpec
 
 MEASUREMENTS = 20
-"""Measurements of a run whose spec does not say how many."""
+"""Default number of measurements of a run."""
 SHARE = 10
 """Rows that are trained on between two measurements, at least, for each row that is measured. A forward pass takes
 about half the time of a step over the same rows, so measuring takes some 5% of a run's."""
 BUDGET = 0.15
-"""Steps of the search for a rate, as a share of the run's."""
+"""Steps of the rate search, as a share of the run's steps."""
 MAX_TRIALS = 4
 FEWEST_STEPS, MOST_STEPS = 4, 40
-"""Steps of a trial; a run too short for the fewest is not searched."""
+"""Range of the steps of a trial; a run too short for the fewest is not searched."""
 
 
 def measuring_interval(spec: ValidationSpec, batch_size: int, total_steps: int) -> int:
-    """Steps between measurements: a twentieth of the run, where a row fits between two of them."""
+    """Return the steps between measurements: a twentieth of the run, but enough steps for `SHARE` rows."""
     if spec.every_steps is not None:
         return spec.every_steps
     return max(math.ceil(total_steps / MEASUREMENTS), math.ceil(SHARE / batch_size))
 
 
 def num_measured_rows(spec: ValidationSpec, tokens_per_row: float, rows_between: int) -> int:
-    """Rows of a measurement, where as many are held out: of `max_tokens` tokens together, and one for each ten that are
-    trained on between two measurements, but one at least."""
+    """Return the rows of a measurement, at least one: `max_tokens` tokens in total, but no more than one row for each
+    `SHARE` rows trained on between two measurements."""
     return max(min(int(spec.max_tokens / tokens_per_row), rows_between // SHARE), 1)
 
 
 def steps_of_trial(total_steps: int) -> int | None:
-    """Steps of every trial of a run's search; None where the run is too short for one."""
+    """Return the steps of each trial of a run's rate search; None if the run is too short for one."""
     steps = int(BUDGET * total_steps / MAX_TRIALS)
     return min(steps, MOST_STEPS) if steps >= FEWEST_STEPS else None
 
 
 def searches_rate(spec: JobSpec) -> bool:
-    """Whether a run, if it is long enough, searches its learning rate. Of a spec whose defaults are resolved."""
+    """Whether a run of `spec`, whose defaults are resolved, searches its learning rate, provided that it is long
+    enough."""
     steps = spec.training.max_steps
     long_enough = steps is None or steps_of_trial(steps) is not None
     return bool(spec.optimizer.rate_search) and spec.training.validation is not None and long_enough
@@ -50,19 +51,20 @@ def searches_rate(spec: JobSpec) -> bool:
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """Steps after which a run may be saved, measured or not."""
+    """Steps of a run at which it may be saved or measured."""
 
     total_steps: int
     every_steps: int
-    """Checkpoints are written so often, whatever is measured."""
+    """Steps between regular checkpoints."""
     measured_every: int | None
-    """Steps between measurements; None: nothing is measured."""
+    """Steps between measurements; None: no measurements."""
     best_every: int
     """Fewest steps between checkpoints that are saved for their held-out KL; a multiple of `measured_every`."""
 
     @classmethod
     def of(cls, spec: JobSpec, total_steps: int, *, measures: bool = True) -> RunSchedule:
-        """The schedule of a spec whose defaults are resolved; without `measures`, of a run with nothing held out."""
+        """Make the schedule of a spec whose defaults are resolved; without `measures`, for a run with nothing held
+        out."""
         training, checkpoint = spec.training, spec.checkpoint
         if training.validation is None or not measures:
             return cls(total_steps, checkpoint.every_steps, None, 1)
@@ -79,21 +81,21 @@ class RunSchedule:
         return step % self.every_steps == 0 or step == self.total_steps
 
     def may_be_best(self, step: int) -> bool:
-        """Whether the state after `step` is kept as the best if its held-out KL is the lowest. A function of the step
-        alone, so that a run that is cut anywhere goes on as if it had not been."""
+        """Whether the state after `step` may be kept as the best. Depends on the step alone, so that an interrupted run
+        goes on as if it had not been interrupted."""
         return self.is_due(step) or step % self.best_every == 0
 
     @property
     def num_measurements(self) -> int:
-        """Measurements of a run that never goes back: of the start, every so often, and of the end."""
+        """Measurements of a run that never goes back: of the start, at intervals, and of the end."""
         if self.measured_every is None or self.total_steps == 0:
             return 0
         return 1 + -(-self.total_steps // self.measured_every)
 
     @property
     def num_saves(self) -> int:
-        """Most checkpoints that a run writes: of the start and of each measurement that may be the best, where there
-        are any, every so often, and at the end."""
+        """Most checkpoints that a run writes: at intervals and at the end; if there are measurements, also of the start
+        and of each that may be the best."""
         total = self.total_steps
         if self.measured_every is None or total == 0:
             return -(-total // self.every_steps)

@@ -1,4 +1,4 @@
-"""Cost of a distillation step: arithmetic, memory of a worker, time. It follows the fork at layer l, without torch.
+"""Cost of a distillation step: FLOPs, memory of a worker, time. Follows the fork at layer l, without torch.
 
 layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
                               └─ layers >= l of the student: forward, gradients of inputs and of what is trained
@@ -24,11 +24,11 @@ class TrainingFlops(FrozenModel):
     """FLOPs per trained token."""
 
     lower: float
-    """Layers below l, once for both; once more of the student's deep tokens where its prompts bypass some."""
+    """Layers below l, once for teacher and student; if prompts bypass some, once more for the student's deep tokens."""
     teacher: float
     student: float
     backward: float
-    """Gradients of the student's activations and of what is trained."""
+    """Gradients of the student's activations and of the trained parameters."""
     recomputation: float
     """Forward passes of the student's layers again, under gradient checkpointing."""
     heads: float
@@ -37,7 +37,7 @@ class TrainingFlops(FrozenModel):
 
 
 class TrainingPlan(FrozenModel):
-    """A run of a student's distillation."""
+    """Cost of distilling a student."""
 
     num_key_value_layers: int
     key_value_group_size: int
@@ -49,7 +49,7 @@ class TrainingPlan(FrozenModel):
     num_tokens: int | None
     total_flops: float | None
     seconds: float | None
-    """Duration with all workers, at the speed given."""
+    """Duration on all workers, at the given speed."""
 
 
 def plan_training(
@@ -66,11 +66,11 @@ def plan_training(
 
     Args:
         num_tokens: tokens of the whole run.
-        flops_per_second: what one worker reaches.
+        flops_per_second: FLOPs per second of one worker.
 
     Raises:
-        InvalidInputError: a batch or a sequence that does not divide, l or g out of range.
-        ModelError: a configuration that cannot be read, or a family without a row.
+        InvalidInputError: a batch or sequence cannot be divided, or l or g is out of range.
+        ModelError: the configuration cannot be read, or its family is unknown.
     """
     model = read_architecture(config)
     _check_sequence_parallelism(model, setup)
@@ -104,7 +104,7 @@ def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> No
         "resources.num_workers": setup.num_workers,
         "data.max_length": setup.sequence_length,
         "num_attention_heads": attention.num_heads,
-        # MLA expands its one entry to keys and values of every query head.
+        # MLA expands its single entry to keys and values of every query head.
         "num_key_value_heads": attention.num_heads if attention.expansion else attention.entries[0].heads,
     }
     for name, count in counts.items():
@@ -113,11 +113,11 @@ def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> No
 
 
 def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:
-    """Matrix products of the samples, divided by their tokens.
+    """Return the FLOPs of matrix products per token, averaged over the samples.
 
-    Attention counts the pairs of a token and one that it sees in its own sample. The student's layers run for the
-    positions that the loss counts, but for keys, values and attention; that too where deep tokens keep their own K and
-    V, taken to end their samples.
+    Attention counts the pairs of tokens within a sample. The student's layers run for the positions that the loss
+    counts, except keys, values and attention; attention too if deep tokens keep their own K and V, and these are
+    assumed to be the last of their sample.
     """
     first = layer_map.num_key_value_layers
     lower = sum(_layer(layer, setup) for layer in model.layers[:first])
@@ -126,9 +126,9 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     own, tail = model.shared_attention, setup.trainable != "qkv"
     trains_x = setup.trainable == "all"
     share = setup.counted_share if setup.skips_uncounted else 1.0
-    if setup.trainable == "all" or layer_map.bypassed:  # the teacher's way through them is its own
+    if setup.trainable == "all" or layer_map.bypassed:  # the teacher runs these layers itself
         teacher += setup.needs_teacher * lower
-    # Prompts' way through the layers that they bypass is computed with the rest, and let go behind K and V.
+    # Prompts run through the layers they bypass with the rest; the results after K and V are dropped.
     deep_lower = sum(
         _deep_layer(layer, setup, share) for layer in model.layers[min(layer_map.bypassed, default=first) : first]
     )
@@ -144,7 +144,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         deep = leads * written * maps_flops(own.key_value)
         rest = share * maps_flops((*own.output, *layer.mlp))
         student += query + key_value + deep + attention + rest
-        # x needs no gradient, nor does the first layer's input unless a norm before it is trained, as norm_swiftkv is.
+        # x needs no gradient; nor does the first layer's input, unless a norm before it is trained, as norm_swiftkv is.
         has_gradient = i > first or trains_x or (tail and model.normalises_inputs)
         into_x = 0 if has_gradient else share * own.query[0].flops + deep
         if not (trains_x or model.normalises_inputs):
@@ -153,7 +153,7 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         recomputed += query + deep + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
-    # The exit head is trained, and asks for the teacher's logits again.
+    # The exit head is trained, and computes the teacher's logits again.
     heads = setup.counted_share * (logits + 4 * setup.early_exit) * head
     recomputation = setup.gradient_checkpointing * recomputed
     return TrainingFlops(
@@ -176,8 +176,8 @@ def measuring_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSet
 
 
 def calibrating_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> float:
-    """FLOPs per token of the teacher's layers, and once more of those that prompts run through behind the first that
-    they bypass."""
+    """Return the FLOPs per token of the teacher's layers, plus those that prompts run through after the first bypassed
+    one."""
     bypassed = min(layer_map.bypassed, default=len(model.layers))
     layers = [*range(len(model.layers)), *(i for i in layer_map.prefill_layers if i > bypassed)]
     return sum(_layer(model.layers[i], setup) for i in layers)
@@ -194,7 +194,7 @@ def _behind_key_value(layer: Layer, setup: TrainingSetup) -> float:
 
 
 def _deep_layer(layer: Layer, setup: TrainingSetup, share: float) -> float:
-    """A layer of deep tokens, which come behind all others of their sample."""
+    """Return the FLOPs per token of a layer for deep tokens, which come last in their sample."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.output, *layer.mlp)
     return share * maps_flops(maps) + _attention(layer, setup, setup.counted_share)

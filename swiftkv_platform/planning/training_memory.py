@@ -1,5 +1,5 @@
-"""Memory of a training worker, by what fills it. It follows what the fork keeps for its backward pass, and what each
-sharding strategy holds; it knows no tensors, so allocator overheads and kernels' workspaces are left out.
+"""Memory of a training worker, by use. Follows what the fork keeps for its backward pass and what each sharding
+strategy holds; allocator overhead and kernels' workspaces are not included.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WIDE = 4
 LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
 """Elements of one [chunk, vocab] buffer of the losses: 128 MiB in float32 on a GPU."""
 LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
-"""Elements that the losses' passes over a chunk's logits take at a time; on a CPU 512 KiB, of which a core's cache
-holds the four buffers of a pass.
+"""Elements of logits that a pass of the losses takes at a time; on a CPU 512 KiB, so that the four buffers of a pass
+fit into a core's cache.
 """
 FEWEST_ROWS = 160
-"""Fewest rows of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
+"""Fewest rows of a chunk, however large the vocabulary: products with fewer rows are bound by reading the head."""
 
 _STATES = 5
 """Hidden states around a layer in a forward pass: its input and output, x, the teacher's result, the residual."""
@@ -33,23 +33,23 @@ class WorkerMemory(FrozenModel):
     """Bytes on one worker's device; without a GPU, in its host memory."""
 
     frozen: int
-    """Teacher and student share these weights."""
+    """Frozen weights, shared by teacher and student."""
     trained: int
-    """Weights: float32, with ZeRO and bfloat16 a copy in bfloat16 beside them."""
+    """Trained weights: float32, and with ZeRO and bfloat16 also a copy in bfloat16."""
     gradients: int
-    """Gradients; with DDP, the buckets they travel in too."""
+    """Gradients; with DDP, also the buckets that they are reduced in."""
     optimizer: int
     """AdamW's two moments."""
     gathered: int
-    """Weights put together from all workers' shards, or cast for the forward pass, while they are used."""
+    """Weights gathered from all workers' shards, or cast for the forward pass, while in use."""
     activations: int
-    """Tensors that the student's layers keep for the backward pass."""
+    """Tensors kept for the backward pass by the student's layers."""
     loss: int
     """Chunks of logits and hidden states around them."""
     remembered: int
-    """Trained weights as they began, in host memory while rates are tried."""
+    """Copy of the untrained weights in host memory while rates are tried."""
     peak: int
-    """The most at one time."""
+    """Largest sum at any time."""
     host: int
     """Bytes in host memory under `cpu_offload`."""
 
@@ -86,13 +86,13 @@ def worker_memory(
     passing_back = recomputed + _gradients_of_activations(model, setup, narrow)
     loss = _loss(model, setup, narrow)
     persistent = frozen + weights + moments
-    # Gradients of a step's first micro batch appear while activations go. FSDP2 shards them with the last one alone.
+    # Gradients of a step's first micro batch appear while activations are freed. FSDP2 shards them only with the last.
     unsharded = WIDE * trained if setup.strategy == "fsdp2" else gradients
     kept = unsharded if setup.num_micro_batches > 1 else 0
     during_passes = gathered + activations + max(loss, passing_back)
     if setup.strategy == "fsdp2":
         states = _STATES * narrow * model.hidden_size * setup.tokens_per_pass
-        # A unit's gradients are put together in float32, to be divided; those of K and V when all layers are through.
+        # A unit's gradients are gathered in float32, to be divided; those of K and V after all layers.
         of_layer, shared = (narrow + WIDE) * parameters.trained_of_layer, parameters.shared_key_value
         during_passes = max(
             activations + gathered + states,
@@ -100,12 +100,12 @@ def worker_memory(
             activations + gathered_weights(parameters, narrow, units=2) + passing_back + of_layer + gradients,
             narrow * parameters.root + (3 * narrow + WIDE) * shared + states + gradients,
         )
-    # CUDA's update has buffers of all that this worker updates, the CPU's of one tensor; only DDP updates everything.
+    # CUDA's update has buffers for all that this worker updates, the CPU's for one tensor; only DDP updates everything.
     updated = trained if setup.device != "cpu" else min(parameters.largest_tensor, trained)
     during_update = gradients + -(-WIDE * updated // (1 if setup.strategy == "ddp" else shards))
     between = 0 if setup.strategy == "fsdp2" else gathered
     peak = persistent + max(kept + during_passes, between + during_update)
-    # ZeRO puts every parameter together on every worker to remember it.
+    # ZeRO gathers every parameter on every worker to remember it.
     remembered = setup.searches_rate * -(-WIDE * trained // (shards if setup.strategy == "fsdp2" else 1))
     if setup.device == "cpu":
         peak += remembered
@@ -127,16 +127,16 @@ def gathered_weights(parameters: Parameters, narrow: int, *, units: int) -> int:
     """Bytes of the weights that a sharded worker has whole: those outside the layers for a whole pass, and of layers
     `units` at a time.
 
-    FSDP2 has up to three in a forward pass: a layer's shards come together in one buffer and are copied out of it, when
-    that of the layer before is let go of; two in a backward pass, which fetches the next while one runs; and one, the
-    last buffer, between them.
+    FSDP2 has up to three in a forward pass: a layer's shards are gathered in one buffer and copied out of it while the
+    previous layer's buffer is still held; two in a backward pass, which prefetches the next while one runs; and one,
+    the last buffer, between the passes.
     """
     return narrow * (parameters.root + units * max(parameters.largest_layer, parameters.shared_key_value))
 
 
 def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
-    """Bytes that the student's layers keep of one micro batch for the backward pass, and, under gradient checkpointing,
-    those that one layer has again while it is recomputed.
+    """Return the bytes that the student's layers keep of one micro batch for the backward pass and, under gradient
+    checkpointing, those of one layer while it is recomputed.
     """
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     own, hidden = model.shared_attention, model.hidden_size
@@ -147,18 +147,18 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     per_token = (2 * narrow + (narrow + WIDE) * model.normalises_inputs) * hidden
     begin = 0 if setup.trainable == "all" else first
     for i, layer in enumerate(model.layers[begin:], start=begin):
-        # Heads and tokens are swapped in every layer: where workers divide sequences, layers share no K and V.
+        # Heads and tokens are swapped in every layer, so with sequence parallelism layers share no K and V.
         swapped = setup.sequence_parallel_size > 1 and not setup.gradient_checkpointing
         shared = i in layer_map.leaders or swapped
         if shared or (i < first and not setup.gradient_checkpointing):
             per_token += narrow * (heads if own.expansion else cached)
-        if setup.decodes_own and i in layer_map.leaders:  # the deep tokens' own, and both kinds put together
+        if setup.decodes_own and i in layer_map.leaders:  # the deep tokens' own, and both kinds concatenated
             per_token += narrow * 2 * cached
         if setup.gradient_checkpointing:
             per_token += narrow * hidden
             continue
         per_token += _layer(model, layer, setup, narrow, has_gradient=i > begin)
-    if setup.trainable == "all":  # deep tokens' second way through the layers from the first that prompts bypass on
+    if setup.trainable == "all":  # deep tokens run once more through the layers from the first bypassed one on
         for i in range(min(layer_map.bypassed, default=first), first):
             deep = _layer(model, model.layers[i], setup, narrow, has_gradient=True)
             per_token += round(setup.counted_share * (deep + narrow * cached)) + narrow * cached
@@ -170,18 +170,18 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
 
 
 def _let_go(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int) -> int:
-    """Bytes a token that a layer of prompts which bypass it does not keep: all but its normalised input's."""
+    """Return the bytes per token that a layer does not keep of prompts that bypass it: all but its normalised input."""
     return _layer(model, layer, setup, narrow, has_gradient=True) - (narrow + WIDE) * model.hidden_size
 
 
 def layer_buffers(model: Architecture, setup: TrainingSetup, *, num_tokens: int) -> tuple[int, int]:
-    """Bytes of a forward pass of rows without gradients: states around the layers with the mask, and what a layer has
-    of its own."""
+    """Return the bytes of a forward pass of rows without gradients: states around the layers with the mask, and buffers
+    within a layer."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     own, hidden = model.shared_attention, model.hidden_size
     mask = setup.sequence_length
     attending = narrow * (2 * own.num_heads * (own.query_size + own.value_size) + setup.sequence_length)
-    # Of each expert that a token meets its input, its output, and that times its score.
+    # For each expert of a token: input, output, and output times score.
     inner = max(_inner_features(model, layer) + 3 * _routed_features(model, layer) for layer in model.layers)
     return (_STATES * narrow * hidden + mask) * num_tokens, max(narrow * inner, attending) * num_tokens
 
@@ -193,7 +193,7 @@ def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow:
 
 
 def _inner_features(model: Architecture, layer: Layer) -> int:
-    """Features of a token inside an MLP: outputs of gate and up, input of down, of all experts that it meets."""
+    """Return the features of a token inside an MLP: outputs of gate and up, input of down, for all its experts."""
     hidden = model.hidden_size
     return sum(
         linear.active * (linear.in_features + linear.out_features - hidden)
@@ -203,12 +203,12 @@ def _inner_features(model: Architecture, layer: Layer) -> int:
 
 
 def _routed_features(model: Architecture, layer: Layer) -> int:
-    """Features of a token's hidden state, once for each expert that it meets."""
+    """Return the features of a token's hidden state, times the number of its experts."""
     return sum(linear.active * model.hidden_size for linear in layer.mlp if linear.copies > 1) // 3
 
 
 def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
-    """Bytes a token of one student layer, its K and V left out."""
+    """Return the bytes per token of one student layer, without K and V."""
     own, hidden = model.shared_attention, model.hidden_size
     norms = (model.num_norms - 1 + has_gradient) * WIDE * hidden
     query = narrow * sum(linear.in_features for linear in own.query)
@@ -220,15 +220,15 @@ def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int,
 
 
 def _loss(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
-    """Chunk buffers, hidden states of teacher and student, and the gradient that the fused loss leaves."""
+    """Return the bytes of chunk buffers, hidden states of teacher and student, and the gradient from the fused loss."""
     tokens = setup.tokens_per_pass
     rows = min(max(FEWEST_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
     rows_per_pass = min(max(1, LOGITS_PER_PASS[setup.device] // model.vocab_size), rows)
-    # A pass holds logits and targets in float32, probabilities of both, and a product. Rows that wait for theirs are
-    # held in the compute dtype, which where it is float32 is what the pass takes.
+    # A pass holds logits and targets in float32, both probabilities, and a product. Waiting rows are held in the
+    # compute dtype; if that is float32, the pass works on them directly.
     waiting = 2 * rows * narrow if rows_per_pass < rows else 0
     in_pass = (3 if waiting and narrow == WIDE else 5) * rows_per_pass * WIDE
     chunk = model.vocab_size * (waiting + in_pass)
-    states = 6 + 2 * setup.early_exit  # x, teacher, student, the rows that count of both, a gradient
+    states = 6 + 2 * setup.early_exit  # x, teacher, student, the counted rows of both, a gradient
     exit_head = WIDE * model.vocab_size * model.hidden_size * setup.early_exit
     return chunk + states * narrow * model.hidden_size * tokens + exit_head

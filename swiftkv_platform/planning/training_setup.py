@@ -15,12 +15,12 @@ SampleCounts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Fields of a job spec that decide cost; names and meanings are the spec's."""
+    """Fields of a job spec that determine its cost, under the spec's names and meanings."""
 
     sequence_length: int = 8192
     """`data.max_length`, the number of tokens of every row."""
     samples: SampleCounts | None = None
-    """Samples that fill the rows, of which each attends to itself; None: one that fills its row."""
+    """Samples that fill the rows; each attends to itself only. None: one sample per row."""
     counted_share: float = 1.0
     """Share of the positions that the loss counts."""
     micro_batch_size: int = 1
@@ -36,7 +36,7 @@ class TrainingSetup:
     early_exit: bool = False
     own_output_projection: bool = False
     decodes_own: bool = False
-    """`swiftkv.decode_key_value: own`."""
+    """Whether `swiftkv.decode_key_value` is `own`."""
     refitted: bool = False
     """Whether the start is fitted to the student's own states as well."""
     trainable: Trainable = "qkv"

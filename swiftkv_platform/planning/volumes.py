@@ -1,4 +1,4 @@
-"""Bytes of what a job reads and leaves: teacher, rows, calibrated start, checkpoints, artifact. Knows no place."""
+"""Bytes that a job reads and writes: teacher, rows, calibrated start, checkpoints, artifact."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from swiftkv_platform.planning.training_memory import WIDE
 from swiftkv_platform.specs import JobSpec
 
 MAX_SHARD_BYTES = 2 << 30
-"""Most bytes of one weight file that a job writes, but for a larger tensor."""
+"""Most bytes of a weight file that a job writes, unless a single tensor is larger."""
 BYTES_PER_TOKEN = 4
-"""Bytes of text that a token is taken to stand for."""
+"""Assumed bytes of text per token."""
 
 _NARROW_VOCABULARY = 1 << 16
 """Largest vocabulary whose ids take two bytes."""
 
 Origin = Literal["hub", "store", "node"]
-"""Place of a teacher: on the hub, at an `s3://` address, or on every node already."""
+"""Location of a teacher: on the hub, at an `s3://` address, or already on every node."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Teacher and data that a job reads."""
+    """Teacher and data of a job."""
 
     teacher: Origin = "node"
     text_bytes: int | None = None
-    """Bytes of all data sources; None where they are not known."""
+    """Bytes of all data sources; None if unknown."""
     num_tokens: int | None = None
-    """Tokens of an epoch, where they are known better than from `text_bytes`."""
+    """Tokens of an epoch, if known better than from `text_bytes`."""
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of an epoch; None where they are not known."""
+        """Tokens of an epoch; None if unknown."""
         if self.num_tokens is not None or self.text_bytes is None:
             return self.num_tokens
         return self.text_bytes // BYTES_PER_TOKEN
@@ -48,13 +48,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Volumes:
-    """Bytes."""
+    """Bytes by kind of file."""
 
     teacher: int
     """The teacher's weight files."""
     text: int
     rows: int
-    """Prepared rows; with `text`, 0 where the data are not known."""
+    """Prepared rows. Like `text`, 0 if the data are unknown."""
     start: int
     """The calibrated start; 0 for a copied one."""
     trained: int
@@ -91,6 +91,7 @@ def volumes(
 
 
 def _stored_teacher(config: Mapping[str, Any], model: Architecture) -> int:
-    """A teacher's files, in its configuration's dtype; quantised layers take a byte a parameter."""
+    """Return the bytes of a teacher's files in its configuration's dtype; quantised layers take a byte per
+    parameter."""
     dtype = model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"
     return weights_bytes(model, dense_layer_map(model), "fp8" if config.get("quantization_config") else dtype)

@@ -1,1 +1,1 @@
-"""Reports as pages: one HTML file that needs nothing but a browser. Torch-free; measures nothing."""
+"""Reports as pages: each a single HTML file that works in a browser without network. Torch-free; measures nothing."""

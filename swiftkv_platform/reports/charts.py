@@ -1,4 +1,4 @@
-"""The plots of a report as matplotlib figures, and how a figure becomes part of a page. Knows figures, no model."""
+"""Plots of reports as matplotlib figures, and their conversion to SVG and PNG."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INK = "#13579b"
-"""Stands for the page's own text colour, which follows the reader's light or dark theme."""
+"""Placeholder for the page's text colour, which follows the reader's light or dark theme."""
 _PALETTE = ("#3b82c4", "#d9822b", "#4d9f63", "#b0569f", "#c7514a", "#7a6fd0")
-"""Colours of middling lightness, to be told from white and from near black alike."""
+"""Colours of medium lightness, visible on both white and near black."""
 _PREFIX = re.compile(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"')
 
 
 def as_svg(figure: Figure, description: str) -> str:
-    """An `<svg>` element that takes the page's width and text colour; `description` is what a screen reader says."""
+    """Return an `<svg>` element with the page's width and text colour; `description` is for screen readers."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
-    # Text stays text, and nothing depends on the hour or on chance.
+    # Text stays text, and the output is reproducible.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": description}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
@@ -34,14 +34,14 @@ def as_svg(figure: Figure, description: str) -> str:
 
 
 def as_png(figure: Figure) -> bytes:
-    """Draw a figure on white, for viewers that know no theme."""
+    """Draw a figure on white, for viewers without themes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def loss_chart(points: Sequence[Mapping[str, float]]) -> Figure | None:
-    """Losses over the tokens trained on; None where nothing was reported."""
+    """Plot losses over the tokens trained on; None if there are none."""
     names = sorted({name for point in points for name in point if name.endswith("_loss")}) or ["loss"]
     figure, axes = _figure()
     for colour, name in zip(_PALETTE, names, strict=False):
@@ -58,7 +58,8 @@ def loss_chart(points: Sequence[Mapping[str, float]]) -> Figure | None:
 
 
 def exit_head_chart(bins: Sequence[Mapping[str, Any]]) -> Figure:
-    """Figure D.1 of the paper: how often the exit head is how sure, and how often it then agrees with the student."""
+    """Plot figure D.1 of the paper: the distribution of the exit head's confidence, and its agreement with the
+    student."""
     figure, axes = _figure()
     width = bins[0]["high"] - bins[0]["low"]
     axes.bar(
@@ -99,7 +100,7 @@ def task_chart(tasks: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def frontier_chart(points: Sequence[Mapping[str, Any]]) -> Figure:
-    """Held-out KL over prefill compute, a marker for every trial, the frontier as a line.
+    """Plot held-out KL over prefill compute, with a marker for every trial and the frontier as a line.
 
     Points have `name`, `key_value_group_size`, `prefill_flops_ratio`, `kl`, `on_frontier` and `recommended`.
     """

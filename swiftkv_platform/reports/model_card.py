@@ -1,4 +1,4 @@
-"""`README.md` of a model: what its report says, the worst first, and how to serve it. Knows keys, measures nothing."""
+"""`README.md` of a model: its report's figures, the worst first, and how to serve it. Measures nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
     Args:
         lineage: of the artifact's manifest.
         report: `evaluation.json`.
-        licence: of the teacher, as its card or configuration names it; None where neither does.
+        licence: licence of the teacher in its card or configuration; None if neither names one.
     """
     spec: Mapping[str, Any] = lineage.get("spec") or {}
     name, teacher = str(spec.get("name", "SwiftKV model")), str(lineage.get("teacher", "unknown"))
@@ -37,7 +37,7 @@ def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence
 
 
 def _metadata(teacher: str, licence: str | None) -> str:
-    """Front matter as the hub reads it; values are JSON, which YAML is too."""
+    """Return front matter for the hub; values are JSON, which is valid YAML."""
     lines = ["library_name: transformers", "tags: [swiftkv]"]
     if licence is not None:
         lines.insert(0, f"license: {json.dumps(licence)}")

@@ -1,6 +1,4 @@
-"""`evaluation.html` and `sweep.html`, from the templates beside this module: escaped, and complete without network.
-Knows the keys of reports, not how they came about.
-"""
+"""`evaluation.html` and `sweep.html`, from the templates in this package: escaped, and complete without network."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that `template` makes of `values`; the template says which of them is HTML."""
+    """Render a page from `template` and `values`; the template decides which values are HTML."""
     return _environment().get_template(template).render(values)
 
 
@@ -61,8 +59,8 @@ def evaluation_page(
 
     Args:
         report: `evaluation.json`.
-        lineage: of the artifact's manifest; empty where nothing is known of the model's origin.
-        points: metrics of training steps, for the loss curve: of all, or of every few of a long run.
+        lineage: lineage in the artifact's manifest; empty if the model's origin is unknown.
+        points: metrics of training steps for the loss curve; a sample of them for a long run.
     """
     spec = lineage.get("spec", {})
     return render(
@@ -105,7 +103,7 @@ def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
     parts.append(f"{report['num_positions']:,} held-out positions")
     if report["tokens_trained"] is not None:
         parts.append(f"{report['tokens_trained']:,} tokens trained")
-    training = report.get("training")  # reports of before this key have none
+    training = report.get("training")  # missing in older reports
     if training is not None:
         why = " (chosen by held-out KL)" if training["reason"] == "lowest_held_out_kl" else ""
         parts.append(f"state of step {training['step']:,}{why}")
@@ -113,7 +111,7 @@ def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
 
 
 def _points_lost(task: Mapping[str, Any]) -> float:
-    more_is_better = task.get("higher_is_better", True)  # reports of before this key know no other metrics
+    more_is_better = task.get("higher_is_better", True)  # missing in older reports, where higher is always better
     return points_lost(task["teacher"], task["student"], higher_is_better=more_is_better)
 
 

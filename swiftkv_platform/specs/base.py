@@ -1,5 +1,5 @@
-"""Base class of every part of a spec, a check of what a name in it is, and the limits of requests. Ranges of numbers
-are in `limits.py`."""
+"""Base class of every part of a spec, a check of the form of names, and the limits of requests. Ranges of numbers are
+in `limits.py`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from swiftkv_platform.errors import lone_surrogate
 from swiftkv_platform.frozen import FiniteModel
 
 MAX_SEED = (1 << 63) - 1
-"""Largest seed a request or an engine accepts."""
+"""Largest seed of a request or an engine."""
 MAX_N = 64
 """Most answers to one prompt."""
 MAX_PROMPTS = 256
-"""Most prompts of one HTTP request; its prompts times `n` are also bounded by what the engine runs and lets wait."""
+"""Most prompts of one HTTP request. Prompts times `n` are also limited by the sequences that the engine runs and
+queues."""
 MAX_MESSAGES = 4096
 """Most turns of a conversation."""
 MAX_LOOKUP_TOKENS = 64
@@ -25,44 +26,45 @@ MAX_LOOKUP_TOKENS = 64
 MAX_TOP_K = (1 << 31) - 1
 """Largest `top_k`, more than any vocabulary has."""
 MAX_LOGPROBS = 100
-"""Most log-probabilities a token is given."""
+"""Most log-probabilities for each token."""
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Most log-probabilities that the tokens of a prompt are given together."""
 MAX_STREAM_INTERVAL_S = 10.0
-"""Longest time for which tokens are collected."""
+"""Longest time for which a stream collects tokens, in seconds."""
 MIN_TEMPERATURE = 1e-5
-"""Lowest temperature that is sampled at; below it logits over temperature leave the range of float32, and the most
-probable token is taken, as at 0."""
+"""Lowest temperature for sampling. Below it logits over temperature leave the range of float32, and the most probable
+token is taken, as at 0."""
 MAX_STOPS = 32
 """Most stop strings; each is looked for at every token."""
 MAX_STOP_LENGTH = 1024
-"""Characters of the longest stop string; as many may be held back from a stream."""
+"""Most characters of a stop string; a stream may hold back that many."""
 MAX_STOP_TOKEN_IDS = 1024
 """Most stop token ids."""
 MAX_ALLOWED_TOKEN_IDS = 1024
-"""Most token ids that an answer is held to."""
+"""Most token ids that an answer may be restricted to."""
 MAX_LOGIT_BIAS = 1024
-"""Most tokens whose logits are changed."""
+"""Most tokens with a logit bias."""
 MAX_TEMPERATURE = 2.0
 """Highest temperature of a request."""
 MAX_PRIORITY = (1 << 63) - 1
-"""Largest priority of a request, either way."""
+"""Largest absolute priority of a request."""
 MAX_GRAMMAR_BYTES = 1 << 16
-"""Longest schema, expression or grammar, or choices together, that is safe to compile: see `engine/grammars.py`."""
+"""Most bytes of a schema, expression, grammar or of all choices that are safe to compile, see `engine/grammars.py`."""
 MAX_CHOICES = 4096
 """Most choices of a structured output."""
 MAX_SCHEMA_DEPTH = 64
-"""Objects and lists within each other in a JSON schema."""
+"""Deepest nesting of objects and lists in a JSON schema."""
 MAX_BYTES_PER_TOKEN = 16
-"""Bytes of text a token may stand for, on average over a whole context, where `max_prompt_bytes` is not given. A
-vocabulary's longest token may be longer (runs of spaces), text that is written is several times denser."""
+"""Most bytes of text per token, on average over a whole context, if `max_prompt_bytes` is not given. A single token may
+be longer (runs of spaces); natural text has several times fewer."""
 
 Name = Annotated[str, Field(max_length=1024)]
 """A model, data set, task or directory."""
 Word = Annotated[str, Field(max_length=200)]
 """A revision, split, metric or tag."""
 Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r'^[^"\\\x00-\x1f]+$')]
-"""A key of `metadata`. Quotes and backslashes would end a JSON path, by which lists are filtered."""
+"""Key of `metadata`. Quotes and backslashes are refused since they would end a JSON path, by which lists are
+filtered."""
 LabelValue = Annotated[str, Field(max_length=4096)]
 
 
@@ -72,7 +74,7 @@ class Spec(FiniteModel):
     @field_validator("*")
     @classmethod
     def _is_storable(cls, value: Any) -> Any:
-        """Text that neither UTF-8 nor a database can hold would fail later, when the spec is written somewhere."""
+        """Refuse text that UTF-8 or a database cannot hold, which would fail later when the spec is stored."""
         match value:
             case str():
                 _check_storable(value)
@@ -92,5 +94,5 @@ def _check_storable(text: str) -> None:
 
 
 def looks_like_a_path(name: str, suffixes: Collection[str] = ()) -> bool:
-    """Whether a name that nothing here has cannot be a hub id either; `suffixes` mark files."""
+    """Whether an unknown name cannot be a hub id because it looks like a path; `suffixes` mark files."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix.lower() in suffixes

@@ -1,4 +1,4 @@
-"""Changes of a spec's document by dotted paths, such as `training.max_steps`. Knows no field of any spec."""
+"""Changes of a spec document by dotted paths, such as `training.max_steps`. Independent of any spec's fields."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from swiftkv_platform.errors import InvalidInputError
 
 
 def with_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `document` in which the paths that `changes` names have its values. `changes`: values by dotted
-    path; a number is a place in a list. What is missing on the way is made an object. Raises `InvalidInputError`: a
-    path leads through what is neither an object nor a list, or to no place of a list."""
+    """Return a copy of `document` with the values of `changes`, keyed by dotted path; a number is an index into a list.
+    Missing objects on the way are created. Raises `InvalidInputError` if a path leads through a value that is neither
+    an object nor a list, or to an index that a list does not have."""
     changed: dict[str, Any] = copy.deepcopy(dict(document))
     for path, value in changes.items():
         *way, last = path.split(".")
@@ -34,7 +34,7 @@ def _inside(container: Any, key: str, path: str) -> Any:
 
 
 def _check(container: Any, key: str, path: str) -> None:
-    """Raises `InvalidInputError` unless `key` is a place in the container."""
+    """Raise `InvalidInputError` unless `key` can be set in the container."""
     match container:
         case list() if key.isdecimal() and int(key) < len(container):
             return

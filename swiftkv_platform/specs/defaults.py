@@ -1,5 +1,5 @@
-"""Defaults that a job spec leaves to the model and the data: row length, learning rate, batch size. Pure functions of
-both, so every attempt of a job settles on the same. Imports no torch.
+"""Defaults of a job spec that depend on the model and the data: row length, learning rate, batch size. Pure functions,
+so every attempt of a job gets the same. Imports no torch.
 """
 
 from __future__ import annotations
@@ -7,21 +7,21 @@ from __future__ import annotations
 from swiftkv_platform.specs import JobSpec
 
 BATCH_SIZE = 32
-"""Rows of a step where there are enough of them (paper, appendix B.1)."""
+"""Rows of a step if there are enough (paper, appendix B.1)."""
 FEWEST_STEPS = 400
-"""A batch is made smaller rather than a run shorter than this: docs/performance.md has what that gains."""
+"""Fewest steps of a run before the default batch is made smaller; docs/performance.md has the gain."""
 LEARNING_RATE, FULL_WIDTH = 3e-4, 2048
 """The paper's rate, for models of at least this hidden size."""
 HIGHEST_LEARNING_RATE = 3e-3
 SHARE_FOR_ALL_LAYERS = 1 / 3
-"""Share of that rate where every layer is trained: the lower ones are good already."""
+"""Factor on the rate if every layer is trained: the lower ones are good already."""
 
 
 def resolve_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
-    """The spec with what the model decides: rows are no longer than its context, and the learning rate, where none is
-    given, is in inverse proportion to its hidden size, and lower where all layers are trained; the rate search, if
-    there is one, begins there. `context_length`: the model's `max_position_embeddings`; None where its configuration
-    has none."""
+    """Return the spec with the defaults that depend on the model. Rows are at most as long as its context. The learning
+    rate, if not given, is inversely proportional to its hidden size, and lower if all layers are trained; the rate
+    search, if any, starts from it. `context_length`: the model's `max_position_embeddings`, or None if its
+    configuration has none."""
     length = min(spec.data.max_length, context_length or spec.data.max_length)
     length -= length % spec.sharding.sequence_parallel_size
     rate, searches = spec.optimizer.learning_rate, spec.optimizer.rate_search
@@ -35,8 +35,8 @@ def resolve_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: 
 
 
 def resolve_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
-    """The spec with a batch size: 32, halved while `num_epochs` over the rows make fewer than 400 steps, and a multiple
-    of what the workers take in one pass."""
+    """Return the spec with a batch size: 32, halved while `num_epochs` over the rows make fewer than 400 steps, and a
+    multiple of the rows that the workers take in one pass."""
     training = spec.training
     if training.batch_size is not None:
         return spec

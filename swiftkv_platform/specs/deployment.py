@@ -1,6 +1,6 @@
 """The deployment spec: the model to serve, and the replicas that serve it. Frozen; no I/O.
 
-Each field stands here once, with its bounds and its description. The bodies of `POST` and `PATCH /deployments`, their
+Each field is defined here once, with bounds and description. The bodies of `POST` and `PATCH /deployments`, their
 answers, the stored form, the options of `swiftkv deploy` and the arguments of replicas derive from these classes.
 Engine options are those of `EngineConfig`.
 """
@@ -22,34 +22,34 @@ class Change:
     """Rule for changing a field of a deployment that exists; metadata of the field."""
 
     effect: str = ""
-    """Sentence that a change's description adds to the field's."""
+    """Sentence appended to the field's description in the request to change it."""
     allowed: bool = True
 
 
 MAX_TEMPLATE_LENGTH = 1 << 16
 """Characters of a chat template."""
 ToolCallParser = Literal["hermes", "smollm2", "llama3", "mistral", "mistral_v11"]
-"""Families by the way they write calls of tools."""
+"""Model families by their format of tool calls."""
 ModelName = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Range(0.0, 1.0)]
 
 
 class CandidateSpec(FiniteModel):
-    """A second model in every replica. It takes the memory of a model and a KV cache more."""
+    """A second model in every replica. It needs the memory of another model and KV cache."""
 
     model: ModelName
-    """`mdl_` id; answers that it gives carry it."""
+    """`mdl_` id, which the candidate's answers carry."""
     share: Share = 0.0
-    """Share of the requests that it answers, drawn for each; they may name either model."""
+    """Share of the requests that it answers, drawn for each; a request may also name either model."""
 
 
 class ShadowSpec(FiniteModel):
-    """Another model's judgement of answers, as metrics of the replicas: KL and top-1 agreement."""
+    """Comparison of answers with another model, as metrics of the replicas: KL and top-1 agreement."""
 
     against: Literal["teacher", "candidate"]
-    """`teacher`: the served student's own, which takes the memory of the weights once more."""
+    """Model to compare with. `teacher`: the served student's own, which needs the memory of its weights again."""
     share: Share = 0.0
-    """Share of the answers that are judged, drawn for each."""
+    """Share of the answers that are compared, drawn for each."""
 
 
 FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]
@@ -61,11 +61,11 @@ Candidate = TypeVar("Candidate", bound=CandidateSpec)
 
 
 class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
-    """The models of a deployment. Replicas that run swap a change of these in."""
+    """Models of a deployment. Running replicas swap in changes of these fields."""
 
     model: Annotated[ModelName, Change("Loaded beside the model that serves, and swapped in without a failed request.")]
-    """`mdl_` id, the `job_` id of a job that succeeded, a name that one model alone has, or an alias: what is promoted
-    to it later is swapped in. Answers give the `mdl_` id."""
+    """`mdl_` id, the `job_` id of a job that succeeded, a name that only one model has, or an alias: models promoted to
+    it later are swapped in. Answers carry the `mdl_` id."""
     engine: Annotated[
         Engine,
         Change(
@@ -82,31 +82,31 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     ] = None
     """Second model, for some of the requests."""
     shadow: Annotated[ShadowSpec | None, Change("Null: none any more.")] = None
-    """Model that judges some of the answers."""
+    """Model to compare some of the answers with."""
     ignored_fields: Annotated[
         tuple[FieldName, ...] | None,
         Field(max_length=64),
         Change("Counts at once, and loads nothing. Null: none any more."),
     ] = None
-    """Fields of requests to OpenAI's routes, refused or unknown ones, to accept without effect; `*` stands for all
-    unknown ones."""
+    """Fields of requests to OpenAI's routes, refused or unknown ones, to accept and ignore; `*` means all unknown
+    ones."""
 
     cors_origins: Annotated[
         tuple[Origin, ...] | None,
         Field(max_length=64),
         Change("Counts at once, and loads nothing. Null: none any more."),
     ] = None
-    """Origins, such as `https://chat.example.org`, whose pages may ask from a browser (CORS); `*` stands for all. Null:
-    none."""
+    """Origins, such as `https://chat.example.org`, whose pages may send requests from a browser (CORS); `*` means all.
+    Null: none."""
 
     chat_template: Annotated[
         Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_LENGTH)] | None,
         Change("Swapped in as a model is. Null: the model's own again."),
     ] = None
-    """Jinja template that lays out conversations in place of the model's own, the candidate's too. Where there are API
-    keys, the operator grants it (`chat_templates` of the tenant)."""
+    """Jinja template for conversations, used instead of the model's and the candidate's own. With API keys, the
+    operator has to grant it (`chat_templates` of the tenant)."""
     tool_call_parser: Annotated[ToolCallParser | None, Change("Swapped in as a model is.")] = None
-    """Family whose way to write calls of tools the model has; null: by its chat template."""
+    """Model family whose format of tool calls is parsed; null: detected from the chat template."""
 
     @model_validator(mode="after")
     def _has_what_judges(self) -> Self:
@@ -133,19 +133,19 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
 
 
 class ScalingSpec(FiniteModel):
-    """Bounds of a deployment's number of replicas. The names are those of Ray Serve's `autoscaling_config`."""
+    """Bounds of a deployment's number of replicas, named as in Ray Serve's `autoscaling_config`."""
 
     min_replicas: MinReplicas = 1
-    """0: no replica while there are no requests; the first request then waits for one."""
+    """0: no replica while there are no requests; the first request then waits for one to start."""
     max_replicas: MaxReplicas = 1
-    """Most replicas that the load may ask for."""
+    """Most replicas to start under load."""
     target_ongoing_requests: OngoingRequests | None = None
-    """Requests a replica should work on at once, those that wait included; more replicas are started above it. Null: by
-    the engine's load, prompt tokens that wait and KV cache in use."""
+    """Requests that a replica should handle at once, waiting ones included; with more, replicas are added. Null: scale
+    by the engine's load, that is waiting prompt tokens and KV cache in use."""
     upscale_delay_s: Delay = 10.0
-    """Seconds for which the load must ask for more replicas before they are started."""
+    """Seconds for which the load must require more replicas before they are started."""
     downscale_delay_s: Delay = 300.0
-    """Seconds for which the load must ask for fewer before they are drained."""
+    """Seconds for which the load must require fewer before replicas are drained."""
 
     @model_validator(mode="after")
     def _replicas_in_order(self) -> Self:
@@ -159,17 +159,17 @@ class ScalingSpec(FiniteModel):
 
 
 class ReplicasSpec(ScalingSpec):
-    """Address of a deployment, and the number of its replicas."""
+    """HTTP path of a deployment, and the number of its replicas."""
 
     route_prefix: Annotated[
         str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200), Change(allowed=False)
     ] = "/"
-    """HTTP path below which it answers; one deployment can hold it. Where there are API keys it lies below
-    `/t/{tenant}`: `/chat` becomes `/t/acme/chat`, as the answer shows."""
+    """HTTP path prefix, unique among deployments. With API keys it is below `/t/{tenant}`: `/chat` becomes
+    `/t/acme/chat`, as the answer shows."""
 
 
 class DeploymentSpec(ReplicasSpec, ServedSpec[dict[str, Any], CandidateSpec]):
-    """Request for a deployment: the model to serve, and how many replicas of it."""
+    """Request for a deployment: the model to serve and the number of its replicas."""
 
 
 class ResolvedCandidate(CandidateSpec):
@@ -180,9 +180,9 @@ class ResolvedCandidate(CandidateSpec):
 
 
 class ResolvedDeployment(ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandidate]):
-    """A deployment spec whose names have been looked up: the form that is stored, and handed to the serving cluster."""
+    """A deployment spec with resolved names, as stored and as passed to the serving cluster."""
 
-    # A row that a newer version of this program has written is served on.
+    # Rows that a newer version has written are still served.
     model_config = ConfigDict(extra="ignore")
 
     id: str
@@ -190,6 +190,6 @@ class ResolvedDeployment(ReplicasSpec, ServedSpec[dict[str, Any], ResolvedCandid
     artifact_uri: str
     """Address of the model's artifact."""
     alias: str | None = None
-    """Alias that the deployment follows, if it was made of one; each later promotion to it is swapped in."""
+    """Alias that the deployment follows, if it was created with one; later promotions to it are swapped in."""
     tenant: str | None = None
-    """Tenant whose keys it answers, where replicas ask for keys; None: every tenant's."""
+    """Tenant whose API keys it accepts, if replicas check keys; None: every tenant's."""

@@ -1,4 +1,4 @@
-"""YAML and JSON that people write: a key that is given twice is refused, where other readers keep the last one."""
+"""Read YAML and JSON written by people. A duplicate key is refused; other readers keep the last one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class DuplicateKeyError(yaml.YAMLError):
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here, and not where the mapping is made: until then `<<` has written its keys beside the mapping's own.
+        # Checked before the mapping is constructed: `<<` would then have merged its keys with the mapping's own.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, str], yaml.Mark] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
@@ -25,14 +25,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """The value that YAML or JSON says. Raises `yaml.YAMLError`: `DuplicateKeyError` for a key given twice, with both
-    lines; others for what is no YAML, for a date that no calendar has, and for what is nested too deeply."""
+    """Parse YAML or JSON. Raises `DuplicateKeyError`, which names both lines, for a duplicate key, and other
+    `yaml.YAMLError`s for invalid YAML, an impossible date, or too deep nesting."""
     loader = _Loader(text)
     try:
         return loader.get_single_data()
     except RecursionError as error:
         raise yaml.YAMLError("its lists and mappings are nested too deeply") from error
-    except ValueError as error:  # of the constructors: 2026-13-01 reads as a date
+    except ValueError as error:  # from constructors: 2026-13-01 is read as a date
         raise yaml.YAMLError(f"a value cannot be read as what it looks like ({error}); quote it") from error
     finally:
         loader.dispose()

@@ -13,7 +13,7 @@ from swiftkv_platform.errors import InvalidInputError
 
 EarlyExitMode = Literal["off", "threshold", "lossless"]
 _BY_MODE: Any = None
-"""A threshold that is not given; the options have one."""
+"""Placeholder for the default threshold, which depends on the mode."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class EarlyExit:
     """Raises `InvalidInputError` for a value out of range."""
 
     mode: EarlyExitMode = "off"
-    """`off`: every token goes through all layers. `threshold`: a token exits where the exit head is sure enough.
-    `lossless`: the exit head drafts, the upper layers verify, and the text is that of `off`."""
+    """`off`: every token goes through all layers. `threshold`: a token exits if the exit head is sure enough.
+    `lossless`: the exit head drafts and the upper layers verify; the text is the same as with `off`."""
     threshold: float = _BY_MODE
-    """Probability, at temperature 1, that the exit head's first choice must have: for `threshold` to exit there (0.95
-    by default, 0 always exits), for `lossless` to draft on (0 by default: it drafts wherever that pays). 0 to 1."""
+    """Least probability of the exit head's most likely token, at temperature 1, from 0 to 1: to exit with `threshold`
+    (default 0.95; 0 always exits), to go on drafting with `lossless` (default 0: drafts as long as it pays)."""
     num_draft_tokens: int = 4
     """Most tokens that `lossless` drafts before it verifies them."""
 
@@ -43,8 +43,8 @@ class EarlyExit:
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | Self | None) -> Self:
-        """A mode's name, the fields by name, or the options themselves; None is off. Raises `InvalidInputError`: naming
-        the field and what it accepts."""
+        """Parse a mode's name, the fields by name, or the options themselves; None means off. Raises
+        `InvalidInputError`, which names the field and what it accepts."""
         if isinstance(value, cls):
             return value
         if value is None:

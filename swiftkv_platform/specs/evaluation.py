@@ -1,4 +1,4 @@
-"""Measurement of a student, what it must reach, and the search for one that does."""
+"""Evaluation of a student, its quality gates, and the sweep that searches for a student within them."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
     "builtin:ifeval": ("input_data.jsonl",),
     "builtin:tool-calls": (),
 }
-"""Patterns of their authors' files below `data_dir`, by the names of the built-in tasks; none for one that a script
-makes."""
+"""Glob patterns of the built-in tasks' files below `data_dir`; empty if a script generates the task."""
 INSTRUCTION_TASKS = frozenset({"builtin:ifeval", "builtin:tool-calls"})
-"""Built-in tasks that ask for something in plain words, as a user's turn does."""
+"""Built-in tasks whose prompts are instructions in plain words."""
 
 
 class TaskSpec(Spec):
     """A task of lm-evaluation-harness, answered by teacher and student."""
 
     name: Annotated[Name, Field(min_length=1)]
-    """Task or group that the harness knows, a task's `.yaml` file (local or `s3://`), `builtin:mmlu`, `builtin:gsm8k`
-    or `builtin:ifeval` (over their authors' files in `data_dir`), `builtin:tool-calls` (whether calls of tools are
-    valid JSON), or `paper`: the seven tasks of table B.1."""
+    """Name of a task or group of the harness, a task's `.yaml` file (local or `s3://`), `builtin:mmlu`, `builtin:gsm8k`
+    or `builtin:ifeval` (over their authors' files in `data_dir`), `builtin:tool-calls` (whether tool calls are valid
+    JSON), or `paper`: the seven tasks of table B.1."""
     data_dir: Name | None = None
-    """Directory of the relative `data_files` of a file or built-in task; default: beside the file."""
+    """Directory of the relative `data_files` of a file or built-in task; default: the file's directory."""
     num_fewshot: Annotated[int, Range(0, 10_000)] | None = None
     """Examples in the prompt; default: the task's own number."""
     metric: Word | None = None
-    """Score that counts, e.g. `acc_norm`; default: the task's first of which more is better. One of which less is
-    better, as `word_perplexity`, has to be named."""
+    """Score that counts, such as `acc_norm`; default: the task's first one of which higher is better. A score of which
+    lower is better, such as `word_perplexity`, has to be named."""
     chat_template: bool | None = None
-    """Prompt through the tokenizer's chat template, examples as turns of their own. null: for `builtin:ifeval` and
-    `builtin:tool-calls`, where the model is instruction-tuned; for no other task."""
+    """Use the tokenizer's chat template, with examples as separate turns. null: only for `builtin:ifeval` and
+    `builtin:tool-calls` with instruction-tuned models."""
 
 
 def names_task_file(name: str) -> bool:
-    """Whether a task's name is that of a file."""
+    """Whether a task's name is a file name."""
     return name.endswith((".yaml", ".yml"))
 
 
@@ -62,26 +61,26 @@ PAPER_TASKS = (
     TaskSpec(name="mmlu_cot_llama", num_fewshot=0, metric="exact_match", chat_template=True),
     TaskSpec(name="gsm8k_llama", num_fewshot=8, metric="exact_match,strict_match", chat_template=True),
 )
-"""Table B.1 of the paper; its chat prompts (appendix B.1) are used where the tokenizer has a template."""
+"""Table B.1 of the paper; its chat prompts (appendix B.1) are used if the tokenizer has a template."""
 
 
 class EvaluationSpec(Spec):
-    """The report of a job, and its quality gates: with one failed the job fails as `quality_gate`; with one undecided
-    its model is made, and cannot be promoted without a word on that."""
+    """The report of a job, and its quality gates. If a gate fails, the job fails with `quality_gate`; if one is
+    undecided, the model is made, but promoting it requires an explicit acknowledgement."""
 
     max_tokens: Annotated[int, Range(64, 10**12)] = 65536
-    """Held-out tokens measured."""
+    """Held-out tokens to measure."""
     tasks: Annotated[
         tuple[Annotated[Name, Field(min_length=1)] | TaskSpec, ...], Field(max_length=1000, fail_fast=True)
     ] = ()
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
     task_limit: Count | None = None
-    """Samples of each task, the first ones; default: all."""
+    """Samples of each task, taken from its beginning; default: all."""
     task_batch_size: Size | None = None
-    """Prompts a forward pass of a task, or answered at a time; default: as many as make 8,192 tokens, and 256."""
+    """Prompts of a task per forward pass, or answered at a time; default: as many as make 8,192 tokens, and 256."""
     max_minutes: Annotated[float, Range(1e-3, 1e6)] | None = None
-    """Minutes after which no further task begins; the report names those left out, which no gate judges. null: none is
-    left out."""
+    """Minutes after which no further task starts; the report names the tasks left out, which have no gates. null: no
+    limit."""
     continuations: Annotated[int, Range(0, 1_000_000)] = 16
     """Held-out prompts that teacher and student continue greedily."""
     continuation_tokens: Size = 32
@@ -89,62 +88,61 @@ class EvaluationSpec(Spec):
     needle_lengths: (
         Annotated[tuple[Annotated[int, Range(128, 1 << 20)], ...], Field(max_length=64, fail_fast=True)] | None
     ) = None
-    """Lengths in tokens of prompts in which a number has to be found (needle in a haystack), made by a script. null:
-    1,024 and 4,096, where the context holds them, for instruction-tuned models, none for others."""
+    """Lengths in tokens of generated prompts in which a number has to be found (needle in a haystack). null: for
+    instruction-tuned models 1,024 and 4,096 if the context holds them, none for others."""
     needle_samples: Annotated[int, Range(1, 100_000)] = 60
     """Prompts of each length."""
     max_kl: Positive | Literal["auto"] | None = "auto"
-    """Gate: most KL (nats) on held-out text. `auto`: 0.2 for instruction-tuned models (their chat template has tokens
-    of its own), none for others."""
+    """Gate: largest KL (nats) on held-out text. `auto`: 0.2 for instruction-tuned models (their chat template has
+    tokens of its own), none for others."""
     max_perplexity_ratio: Positive | None = None
     """Gate: most perplexity on held-out text, as a multiple of the teacher's."""
     min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] | None = "auto"
-    """Gate: least share of held-out positions where the student's most likely token is the teacher's. `auto`: 0.8 for
-    instruction-tuned models, none for others."""
+    """Gate: smallest share of held-out positions where the student's most likely token is the teacher's. `auto`: 0.8
+    for instruction-tuned models, none for others."""
     max_needle_drop: NonNegative | Literal["auto"] | None = "auto"
-    """Gate, like `max_drop`, for each length of `needle_lengths` where the teacher finds 80% or more; `auto` is 5 to
-    20."""
+    """Gate like `max_drop` for each of `needle_lengths` at which the teacher finds 80% or more; `auto` is 5 to 20."""
     max_drop: NonNegative | Literal["auto"] | None = "auto"
-    """Gate: most points of a hundred lost against the teacher on any of `tasks`; of a score outside 0..1, or of which
-    less is better, most percent of the teacher's. Passed where the whole 95% interval of the paired differences is
-    within it, failed where none of it is, else undecided. `auto`: of each task the smallest true loss that its number
-    of samples can exclude, 1 at least and 10 at most. null: tasks are only reported."""
+    """Gate: most points of a hundred lost against the teacher on any of `tasks`; for a score outside 0..1, or of which
+    lower is better, most percent of the teacher's. Passed if the whole 95% interval of the paired differences is within
+    the limit, failed if it is entirely beyond, undecided otherwise. `auto`: for each task the smallest true loss that
+    its number of samples can exclude, from 1 to 10. null: tasks are only reported."""
 
     @property
     def has_gate(self) -> bool:
-        """Whether it sets a limit of its own."""
+        """Whether the spec sets a limit of its own."""
         limits = self.max_kl, self.max_perplexity_ratio, self.min_top1_agreement
         judges_tasks = bool(self.tasks) and self.max_drop is not None
         return judges_tasks or any(limit not in (None, "auto") for limit in limits)
 
 
 def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:
-    """Return the drop that `max_drop` limits; negative where the student wins.
+    """Return the drop that `max_drop` limits; negative if the student wins.
 
-    Points of a hundred where more is better and both scores lie within 0..1; else percent of the teacher's score, a
-    score of 0 taken for 1.
+    In points of a hundred if higher is better and both scores are within 0..1; otherwise in percent of the teacher's
+    score, where 0 is replaced by 1.
     """
     unit = points_per_unit(teacher, student, higher_is_better=higher_is_better)
-    return round(unit * (teacher - student), 6)  # 0.50 - 0.49 is one point, not a little more
+    return round(unit * (teacher - student), 6)  # so that 0.50 - 0.49 is exactly one point
 
 
 def points_per_unit(teacher: float, student: float, *, higher_is_better: bool) -> float:
-    """Points of `points_lost` for each unit that the student's score is below its teacher's; negative where less is
-    better."""
+    """Return the points of `points_lost` for each unit by which the student's score is below the teacher's; negative if
+    lower is better."""
     whole = 1.0 if is_share(teacher, student, higher_is_better=higher_is_better) else abs(teacher) or 1.0
     return (100.0 if higher_is_better else -100.0) / whole
 
 
 def is_share(teacher: float, student: float, *, higher_is_better: bool) -> bool:
-    """Whether what is lost is points of a hundred: more is better, and both scores lie within 0..1."""
+    """Whether losses are in points of a hundred: higher is better, and both scores are within 0..1."""
     return higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
 
 
 class SweepSpec(Spec):
-    """One trial for every combination of the values given; what is not given stays as the spec says.
+    """One trial for every combination of the given values; all else is as in the spec.
 
-    The artifact is the trial with the least prefill compute, then the smallest cache, then the lowest KL, of those that
-    pass the gates of `evaluation`: they are the sweep's accuracy budget.
+    The gates of `evaluation` are the sweep's accuracy budget: among the trials that pass them, the one with the least
+    prefill compute, then the smallest cache, then the lowest KL becomes the artifact.
     """
 
     num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
@@ -154,7 +152,7 @@ class SweepSpec(Spec):
     learning_rate: Annotated[tuple[Positive, ...], Field(max_length=_MOST_TRIALS, fail_fast=True)] = ()
     """Values of `optimizer.learning_rate`."""
     max_concurrent: Annotated[int, Range(1, _MOST_TRIALS)] = 1
-    """Trials that train at a time, each with the workers that `resources` asks for."""
+    """Trials that train at the same time, each with the workers that `resources` asks for."""
 
     @model_validator(mode="after")
     def _sweeps_something(self) -> Self:

@@ -1,4 +1,4 @@
-"""The job spec, and its sections on the model, the loss and the machines."""
+"""The job spec, and its sections on model, loss, checkpoints, tracking and limits."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ REAL_TEACHER = "builtin:smollm2-135m"
 
 
 class ModelSpec(Spec):
-    """The teacher."""
+    """The teacher, and the compute dtype."""
 
     name_or_path: Annotated[Name, Field(min_length=1)] = BUILTIN_TEACHER
     """Hub id, local directory, `.gguf` file, `s3://` prefix, `builtin:python-5m` (the teacher that ships with the
-    package) or `builtin:smollm2-135m` (a small LLM, which a package of its own ships)."""
+    package) or `builtin:smollm2-135m` (a small LLM in a package of its own)."""
     revision: Word | None = None
     """Hub revision."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -59,7 +59,7 @@ class DistillationSpec(Spec):
     """Weight of the exit head's loss, with `swiftkv.early_exit`."""
     hidden_loss_weight: Weight = 0.0
     hidden_loss_layer: Annotated[int, Range(-10_000, 10_000)] = -2
-    """Index into the hidden states, as in the reference; -2 is the output of the layer before the last."""
+    """Index into the hidden states, as in the reference; -2 is the output of the second to last layer."""
     objective: Literal["logits", "lm"] = "logits"
     """`lm` trains on the next token instead of the teacher (table 6a)."""
     trainable: Literal["qkv", "tail", "all"] = "qkv"
@@ -69,18 +69,18 @@ class DistillationSpec(Spec):
 class CheckpointSpec(Spec):
     every_steps: Count = 100
     keep: Size = 2
-    """Newest checkpoints kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     best_every_steps: Count | None = None
-    """Fewest steps between checkpoints that are saved because held-out KL is the lowest so far, rounded up to a
-    multiple of those between measurements. A state in between is not gone back to and does not become the model, unless
-    it is saved by `every_steps`. null: each that is measured."""
+    """Fewest steps between checkpoints saved because held-out KL is the lowest so far, rounded up to a multiple of the
+    measuring interval. States in between are not gone back to and do not become the model, unless `every_steps` saves
+    them. null: save at every such measurement."""
 
 
 class WandbSpec(Spec):
     project: Word = "swiftkv"
     entity: Word | None = None
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto`: online where a key is set, else offline."""
+    """`auto`: online if a key is set, otherwise offline."""
     tags: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
 
 
@@ -90,19 +90,19 @@ class TrackingSpec(Spec):
 
 class LimitsSpec(Spec):
     priority: Literal["low", "normal", "high"] = "normal"
-    """Queue order; within a priority first come, first served."""
+    """Priority in the queue; first come, first served within a priority."""
     cost_cap: Positive | None = None
-    """Cost in the operator's currency: a job that has cost more is paused, at a checkpoint."""
+    """Most cost in the operator's currency; a job that exceeds it is paused at a checkpoint."""
     max_runtime_s: Count | None = None
-    """An attempt that runs longer is stopped and the job fails. Waits for places on the cluster do not count."""
+    """Most seconds of an attempt; one that runs longer is stopped, and the job fails. Waiting for places on the cluster
+    does not count."""
 
 
 JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 def with_former_defaults(document: Any) -> Any:
-    """A job spec that was stored, with the values named that its version took for granted: every student had the
-    paper's form."""
+    """Return a stored job spec with the former defaults filled in: at the time, every student had the paper's form."""
     if not isinstance(document, dict):
         return document
     given = document.get("swiftkv", {})
@@ -130,7 +130,7 @@ class JobSpec(Spec):
     fault_tolerance: FaultToleranceSpec = FaultToleranceSpec()
     limits: LimitsSpec = LimitsSpec()
     webhook: WebhookSpec | None = None
-    """Receiver that is told of the job's changes of status."""
+    """Receiver of the job's status changes."""
     metadata: dict[Label, LabelValue] = Field(default={}, max_length=32)
     """Free key/value pairs, kept with the job and its model."""
 
@@ -141,7 +141,7 @@ class JobSpec(Spec):
 
     @property
     def only_publishes(self) -> bool:
-        """Whether it copies a model that there is, and makes none."""
+        """Whether the job only publishes an existing model and makes none."""
         names_model = self.training.from_ is not None and self.training.from_.startswith("mdl_")
         return names_model and self.training.max_steps == 0 and self.publish.to is not None
 
@@ -290,7 +290,7 @@ class JobSpec(Spec):
 
 
 def load_spec(path: Path) -> JobSpec:
-    """Read a YAML or JSON spec. Raises `pydantic.ValidationError` or `yaml.YAMLError` with the offending place, a
-    key that is given twice included."""
+    """Read a YAML or JSON spec. Raises `pydantic.ValidationError` or `yaml.YAMLError` with the place of the error;
+    duplicate keys are errors."""
     document: Any = load_yaml(path.read_text(encoding="utf-8"))
     return JobSpec.model_validate(document)

@@ -1,8 +1,8 @@
-"""JSON schemas as grammars can follow them: what only describes is left out, what constrains and cannot be followed is
-found, with its place. Compiles nothing.
+"""Preparation of JSON schemas for grammars: annotations are dropped, and constraints that cannot be enforced are found
+with their place. Compiles nothing.
 
-By JSON Schema a `format` that is not known is an annotation, as is a keyword that is not known; the compiler,
-llguidance, passes over such keywords and refuses such formats.
+In JSON Schema, unknown formats and keywords are annotations. The compiler, llguidance, ignores unknown keywords but
+refuses unknown formats.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 Schema = Mapping[str, Any]
 
 FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"))
-"""Formats that an answer's strings follow; of others nothing is asked."""
+"""Formats that are enforced on an answer's strings; others are ignored."""
 _ONE = frozenset(
     (
         *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"),
@@ -38,16 +38,16 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
-"""Keywords that constrain and that the compiler lacks, and their values that ask for nothing."""
+"""Constraining keywords that the compiler lacks, with the values that constrain nothing."""
 _NEEDS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
-"""Keywords that ask for nothing without another one."""
+"""Keywords that have no effect without another one."""
 _WORDS = {"pattern": "regex", "type": "Invalid type", "$ref": "Pointer"}
-"""Words of a message that is about a keyword, where that is not the keyword in quotes."""
+"""Words in compiler messages about a keyword, if they are not the keyword in quotes."""
 
 
 def settled(schema: Schema) -> dict[str, Any]:
-    """The schema without what asks for nothing, and would be refused. Names of properties and values are left as they
-    are."""
+    """Return the schema without keywords that have no effect but would be refused. Names of properties and values stay
+    as they are."""
     kept = {key: value for key, value in schema.items() if not _asks_for_nothing(schema, key, value)}
     for key, value in kept.items():
         if key in _ONE and isinstance(value, Mapping):
@@ -60,15 +60,15 @@ def settled(schema: Schema) -> dict[str, Any]:
 
 
 def unfollowed(schema: Schema) -> tuple[str, str] | None:
-    """(dotted place, keyword) of the first constraint that no answer could be held to; None if there is none. The place
-    of the schema itself is empty."""
+    """Find the first constraint that cannot be enforced on an answer: (dotted place, keyword), or None. The place of
+    the schema itself is empty."""
     return next(
         ((place, key) for place, one in subschemas(settled(schema)) for key in one if key in _WITHOUT_EFFECT), None
     )
 
 
 def place_of(schema: Schema, error: str) -> str:
-    """Dotted place that a compiler's message is about, as far as it repeats a value of the schema; else empty."""
+    """Find the dotted place that a compiler's message is about, if it quotes a value of the schema; otherwise empty."""
     for place, one in subschemas(schema):
         for key, value in one.items():
             named = _WORDS.get(key, f"'{key}'") in error

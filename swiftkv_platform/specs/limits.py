@@ -1,7 +1,7 @@
-"""Ranges of the numbers that callers give: one table for the specs, OpenAPI, the command line and the docs.
+"""Ranges of all numbers that callers give, in one table for the specs, OpenAPI, the command line and the docs.
 
-Each number of a spec has a finite range, since what it reaches is shared: Ray Serve's controller, schedulers,
-databases. A value may overflow there though it is finite here: 5 / 1e-320 is infinite.
+Each number of a spec has a finite range, since it reaches shared parts: Ray Serve's controller, schedulers, databases.
+A value that is finite here may overflow there: 5 / 1e-320 is infinite.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from swiftkv_platform.specs.base import MAX_SEED
 
 MAX_SPEC_BYTES = 256 << 10
-"""Bytes of a job spec as JSON, its defaults included: some 5,000."""
+"""Most bytes of a job spec as JSON, which has some 5,000 with all defaults."""
 MAX_LAYERS = 10_000
 """Layers of a model."""
 MAX_WORKERS = 100_000
-"""Workers of a job; what an operator allows is usually far less."""
+"""Most workers of a job; operators usually allow far fewer."""
 MAX_REPLICAS = 10_000
-"""Replicas of a deployment; what an operator allows is usually far less."""
+"""Most replicas of a deployment; operators usually allow far fewer."""
 MIN_CORES = 0.1
-"""Least share of a core that a worker reserves; a tenant's quota counts a core for it, which its thread may take."""
+"""Least share of a core that a worker reserves; a tenant's quota counts a whole core for it, since its thread may use
+one."""
 MIN_GPU = 0.01
-"""Least share of a GPU; Ray rounds below a ten thousandth, and a process that reserves none is charged none."""
+"""Least share of a GPU. Ray rounds below a ten-thousandth, and a process that reserves none is not charged."""
 _LONGEST_SHOWN = 40
 """Characters of a refused value in a message."""
 STORED: Mapping[str, Any] = {"stored": True}
-"""Context of validating what an earlier version has stored: a number outside of a range is taken for its nearest
-end."""
+"""Validation context for specs that an earlier version stored: a number out of range is replaced by the nearest
+limit."""
 _OUT_OF_RANGE = frozenset({"greater_than_equal", "less_than_equal"})
 
 
 @dataclass(frozen=True)
 class Range:
-    """Least and largest value of a number, both accepted; metadata of its type. A refusal names both."""
+    """Least and largest accepted value of a number; metadata of its type. An error names both."""
 
     low: float
     high: float
@@ -64,7 +65,7 @@ class Range:
             raise _refusal(value, f"{_shown(self.low)} to {_shown(self.high)}") from error
 
     def nearest(self, value: float) -> float:
-        """The value, or the end of the range that is nearer to it."""
+        """Return the value, or the nearer end of the range."""
         return min(max(value, self.low), self.high)
 
 
@@ -79,18 +80,18 @@ def _shown(number: float) -> str:
 
 
 Seed = Annotated[int, Range(0, MAX_SEED)]
-"""Whatever a random generator, a database and JSON's other readers can hold."""
+"""Range of seeds that random generators, databases and JSON readers can all hold."""
 SignedSeed = Annotated[int, Range(-MAX_SEED - 1, MAX_SEED)]
 Epochs = Annotated[int, Range(1, 1_000_000)]
 Count = Annotated[int, Range(1, 10**12)]
-"""Steps, tokens, samples: more than any cluster will see, and few enough to be multiplied by each other."""
+"""Number of steps, tokens or samples: more than any cluster will see, and small enough to be multiplied."""
 Size = Annotated[int, Range(1, 1 << 24)]
 """Number of things held at a time: rows of a batch, prompts of a pass."""
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
 """Layers of a model, or a part of them."""
 Weight = Annotated[float, Range(0.0, 1e6)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
-"""A rate, temperature or limit above 0 that float32 holds."""
+"""A positive rate, temperature or limit within the range of float32."""
 NonNegative = Annotated[float, Range(0.0, 1e30)]
 Rate = Annotated[float, Range(1e6, 1e24)]
 """FLOPs a second of a device."""
@@ -114,15 +115,15 @@ Gpus = Annotated[float, Range(0.0, 10_000.0), AfterValidator(_lendable)]
 """GPUs that Ray reserves for a worker or a replica; it lends several only whole."""
 
 Reserved = Annotated[float, Range(0.0, 1e6)]
-"""Cores or GPUs of a replica, named apart from its engine."""
+"""Cores or GPUs of a replica, given apart from its engine options."""
 MinReplicas = Annotated[int, Range(0, MAX_REPLICAS)]
 MaxReplicas = Annotated[int, Range(1, MAX_REPLICAS)]
 OngoingRequests = Annotated[float, Range(0.01, 1e6)]
-"""Requests by which Serve's controller divides those of a deployment."""
+"""Requests by which Serve's controller divides a deployment's ongoing requests."""
 Delay = Annotated[float, Range(0.0, 1e9)]
-"""Seconds, up to thirty years."""
+"""Seconds, from 0 to some thirty years."""
 Wait = Annotated[float, Range(1e-3, 1e9)]
-"""Seconds, more than none."""
+"""Seconds, above 0."""
 
 THREADS = Range(1, 1024)
 Threads = Annotated[int, THREADS]
@@ -132,10 +133,10 @@ Ranks = Annotated[int, RANKS]
 ContextLength = Annotated[int, Range(2, 1 << 30)]
 Tokens = Annotated[int, Range(1, 1 << 30)]
 StepTokens = Annotated[int, Range(1, 1 << 24)]
-"""Tokens of one step, for each of which the engine holds arrays."""
+"""Tokens of one step; the engine allocates arrays for them."""
 BlockSize = Annotated[int, Range(1, 1 << 16)]
 Sequences = Annotated[int, Range(1, 1 << 20)]
-"""Sequences that run at a time, for each of which the engine holds arrays."""
+"""Sequences that run at a time; the engine allocates arrays for them."""
 Waiting = Annotated[int, Range(0, 1 << 20)]
 CacheBytes = Annotated[int, Range(1, 1 << 50)]
 PromptBytes = Annotated[int, Range(1, 1 << 30)]

@@ -1,4 +1,4 @@
-"""Places to publish a model to, beside the platform's own store, and receivers of a job's news. Looks nothing up."""
+"""Targets to publish a model to, outside the platform's own store, and webhooks for a job's status. No look-ups."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class WebhookSpec(FrozenModel):
     """Receiver of a job's changes of status."""
 
     url: Annotated[str, Field(max_length=500)]
-    """Address on a host that the operator allows. It carries no credentials and no query: what is sent is signed."""
+    """Address on a host that the operator allows, without credentials and query: deliveries are signed."""
     secret_ref: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
     """Name of the tenant's secret that signs; the secret itself stays with the operator."""
     on: tuple[Status, ...] = ()
-    """Statuses that are told; none named: all."""
+    """Statuses to send; empty: all."""
 
     @field_validator("url")
     @classmethod
     def _is_plain(cls, url: str) -> str:
         unusable = next((character for character in url if not "!" <= character <= "~"), None)
-        if unusable is not None:  # some of which `urlsplit` leaves out
+        if unusable is not None:  # `urlsplit` drops some of these
             raise ValueError(f"it has {unusable!a}, which no address has; write it as %-escapes of its UTF-8")
         parts = urlsplit(url)
         if parts.scheme not in ("https", "http") or not _HOST.fullmatch(parts.hostname or ""):
@@ -54,7 +54,8 @@ _DIRECTORY = re.compile(r"(/[^/\x00-\x1f]+)+")
 
 
 def kind_of(target: str) -> Literal["hub", "store"]:
-    """Whether a target is a repository of the hub, or a bucket or directory. Raises `ValueError` for neither."""
+    """Whether a target is a repository of the hub (`hub`), or a bucket or directory (`store`). Raises `ValueError` for
+    others."""
     leads_out = any(part in (".", "..") for part in target.split("/"))
     if _HUB.fullmatch(target) and not leads_out:
         return "hub"
@@ -67,7 +68,7 @@ def kind_of(target: str) -> Literal["hub", "store"]:
 
 
 def repository_of(target: str) -> str:
-    """The hub's name of the repository `hf://organization/name`."""
+    """Return the name on the hub of the repository `hf://organization/name`."""
     match = _HUB.fullmatch(target)
     assert match is not None, "only a repository of the hub has one"
     return match["repository"]
@@ -90,23 +91,23 @@ class PublicationSpec(Spec):
     """Copy of a model outside the platform."""
 
     to: Target
-    """`hf://organization/name`, `s3://bucket/prefix` or an absolute directory that every node mounts, below what the
-    operator opens (`SWIFTKV_PUBLISH_TARGETS`). What is written there is the model and its card, README.md."""
+    """`hf://organization/name`, `s3://bucket/prefix` or an absolute directory that every node mounts, within what the
+    operator allows (`SWIFTKV_PUBLISH_TARGETS`). The model and its card, README.md, are written there."""
     private: Private = True
 
 
 class PublishSpec(Spec):
-    """Form of the model, and where it is published once it has passed its gates."""
+    """Format of the model, and where it is published after it has passed its gates."""
 
     adapter: bool = False
-    """Publish the tensors in which the student differs from its teacher, which is read again wherever the model is
-    loaded, instead of the whole model. Not with `distillation.trainable: all`, which changes every tensor."""
+    """Publish only the tensors in which the student differs from its teacher, instead of the whole model; the teacher
+    is then read wherever the model is loaded. Not with `distillation.trainable: all`, which changes every tensor."""
     to: Target | None = None
-    """Place of a copy outside the platform, see `PublicationSpec`; null keeps the model in the platform's object store
-    alone."""
+    """Target of a copy outside the platform, see `PublicationSpec`; null keeps the model only in the platform's object
+    store."""
     private: Private = True
 
     @property
     def publication(self) -> PublicationSpec | None:
-        """The copy outside the platform, if there is one."""
+        """Copy outside the platform, if the spec asks for one."""
         return None if self.to is None else PublicationSpec(to=self.to, private=self.private)

@@ -1,4 +1,4 @@
-"""Machines of a job: how workers share the model, how many there are, and what happens when some are lost."""
+"""Machines of a job: how workers share the model, how many there are, and retries after failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShardingSpec(Spec):
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether a worker holds a part of the model only."""
+        """Whether a worker holds only a part of the model."""
         return self.strategy == "fsdp2" or (self.strategy == "deepspeed" and self.zero_stage == 3)
 
 
@@ -43,7 +43,8 @@ class ElasticSpec(Spec):
 
 class ResourcesSpec(Spec):
     num_workers: Workers | ElasticSpec = 2
-    """Number of workers, or `{min, max}`: training goes on with fewer when machines leave, with more when they come."""
+    """Number of workers, or `{min, max}`: training continues with fewer when machines leave, and with more when they
+    join."""
     gpus_per_worker: Gpus = 0
     cpus_per_worker: Cores = 1
     """Cores that Ray reserves for each worker. A quota `max_cpus` counts one core for a worker at least."""
@@ -52,8 +53,8 @@ class ResourcesSpec(Spec):
     accelerator_type: Word | None = None
     """Ray's name of the GPU type, e.g. `H100`."""
     peak_flops_per_second: Rate | None = None
-    """Peak FLOPs a second of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current
-    GPUs, else no `mfu`."""
+    """Peak FLOPs per second of one worker's device in `model.dtype`, for the metric `mfu`; default: built in for
+    current GPUs, no `mfu` for others."""
 
     @property
     def max_workers(self) -> int:
@@ -64,7 +65,7 @@ class ResourcesSpec(Spec):
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers.min
 
     def described(self, num_workers: int) -> str:
-        """Return in words what this many workers need: `2 workers with 1 CPU and 1 GPU each`."""
+        """Describe the resources of `num_workers` workers: `2 workers with 1 CPU and 1 GPU each`."""
         each = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
         asked = " and ".join(f"{amount:g} {name}" for name, amount in each.items() if amount)
         if self.memory_per_worker is not None:
@@ -75,4 +76,4 @@ class ResourcesSpec(Spec):
 
 class FaultToleranceSpec(Spec):
     max_retries: Annotated[int, Range(0, 1000)] = 3
-    """New attempts after a failure that another try can mend; bad data is never retried."""
+    """Most new attempts after failures that a retry may fix; data errors are never retried."""

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: how the tokens of its answers are chosen. No I/O."""
+"""Sampling parameters of a request. No I/O."""
 
 from __future__ import annotations
 
@@ -32,33 +32,34 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-"""Least and largest value of each number: OpenAI's, and within what vLLM takes, so that both engines refuse alike."""
+"""Accepted range of each number: OpenAI's limits, within vLLM's, so that both engines refuse the same."""
 MAX_BIAS = 100.0
-"""Largest bias of a logit, either way."""
+"""Largest absolute bias of a logit."""
 _MIN_TOP_P = 1e-6
-"""Lowest `top_p` that is passed on; vLLM takes no 0, and the most probable token is all that either keeps."""
+"""Lowest `top_p` that is passed on: vLLM does not accept 0, and with either value only the most probable token is
+kept."""
 _NO_EXIT = EarlyExit()
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of how one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of
-    range.
+    """Parameters of how a request samples its tokens and where the answer ends. Raises `InvalidInputError` for a value
+    out of range.
 
     Logits pass through, in this order: `logit_bias`, the penalties, `min_tokens`, `structured_outputs`, `temperature`,
     `top_k`, `top_p`, `min_p`.
     """
 
     max_tokens: int = 16
-    """Most tokens to generate; the context may end the answer earlier. 0 generates none: the prompt is read, and scored
-    where `prompt_logprobs` asks for it."""
+    """Most tokens to generate; the context may end the answer earlier. 0 generates none: the prompt is only read, and
+    scored if `prompt_logprobs` is set."""
     min_tokens: int = 0
-    """Tokens before which nothing but `max_tokens` and the context ends the answer: the tokens before are no end of
-    sequence and none of `stop_token_ids`, and `stop` is looked for behind them."""
+    """Tokens before which only `max_tokens` and the context end the answer: until then no end of sequence and none of
+    `stop_token_ids` is generated, and `stop` is not searched for."""
     temperature: float = 1.0
-    """0 takes the most probable token, as does all below 1e-5; above, up to 2, logits are divided by it."""
+    """Divisor of the logits, up to 2; 0, like any value below 1e-5, takes the most probable token."""
     top_p: float = 1.0
-    """Samples among the fewest tokens whose probabilities sum to at least this; 1 keeps all, 0 the most probable."""
+    """Sample from the fewest tokens whose probabilities sum to at least this; 1 keeps all, 0 only the most probable."""
     top_k: int = 0
     """Samples among the k most probable tokens; 0 and -1 keep all."""
     min_p: float = 0.0
@@ -73,35 +74,36 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Numbers from -100 to 100 added to logits, by token id."""
     n: int = 1
-    """Answers to generate for the prompt, each with a seed of its own."""
+    """Answers to generate for the prompt, each with its own seed."""
     seed: int | None = None
-    """Makes the answer repeatable, whatever else is served: 64 bits, of which the sign counts for nothing. None and -1
-    draw one from the engine's."""
+    """Seed that makes the answer repeatable regardless of other requests: 64 bits, of which the sign bit is ignored.
+    None and -1 draw one from the engine's seed."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer, and are not part of its text. One string, or a sequence of them."""
+    """Strings that end the answer and are not part of its text: one string, or a sequence."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string, or the text of the stop token, at the end of the answer's text."""
+    """Keep the stop string, or the text of the stop token, at the end of the answer's text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
+    """Tokens that end the answer in addition to the model's end of sequence; counted, but not part of the text."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Tokens that the answer consists of, an end of sequence only where it is among them; None: all."""
+    """Tokens that the answer may consist of; an end of sequence only if listed. None: all."""
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the answer's text."""
     logprobs: int | None = None
-    """Log-probabilities of each generated token and of this many of the most probable ones; None: of none."""
+    """Number of most probable tokens to return log-probabilities for, in addition to each generated token; None: no
+    log-probabilities."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which then all go through every layer."""
     truncate_prompt_tokens: int | None = None
-    """Keep this number of tokens of a longer prompt, the last; -1: as many as fit beside `max_tokens`."""
+    """Keep only the last tokens of a longer prompt, this many; -1: as many as fit with `max_tokens`."""
     early_exit: EarlyExit = _NO_EXIT
     """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
     `EarlyExit(...)`."""
 
     num_lookup_tokens: int = 0
-    """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup), or a constraint leaves
-    no choice about; they are verified together, and the answer is the same. 0 drafts none."""
+    """Most tokens to draft at a time, by continuing repetitions of prompt and answer (prompt lookup) or where a
+    constraint leaves no choice. Drafts are verified together, and the answer stays the same. 0 drafts none."""
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the text: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
     reaches `max_tokens` is cut off."""
@@ -158,7 +160,7 @@ class SamplingParams:
                 raise _refusal(name, value, f"a number from {least:g} to {most:g}")
 
     def _settle(self) -> None:
-        """Bring several ways to say one thing to one of them."""
+        """Normalise equivalent values."""
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
         object.__setattr__(self, "top_p", max(self.top_p, _MIN_TOP_P))
@@ -205,7 +207,7 @@ def _checked_token_ids(field: str, token_ids: object, at_most: int) -> tuple[int
 
 
 def _check_size(field: str, value: Sized, at_most: int) -> None:
-    """Refuse what is too much by its number alone: a message that repeats it would be as long."""
+    """Refuse too many entries without repeating them in the message, which would be as long."""
     if len(value) > at_most:
         message = f"{field} has {len(value)} entries; a request accepts {at_most}"
         raise InvalidInputError(message, field=field, value=len(value))

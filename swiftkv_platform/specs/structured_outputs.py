@@ -17,17 +17,17 @@ from swiftkv_platform.specs.base import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHE
 from swiftkv_platform.specs.json_schema import place_of, settled, unfollowed
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between two tokens of JSON: enough for indented text, too little to go on for ever."""
+"""Whitespace between two tokens of JSON: enough for indented text, but bounded."""
 _LINE = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
-"""Words of the compiler for the line of a schema in a grammar."""
+"""Prefix of compiler messages that names the line of a schema in a grammar."""
 _EXCERPT = re.compile(r"\n +\d+ \| ")
-"""Beginning of the grammar's own lines in its message."""
+"""Start of the grammar's excerpt in compiler messages."""
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """One constraint. Raises `InvalidInputError` unless exactly one is given, for text that is no Unicode, for a schema
-    that is no JSON object, and for what is too long or too deep to be compiled (limits: `specs/base.py`)."""
+    """One constraint. Raises `InvalidInputError` unless exactly one is given, and for text that is not Unicode, a
+    schema that is not a JSON object, or a constraint too long or too deep to compile (limits: `specs/base.py`)."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema that the answer validates against: its text, or the object."""
@@ -36,15 +36,15 @@ class StructuredOutputs:
     regex: str | None = None
     """Regular expression that the whole answer matches; no look-around, no back references."""
     choice: tuple[str, ...] | None = None
-    """The answer is one of these."""
+    """Strings, one of which is the answer."""
     grammar: str | None = None
-    """Lark grammar whose rule `start` the answer follows (llguidance's dialect)."""
+    """Lark grammar for the answer (llguidance's dialect); its start rule is `start`."""
     disable_any_whitespace: bool = False
-    """JSON without any whitespace between its tokens."""
+    """Allow no whitespace between the tokens of JSON."""
     source: str | None = field(default=None, compare=False)
-    """Name of the constraint in errors; None: `structured_outputs.` and its name."""
+    """Name of the constraint in errors; None: `structured_outputs.` and the field's name."""
     parts: Mapping[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict, compare=False, repr=False)
-    """Schemas in a grammar, with their names in errors, by the line, from 1 on, that each stands in."""
+    """Schemas inside a grammar, as (name in errors, schema) by their line, counted from 1."""
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -63,8 +63,8 @@ class StructuredOutputs:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any] | Self | None) -> Self | None:
-        """The fields by name, or the constraint itself; None is none. Raises `InvalidInputError`: naming the field and
-        what it accepts."""
+        """Parse the fields by name, or return the constraint itself or None. Raises `InvalidInputError`, which names
+        the field and what it accepts."""
         if value is None or isinstance(value, cls):
             return value
         known = cls.keys()
@@ -79,12 +79,12 @@ class StructuredOutputs:
 
     @classmethod
     def keys(cls) -> list[str]:
-        """Names that `parse` knows."""
+        """Field names that `parse` accepts."""
         return [one.name for one in fields(cls) if one.name not in ("source", "parts")]
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """Name of the field that is set."""
         return self._given()[0]
 
     @cached_property
@@ -93,7 +93,7 @@ class StructuredOutputs:
         try:
             text = self._as_text(getattr(self, self.kind))
             text.encode()
-        except (ValueError, TypeError, RecursionError) as error:  # JSONDecodeError and UnicodeEncodeError among them
+        except (ValueError, TypeError, RecursionError) as error:  # includes JSONDecodeError and UnicodeEncodeError
             accepted = "a JSON schema, an object" if self.kind == "json" else "text"
             raise InvalidInputError(
                 f"{self.name} must be {accepted}: {error}", field=self.name, value=getattr(self, self.kind)
@@ -106,12 +106,12 @@ class StructuredOutputs:
         return self.source or f"structured_outputs.{self.kind}"
 
     def check_followed(self) -> None:
-        """Raises `InvalidInputError` for a constraint of a schema that cannot be enforced, naming its place."""
+        """Raise `InvalidInputError` if the schema has a constraint that cannot be enforced, naming its place."""
         if self.kind == "json":
             check_followed(json.loads(self.text), self.name)
 
     def refusal(self, why: str) -> InvalidInputError:
-        """An error that names the constraint, and within it the place that a compiler's words are about."""
+        """Return an error that names the constraint, and the place in it that the compiler's message `why` is about."""
         name, schema = self.name, json.loads(self.text) if self.kind == "json" else {}
         if at := _LINE.search(why):
             name, schema = self.parts.get(int(at[1]), (name, schema))
@@ -138,9 +138,9 @@ class StructuredOutputs:
         return tuple(choice)
 
     def _check_size(self, value: Any) -> None:
-        """Refuse before anything is made of the value: its text may be as long as the body of a request."""
+        """Refuse a value that is too large before processing it: it may be as long as the body of a request."""
         if isinstance(value, str):
-            # A schema's text may be laid out with spaces, which are not compiled.
+            # A schema's text may contain spaces, which are not compiled.
             longest = MAX_GRAMMAR_BYTES * (4 if self.kind == "json" else 1)
             if len(value) > longest:
                 raise self._too_large(f"has {len(value)} characters; {longest} are accepted")
@@ -179,8 +179,7 @@ class StructuredOutputs:
 
 
 def check_followed(schema: Mapping[str, Any], name: str) -> None:
-    """Raise `InvalidInputError` for a schema, `name` in the request, with a constraint that no answer could be held
-    to."""
+    """Raise `InvalidInputError` if a schema, called `name` in the request, has a constraint that cannot be enforced."""
     found = unfollowed(schema)
     if found is not None:
         place, keyword = found
@@ -193,7 +192,7 @@ _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def _parsed(text: str) -> Any:
-    """The JSON in a text; None where there is none, or none that Python can follow: `text` says what is wrong."""
+    """Parse JSON; None if it is invalid or too deep. `text` raises the error later."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -201,7 +200,7 @@ def _parsed(text: str) -> Any:
 
 
 def _schema_text(schema: Any) -> str:
-    """One text for schemas that ask for the same, however they were spaced. Raises `ValueError`, `TypeError`,
+    """Return the same text for schemas that mean the same, regardless of spacing. Raises `ValueError`, `TypeError`,
     `RecursionError`."""
     if isinstance(schema, str):
         schema = json.loads(schema)

@@ -1,4 +1,4 @@
-"""The job spec's section on the student's shape."""
+"""Section of the job spec on the SwiftKV transformation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SwiftKVSpec(Spec):
     num_key_value_layers: Layers | None = None
     """l: layers that compute their own KV, 1..L-1. Exclusive with `prefill_reduction`."""
     prefill_reduction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the layers that prefill skips; l = L - round(share x L). Default 0.5 where neither is given."""
+    """Share of the layers that prefill skips; l = L - round(share x L). Default: 0.5 if neither is given."""
     key_value_group_size: Layers = 1
     """AcrossKV: consecutive layers that share one KV cache layer; 1 shares nothing."""
     sharing: Literal["gqa", "mqa", "mha"] = "gqa"
@@ -59,24 +59,23 @@ class SwiftKVSpec(Spec):
     """Train an exit head at layer l."""
     own_output_projection: bool = False
     """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
-    which is trained with q, k and v. It makes up for most of what a group loses, and costs nothing when it is served;
-    engines other than this project's do not know it."""
+    which is trained with q, k and v. It recovers most of the quality that sharing costs, and is free in serving; other
+    engines do not support it."""
     initialization: Literal["calibrated", "copied", "refitted"] = "calibrated"
     """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
-    `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's
-    own states; for `own_output_projection`."""
+    `refitted` is the calibrated start with each `o_proj_swiftkv` fitted again, layer by layer, to the student's own
+    states; it requires `own_output_projection`."""
     decode_key_value: Literal["shared", "own"] = "own"
-    """Origin of K and V in layers >= l of tokens that run through them: of a prompt's last token and of all that is
-    generated. `own`: their own hidden state in the first layer of each group, as in the teacher, by
-    projections that are trained too; prefill costs the same, and far less of the teacher's quality is lost. A text of
-    which all tokens count is then split at random into a prompt, which is read and not counted, and the rest. `shared`:
-    x, as for the rest of a prompt (the paper's form); the default with `refitted`, and of a job that continues from a
-    student in this form."""
+    """Source of K and V in layers >= l for tokens that run through them: a prompt's last token and all generated ones.
+    `own`: their own hidden state in the first layer of each group, as in the teacher, by projections that are trained
+    too. Prefill costs the same, and far less of the teacher's quality is lost. A text whose tokens all count is then
+    split at random into a prompt, which is not counted, and the rest. `shared`: x, as for the rest of a prompt (the
+    paper's form); the default with `refitted`, and for a job that continues from a student in this form."""
     prefill_layers: _PrefillLayers = None
-    """Layers that prompts run through, ascending, as a list or as `0-2,4,6-16`, in place of `num_key_value_layers`,
-    which is the last of them + 1. Prompts bypass the layers between, where they only write K and V, so that for the
-    same prefill compute they can run layers that they need more; `swiftkv analyze --num-prefill-layers` measures which.
-    For `decode_key_value: own`. Served by this project's engine, not by vLLM."""
+    """Layers that prompts run through, ascending, as a list or as `0-2,4,6-16`, instead of `num_key_value_layers`,
+    which is then the last of them + 1. Prompts bypass the layers in between, where only their K and V are computed, so
+    that the same prefill compute goes to the layers that matter more; `swiftkv analyze --num-prefill-layers` measures
+    which. Requires `decode_key_value: own`. Served by this project's engine, not by vLLM."""
     calibration_tokens: Annotated[int, Range(1024, 10**12)] = 16384
     """Tokens used for the calibrated start."""
 
@@ -140,12 +139,12 @@ class SwiftKVSpec(Spec):
 
     @property
     def given_layers(self) -> int | None:
-        """l, where it is given by itself or by `prefill_layers`."""
+        """The l that is given, directly or by `prefill_layers`; None if neither is."""
         return self.num_key_value_layers if self.prefill_layers is None else self.prefill_layers[-1] + 1
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether the start is fitted to activations of the teacher."""
+        """Whether the start is fitted to the teacher's activations."""
         return self.initialization != "copied"
 
     @property

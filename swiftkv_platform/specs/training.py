@@ -1,4 +1,5 @@
-"""Sections of a job spec on training: optimizer, length, the held-out KL that steers it, and what it continues from."""
+"""Sections of a job spec on training: optimizer, length, the held-out KL that steers it, and the parent it continues
+from."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class ParentName:
 
     @classmethod
     def parse(cls, text: str) -> ParentName:
-        """Raises `ValueError` for what has the form of neither."""
+        """Parse a reference. Raises `ValueError` if it has neither form."""
         match = _NAME.fullmatch(text)
         if match is None:
             raise ValueError(
@@ -48,7 +49,7 @@ class ParentName:
 
     @property
     def checkpoint_id(self) -> str:
-        """Id of the checkpoint among those of its job."""
+        """Id of the checkpoint within its job."""
         return f"ckpt_{self.step:08d}_{self.attempt:04d}"
 
 
@@ -68,17 +69,17 @@ class OptimizerSpec(Spec):
     """Default: found by `rate_search` around 3e-4 for hidden sizes from 2,048 up, in inverse proportion to smaller
     ones, at most 3e-3; far lower with `trainable: all`."""
     rate_search: bool | None = None
-    """Try a few rates for a few steps each before training, and take the one whose held-out KL falls furthest; the
-    steps come on top of the run's, at most 15% of them. Default: where `learning_rate` is left out. With one given,
-    the search begins there, with `trainable: all` at a fifth of it."""
+    """Try a few rates for a few steps each before training, and take the one whose held-out KL falls furthest. These
+    steps are in addition to the run's, at most 15% of them. Default: true if `learning_rate` is not set. If it is set,
+    the search starts there, with `trainable: all` at a fifth of it."""
     weight_decay: NonNegative = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
-    """AdamW's."""
+    """Betas of AdamW."""
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """Muon's."""
+    """Momentum of Muon."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
-    """Share of the steps with a linearly rising learning rate. Default: 0.05, but no fewer than 20 steps, of a run
-    shorter than 100 a fifth."""
+    """Share of the steps with a linearly rising learning rate. Default: 0.05 but at least 20 steps; a fifth of a run
+    shorter than 100 steps."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     max_grad_norm: Positive = 1.0
 
@@ -89,8 +90,8 @@ class ValidationSpec(Spec):
     every_steps: Count | None = None
     """Optimizer steps between measurements. Default: a twentieth of the run; the last step is always measured."""
     max_tokens: Count = 16384
-    """Held-out tokens a measurement takes, and no more than a tenth of what is trained on between two of them, but one
-    row at least."""
+    """Held-out tokens of a measurement: at most a tenth of the tokens trained on between two measurements, but at least
+    one row."""
 
 
 class EarlyStoppingSpec(Spec):
@@ -101,13 +102,13 @@ class EarlyStoppingSpec(Spec):
 
 
 class GuardSpec(Spec):
-    """When held-out KL rises above its value at the start, or far above its best, training goes back to the best state
-    so far and on with a lower learning rate."""
+    """Protection against divergence: if held-out KL rises above its value at the start, or far above its best, training
+    goes back to the best state so far and continues with a lower learning rate."""
 
     max_rollbacks: Annotated[int, Range(0, 100)] = 3
-    """Times a run goes back; the next time it would, it ends with the best state."""
+    """Times that a run may go back; after that, it ends with the best state instead."""
     divergence_factor: Annotated[float, Field(gt=1.0, le=1e30)] = 1.5
-    """Held-out KL above the best by this factor counts as far above it."""
+    """Factor over the best held-out KL from which it counts as far above it."""
     rate_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Factor of the learning rate each time."""
 
@@ -116,10 +117,10 @@ class TrainingSpec(Spec):
     model_config = ConfigDict(serialize_by_alias=True)
 
     from_: ParentReference | None = Field(default=None, alias="from")
-    """Model (`mdl_...`) or checkpoint (`job_...:STEP`) to continue from, of the same teacher, l and g; null starts
-    from the teacher. Step and learning rate begin anew."""
+    """Model (`mdl_...`) or checkpoint (`job_...:STEP`) to continue from, with the same teacher, l and g; null starts
+    from the teacher. Steps and learning rate start anew."""
     load_optimizer_state: bool = False
-    """Take over the optimizer state of the checkpoint that `from` names; else the optimizer is fresh."""
+    """Load the optimizer state of the checkpoint that `from` names; otherwise the optimizer starts fresh."""
     num_epochs: Epochs = 2
     max_steps: Annotated[int, Range(0, 10**12)] | None = None
     """Overrides `num_epochs`. 0 trains nothing: the checkpoint that `from` names is evaluated and published."""
@@ -131,23 +132,23 @@ class TrainingSpec(Spec):
     gradient_checkpointing: bool = False
     """Recompute activations of the student's upper layers in the backward pass."""
     compile: bool = False
-    """Compile the layers with `torch.compile`: the first steps take minutes, the rest less time."""
+    """Compile the layers with `torch.compile`: the first steps take minutes, later ones are faster."""
     deterministic: bool = False
-    """Leave out operators of a GPU that add in no fixed order and are faster: a run that was interrupted then ends with
-    the bits of one that was not. On a CPU it does without this."""
+    """Avoid faster GPU operators that add in no fixed order, so that an interrupted run ends bit-identical to an
+    uninterrupted one. Not needed on a CPU."""
     attn_implementation: Literal["auto", "varlen_attn", "sdpa"] = "auto"
-    """Attention of a row's samples, each to itself. `varlen_attn`: PyTorch's FlashAttention over all of them at once,
-    on GPUs that it runs on, in bfloat16. `sdpa`: one sample after the other. `auto`: `varlen_attn` where it can, else
+    """Attention within each sample of a row. `varlen_attn`: PyTorch's FlashAttention over all samples at once, in
+    bfloat16, on GPUs that support it. `sdpa`: one sample after the other. `auto`: `varlen_attn` if possible, otherwise
     `sdpa`."""
     seed: SignedSeed = 0
     validation: ValidationSpec | None = ValidationSpec()
-    """Held-out KL while it trains, on which `guard`, `keep_best`, `early_stopping` and `optimizer.rate_search` go; null
-    measures none and leaves all four out."""
+    """Held-out KL during training, which `guard`, `keep_best`, `early_stopping` and `optimizer.rate_search` depend on;
+    null measures nothing and disables all four."""
     guard: GuardSpec | None = GuardSpec()
-    """null trains on whatever happens to held-out KL."""
+    """Guard against divergence; null trains on regardless of held-out KL."""
     keep_best: bool = True
-    """Make the model of the state whose held-out KL was the lowest, of those within 2% of it the last, rather than of
-    the last step's."""
+    """Make the model from the state with the lowest held-out KL (of those within 2% of it the last) instead of the last
+    step."""
     early_stopping: EarlyStoppingSpec | None = None
     """End the run once held-out KL no longer falls; null trains to the last step."""
 

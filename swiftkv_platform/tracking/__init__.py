@@ -1,1 +1,2 @@
-"""Experiment tracking: where a run's metrics go beside the job's own events. Knows no Ray and no control plane."""
+"""Experiment tracking: sends a run's metrics to a tracker, in addition to the job's own events. Independent of Ray and
+the control plane."""

@@ -1,4 +1,4 @@
-"""A tracker behind a bounded queue: its callers wait for nothing but the end."""
+"""A tracker behind a bounded queue, so that callers do not wait except in `finish`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TELL_AGAIN_S = 5.0
 
 
 class BackgroundTracker:
-    """Makes the calls of a tracker on a thread of its own, in order.
+    """Makes the calls of a tracker in order, on its own thread.
 
     Args:
-        on_info: told, on that thread, where the run is, as soon as that is known; again some seconds later while it
+        on_info: called on that thread with the run's location, once it is known; retried every few seconds while it
             returns False.
-        most_waiting: calls that wait at a time. Metrics beyond that are dropped, and counted in one warning.
-        finish_s: time that `finish` waits for the calls before it.
+        most_waiting: size of the queue. Further calls are dropped, and counted in one warning.
+        finish_s: seconds that `finish` waits for earlier calls.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class BackgroundTracker:
         self._put(partial(self._tracker.log_artifact, name, uri, digest))
 
     def finish(self) -> None:
-        """Wait until everything is handed over, for `finish_s` at most. The thread ends with its process."""
+        """Wait until all calls are made, at most `finish_s` seconds. The thread ends with its process."""
         deadline = time.monotonic() + self._finish_s
         try:
             self._calls.put(self._tracker.finish, timeout=self._finish_s)
             self._calls.put(None, timeout=max(0.0, deadline - time.monotonic()))
         except Full:
-            pass  # told below
+            pass  # logged below
         else:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
@@ -104,7 +104,7 @@ class BackgroundTracker:
                 return
             try:
                 call()
-            except Exception:  # no failure of tracking may end the thread, for which `finish` waits
+            except Exception:  # no failure of tracking may end the thread, which `finish` waits for
                 get_logger().exception("tracking_failed")
             self._tell()
 

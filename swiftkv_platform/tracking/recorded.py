@@ -1,5 +1,5 @@
-"""Runs as wandb recorded them on a disk (`run-*.wandb`), and their upload. Every attempt of a job records a part of its
-own, and one that went on from a checkpoint repeats steps; `wandb sync` would append those under later step numbers.
+"""Runs recorded by wandb on disk (`run-*.wandb`), and their upload. Every attempt of a job records its own part, and
+one that resumed from a checkpoint repeats steps; `wandb sync` would append those under later step numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 _FILE_HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
-"""Head of a piece of a record: checksum, length and place. Records are framed as LevelDB's log frames them."""
+"""Header of a piece of a record: checksum, length and place. The framing is that of LevelDB's log."""
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _DIRECTORY = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 _LAST_STEP = """query LastStep($project: String!, $entity: String, $name: String!) {
@@ -43,7 +43,7 @@ class RecordedRun:
 
     @property
     def started(self) -> str:
-        """Time of its beginning; parts of a run sort by it."""
+        """Start time; parts of a run sort by it."""
         return self._match[1]
 
     @property
@@ -63,9 +63,10 @@ class RecordedRun:
 
 
 def drop_steps(run: RecordedRun, up_to: int) -> int:
-    """Leave the metrics of steps after `up_to` in a part of a run; returns its last step, or `up_to`.
+    """Drop the metrics of steps up to `up_to` from a part of a run, and return its last step, or `up_to` if there is
+    none after it.
 
-    A record that is cut off, as by a process that was killed, ends the file.
+    Reading stops at a truncated record, which a killed process leaves.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -85,8 +86,8 @@ def drop_steps(run: RecordedRun, up_to: int) -> int:
 
 
 def last_step(project: str, entity: str | None, run_id: str) -> int:
-    """Return the last step that W&B has of a run, -1 if it has none. Raises `InvalidInputError`: no key is set, or W&B
-    does not know it; `UnreachableError`: W&B does not answer, or with an error."""
+    """Return the last step of a run at W&B, -1 if it has none. Raises `InvalidInputError` if no key is set or W&B does
+    not accept it, `UnreachableError` if W&B does not answer, or answers with an error."""
     key = os.environ.get("WANDB_API_KEY")
     if not key:
         raise InvalidInputError("WANDB_API_KEY is not set; W&B's page /authorize shows a key", field="WANDB_API_KEY")
@@ -112,10 +113,10 @@ def last_step(project: str, entity: str | None, run_id: str) -> int:
 
 
 def upload(run: RecordedRun) -> str | None:
-    """Upload a part of a run with `wandb sync`; returns the page of the run, where that is told. Raises `SwiftKVError`:
-    `wandb sync` failed."""
+    """Upload a part of a run with `wandb sync`, and return the run's page, if known. Raises `SwiftKVError` if `wandb
+    sync` fails."""
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", run.path.name]
-    directory = run.path.parent  # wandb leaves a log of its own there
+    directory = run.path.parent  # wandb leaves a log there
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)  # no shell
     said = done.stdout + done.stderr
     if done.returncode != 0 or "Finished syncing" not in said:

@@ -18,12 +18,12 @@ class TrackingInfo:
     url: str | None
     """Page of the run; None offline."""
     fault: str | None = None
-    """Reason that the tracker lacks what it was to be given."""
+    """Reason why data is missing at the tracker."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people to sort and compare."""
+    """Table of results to sort and compare in the tracker."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str | float | None, ...], ...]
@@ -34,18 +34,18 @@ class Tracker(Protocol):
 
     @property
     def info(self) -> TrackingInfo | None:
-        """Run at the tracker; None before `start`, and while nothing is recorded."""
+        """Location of the run; None before `start`, and if nothing is being recorded."""
 
     @property
     def files(self) -> Path | None:
-        """Directory that the run is recorded in, also after `finish`; None where there is none."""
+        """Directory where the run is recorded, also after `finish`; None if there is none."""
 
     @property
     def uploaded(self) -> bool:
         """Whether the tracker has taken everything, so that `files` need not be kept; False before `finish`."""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Begin the run, or go on with it: every attempt of a job starts the same `run_id`."""
+        """Start the run or resume it: every attempt of a job has the same `run_id`."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of an optimizer step."""
@@ -53,13 +53,13 @@ class Tracker(Protocol):
     def log_report(
         self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
     ) -> None:
-        """Record final figures, tables and PNG images, at a step after the last one trained."""
+        """Record final figures, tables and PNG images, at a step after the last trained one."""
 
     def log_artifact(self, name: str, uri: str, digest: str) -> None:
-        """Record where the model is; nothing is copied."""
+        """Record the location of the model; nothing is copied."""
 
     def finish(self) -> None:
-        """Hand everything over."""
+        """Send everything that is left."""
 
 
 class NullTracker:
@@ -70,18 +70,18 @@ class NullTracker:
     uploaded = False
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Begin nothing."""
+        """Do nothing."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record nothing."""
+        """Do nothing."""
 
     def log_report(
         self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
     ) -> None:
-        """Record nothing."""
+        """Do nothing."""
 
     def log_artifact(self, name: str, uri: str, digest: str) -> None:
-        """Record nothing."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Hand over nothing."""
+        """Do nothing."""

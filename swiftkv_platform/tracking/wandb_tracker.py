@@ -1,5 +1,5 @@
-"""Weights & Biases as a tracker. Where its server is away at the start, the run is recorded offline; its other failures
-become one warning and end the tracking, never the run."""
+"""Weights & Biases as a tracker. If its server cannot be reached at the start, the run is recorded offline; any other
+failure logs one warning and ends tracking, never the run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from swiftkv_platform.tracking.tracker import NullTracker, Table, Tracker, Track
 
 _KEY = "WANDB_API_KEY"
 _RETRIES = 100_000
-"""Tries of an upload by wandb's process, at most a minute apart. Its own limit ends after some 20 minutes, and what
-comes after such an outage would be dropped in silence."""
+"""Retries of an upload by wandb's process, at most a minute apart. wandb's own limit is reached after some 20 minutes,
+and later data would be dropped silently."""
 
 
 class WandbTracker:
     """Runs are recorded below `directory/wandb`, whether they are uploaded or not."""
 
     def __init__(self, spec: WandbSpec, directory: Path, *, name: str, timeout_s: float = 30.0) -> None:
-        """`timeout_s`: how long a server may take to answer at the start, and to take the rest at the end."""
+        """`timeout_s`: how long the server may take to answer at the start, and to accept the rest at the end."""
         self._spec = spec
         self._directory = directory
         self._name = name
@@ -41,7 +41,7 @@ class WandbTracker:
             if _mode(self._spec) == "online":
                 try:
                     self._begin("online", run_id, config)
-                except Exception as error:  # W&B raises its own, those of sockets, of protobuf
+                except Exception as error:  # W&B raises its own errors, and those of sockets and protobuf
                     fault = _described(error)
                     get_logger().warning("tracking_offline", error=fault)
                     _end_service()
@@ -118,14 +118,15 @@ class WandbTracker:
             with self._guarded("finish"):
                 try:
                     self._run.finish()
-                except TimeoutError:  # the files have everything
+                except TimeoutError:  # everything is in the files
                     get_logger().warning("tracking_not_uploaded", waited_s=self._timeout_s)
                 else:
                     self.uploaded = self.info is not None and self.info.mode == "online"
 
     @contextmanager
     def _guarded(self, action: str) -> Iterator[None]:
-        """Tracking ends at the first failure of any type: W&B raises its own, those of sockets, of protobuf."""
+        """End tracking at the first failure of any type: W&B raises its own errors, and those of sockets and
+        protobuf."""
         try:
             yield
         except Exception as error:
@@ -134,7 +135,7 @@ class WandbTracker:
 
 
 def _mode(spec: WandbSpec) -> Literal["online", "offline"]:
-    """`auto` is online where a key is set."""
+    """Resolve `auto`: online if a key is set."""
     if spec.mode == "auto":
         return "online" if os.environ.get(_KEY) else "offline"
     return "online" if spec.mode == "online" else "offline"
@@ -148,7 +149,7 @@ def _end_service() -> None:
 
 
 def _keep_files_below(directory: Path) -> None:
-    """W&B's own logs, settings and caches go to the run's directory too, unless the environment says where."""
+    """Put W&B's logs, settings and caches below the run's directory too, unless the environment sets their place."""
     directory.mkdir(parents=True, exist_ok=True)
     for variable, name in (("WANDB_CACHE_DIR", "cache"), ("WANDB_CONFIG_DIR", "config"), ("WANDB_DATA_DIR", "data")):
         os.environ.setdefault(variable, str(directory / "wandb" / name))

@@ -1,8 +1,8 @@
-"""Answers to a harness's generative requests by the project's own engine, in the mode that a student is in.
+"""Answers to the harness's generative requests from this project's engine, in the student's current mode.
 
-`read_settings` and `Prompt.is_served` say what the engine does not answer, which is left to transformers' `generate()`:
-beams and other ways to search or to constrain than `SamplingParams` has, a `max_length`, empty prompts, and those so
-long that LongRoPE or dynamic RoPE changes its factors. Knows no task.
+`read_settings` and `Prompt.is_served` sort out the requests that transformers' `generate()` has to answer: beams and
+other searches or constraints that `SamplingParams` lacks, a `max_length`, empty prompts, and those so long that
+LongRoPE or dynamic RoPE changes its factors.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs.base import MAX_STOP_LENGTH, MAX_STOPS
 
 _MAX_NUM_SEQS = 256
-"""Prompts that are answered at a time where the spec gives no number; the KV cache holds as many as there is room for.
-"""
+"""Prompts answered at a time if the spec gives no number; fewer if the KV cache is too small."""
 _TOKENS_PER_STEP = 2048
 _MEMORY_SHARE = 4
-"""Divisor of a worker's free memory on a host: the KV cache takes at most one such part."""
+"""Divisor of a worker's free host memory: the KV cache takes at most one part."""
 _TOP_K = 50
-"""Choice of `generate()` where neither task nor model says."""
+"""Default of `generate()` if neither task nor model sets it."""
 _FILLER = "filler"
 _READ_HERE = frozenset({"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
 _WITHOUT_EFFECT = frozenset(
@@ -40,12 +39,12 @@ _WITHOUT_EFFECT = frozenset(
 """Fields of a model's generation configuration that change no token, or that the harness overrides."""
 
 Progress = Callable[[], None]
-"""Told of each answer."""
+"""Called after each answer."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and how it is to be answered."""
+    """A prompt and its sampling parameters."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
@@ -56,20 +55,21 @@ class Prompt:
         return len(self.token_ids) + self.params.max_tokens
 
     def is_served(self, config: Any) -> bool:
-        """Whether the engine answers it with a model of this configuration."""
+        """Whether the engine can answer it with a model of configuration `config`."""
         return bool(self.token_ids) and keeps_rotary_factors(config, self.num_tokens)
 
 
 def read_settings(
     settings: Mapping[str, Any], shipped: Any, *, until: Sequence[str], max_tokens: int, seed: int
 ) -> SamplingParams | None:
-    """Parameters of the engine for what a harness's request asks for; None where it has none for that.
+    """Translate a harness request into the engine's parameters; None if the engine lacks a setting.
 
     Args:
         settings: the request's, without `until` and the number of tokens.
-        shipped: the model's own generation configuration, which fills what is left open, as in `generate()`.
-        until: texts that end the answer; those that the engine takes none of are only cut off in the end.
-        seed: of an answer that is drawn.
+        shipped: the model's own generation configuration, for settings left open, as in `generate()`.
+        until: texts that end the answer. The engine ignores those that are too long or too many; answers are cut at
+            them afterwards.
+        seed: seed of sampled answers.
     """
     asked = {**_stated(shipped, _WITHOUT_EFFECT), **{k: v for k, v in settings.items() if v is not None}}
     if not asked.keys() <= _READ_HERE | {"use_cache"}:
@@ -90,24 +90,24 @@ def read_settings(
 
 
 def _stated(shipped: Any, but: frozenset[str]) -> dict[str, Any]:
-    """Settings of a generation configuration that differ from the defaults."""
+    """Return the settings of a generation configuration that differ from the defaults, without those in `but`."""
     defaults = shipped._get_default_generation_params()
     stated = shipped.to_diff_dict().items()
     return {k: v for k, v in stated if k not in but and v is not None and v != defaults.get(k)}
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """Return what tells these prompts and their parameters from others."""
+    """Return a digest of prompts and their parameters."""
     written = json.dumps([[prompt.token_ids, asdict(prompt.params)] for prompt in prompts], sort_keys=True)
     return hashlib.sha256(written.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A student whose prompts are answered by the workers that hold it.
+    """Engine that answers prompts with a student, on every worker that holds it.
 
     Args:
-        max_num_seqs: prompts that a worker answers at a time; None: as many as there is room for.
+        max_num_seqs: prompts that a worker answers at a time; None: as many as fit.
     """
 
     student: Any
@@ -116,8 +116,8 @@ class Writer:
     max_num_seqs: int | None = None
 
     def write(self, prompts: Sequence[Prompt], *, swiftkv: bool, progress: Progress) -> list[list[int] | str]:
-        """Tokens of this worker's answers, those that end them included, or why there is none. Collective where the
-        workers are in step: each runs as many steps of the engine as the others."""
+        """Return this worker's answers: their tokens, end tokens included, or an error message. Collective if the
+        workers run in step: each takes as many engine steps as the others."""
         context_length = max((prompt.num_tokens for prompt in prompts), default=2)
         config = self._config(prompts, context_length, swiftkv=swiftkv)
         with engine_of(self.student, self.tokenizer, config, swiftkv=swiftkv, context_length=context_length) as engine:
@@ -135,7 +135,7 @@ class Writer:
         return [answers[str(index)] for index in range(len(prompts))]
 
     def _goes_on(self, engine: LLMEngine) -> bool:
-        """Whether this worker has a step to run: one of its own, or in step with others one that answers nothing."""
+        """Whether this worker has a step to run. In step with others it may be a filler request without an answer."""
         if not self.workers.in_step:
             return engine.has_unfinished_requests
         if not any(self.workers.gather(engine.has_unfinished_requests)):
@@ -148,14 +148,14 @@ class Writer:
         num_seqs = self.max_num_seqs or _MAX_NUM_SEQS
         return EngineConfig(
             max_num_seqs=num_seqs,
-            # In step each pass has to run all layers: where the longest text fits, one of a step reaches its end.
+            # In step each pass has to run all layers: if the longest text fits, one of a step reaches its end.
             max_num_batched_tokens=max(_TOKENS_PER_STEP, context_length),
             kv_cache_bytes=self._kv_cache_bytes([prompt.num_tokens for prompt in prompts], num_seqs, swiftkv=swiftkv),
         )
 
     def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
-        """Bytes for as many of the longest texts as run at a time, within this worker's share of the host's memory;
-        None on a GPU, where the engine measures what is left. Collective."""
+        """Return the bytes for as many of the longest texts as run at a time, within this worker's share of host
+        memory; None on a GPU, where the engine measures free memory. Collective."""
         num_local = self.workers.num_local()
         if self.student.device.type == "cuda":
             return None

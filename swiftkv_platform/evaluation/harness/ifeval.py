@@ -1,8 +1,8 @@
 """IFEval (Zhou et al., 2023) over its authors' own file, scored by the checkers of lm-evaluation-harness.
 
-The checkers ask nltk for a sentence model that has to be downloaded. Where it is not installed, sentences are split at
-their punctuation and words at white space, without network; both modes of a model are scored alike, but scores may
-differ by a few tenths of a point from those with nltk's model.
+The checkers need nltk's sentence model, which has to be downloaded. Without it, sentences are split at their
+punctuation and words at white space. Both modes of a model are scored alike, but scores may differ by a few tenths of a
+point from those with nltk's model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 
 def configuration(file: str) -> dict[str, Any]:
-    """The task over a copy of `FILE`, as `datasets` names it. Raises `InvalidInputError`: the packages that the
-    checkers need are not installed."""
+    """Return the configuration of the task over a copy of `FILE`, given by the name that `datasets` takes. Raises
+    `InvalidInputError` if the packages that the checkers need are not installed."""
     _checkers()
     return {
         "task": "ifeval_local",
@@ -48,7 +48,7 @@ def configuration(file: str) -> dict[str, Any]:
 
 
 def score(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
-    """Instructions followed, each and all of a prompt's, strictly and loosely."""
+    """Return whether an answer follows its instructions, all and each of them, strictly and loosely."""
     scores: dict[str, Any] = _checkers().process_results(document, results)
     return {name: float(value) if isinstance(value, bool) else value for name, value in scores.items()}
 
@@ -60,13 +60,13 @@ def share_of_instructions(items: Sequence[Sequence[bool]]) -> float:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, split where one ends with `.`, `!` or `?` and white space follows."""
+    """Split a text into sentences after `.`, `!` or `?` followed by white space."""
     return [part for part in _SENTENCE_END.split(text.strip()) if part]
 
 
 @cache
 def _checkers() -> Any:
-    """The harness's module of IFEval, able to split sentences without a download."""
+    """Import the harness's IFEval module, patched to split sentences without a download."""
     import nltk
 
     try:
@@ -75,7 +75,7 @@ def _checkers() -> Any:
     except LookupError:
         has_model = False
     rank = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = rank if has_model and rank is not None else "1"  # of another rank than 0: no download
+    os.environ["LOCAL_RANK"] = rank if has_model and rank is not None else "1"  # any rank but 0: no download
     try:
         from lm_eval.tasks.ifeval import instructions_util, utils
     except ModuleNotFoundError as error:

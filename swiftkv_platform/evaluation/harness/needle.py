@@ -1,5 +1,5 @@
-"""A needle in a haystack: one sentence with a number, somewhere in a prompt of a given length, and the question for it.
-Everything is made here, without network, the same on every machine.
+"""A needle in a haystack: one sentence with a number in a prompt of a given length, and a question for the number.
+Prompts are generated without network, the same on every machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swiftkv_platform.evaluation.harness.tasks import Task
 from swiftkv_platform.specs import TaskSpec
 
 TEACHER_FINDS = 0.8
-"""Least share that the teacher has to find for a length to judge its student."""
+"""Share of the needles that the teacher has to find at a length for the student to be judged there."""
 ANSWER_TOKENS = 24
 _PEOPLE = ("gardener", "pilot", "baker", "teacher", "doctor", "farmer", "sailor", "painter", "miller", "tailor")
 _ACTIONS = ("walked to", "looked for", "wrote about", "painted", "visited", "repaired", "measured", "talked about")
@@ -28,7 +28,7 @@ def needle_tasks(lengths: Sequence[int], num_samples: int, tokenizer: Any, *, ch
     """A task for each length.
 
     Args:
-        lengths: tokens of a prompt, the chat template's own aside.
+        lengths: tokens of a prompt without the chat template's.
         chat: prompt through the chat template.
     """
     return [
@@ -52,20 +52,20 @@ def needle_tasks(lengths: Sequence[int], num_samples: int, tokenizer: Any, *, ch
 
 
 def found(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Whether the answer has the number in it."""
+    """Score whether the answer contains the number."""
     return {"found": float(document["answer"] in results[0])}
 
 
 def needle_prompt(tokenizer: Any, length: int, number: int, num_samples: int) -> tuple[str, str]:
-    """Prompt `number` of `num_samples` of about `length` tokens, never more, and the number asked for; needles lie
-    evenly spread, from the beginning to the end."""
+    """Return prompt `number` of `num_samples`, of about but at most `length` tokens, and the number asked for. Over the
+    samples, needles are spread evenly from beginning to end."""
     rng = random.Random(f"needle {length} {number}")  # noqa: S311 (no secret)
     place = f"{rng.choice(_COLOURS)} {rng.choice(_PLACES)}"
     answer = str(rng.randrange(10_000, 100_000))
     needle = f"The secret number of the {place} is {answer}."
     head = "Read this text and remember the secret number in it."
     question = f"What is the secret number of the {place}? Answer with the number only."
-    room = length - sum(_count(tokenizer, part) for part in (head, needle, question)) - 8  # what joins them
+    room = length - sum(_count(tokenizer, part) for part in (head, needle, question)) - 8  # separators
     sentences: list[str] = []
     while True:
         sentence = _sentence(rng)

@@ -1,5 +1,5 @@
-"""Scores of tasks of lm-evaluation-harness: the one that counts, by what a configuration promises or a run has
-measured, and intervals of the points lost, from the samples that both modes have answered.
+"""Scores of lm-evaluation-harness tasks: the metric that counts, from the task's configuration or a run, and intervals
+of the points lost, from samples that both modes answered.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def loss_interval(
 
     Args:
         metric: the harness's key, with its filter.
-        aggregations: by the names of tasks, then by those of metrics.
+        aggregations: functions by task and metric.
 
     Returns:
-        None where the harness gives neither samples nor standard errors.
+        None if the harness gives neither samples nor standard errors.
     """
     modes = teacher, student
     scores = [float(answers["results"][name][metric]) for answers in modes]
@@ -92,8 +92,8 @@ def _are_shares(values: Sequence[Any]) -> bool:
 
 
 def declared_metrics(config: Mapping[str, Any]) -> dict[str, bool | None] | None:
-    """Whether more is better, by the keys of the scores that a configuration promises, a key without a filter for any;
-    None where only a run can tell."""
+    """Return whether higher is better for each score that a configuration declares; a key without a filter means any.
+    None if only a run can tell."""
     import lm_eval.api.metrics  # noqa: F401 (registers the metrics)
     from lm_eval.api.registry import DEFAULT_METRIC_REGISTRY, METRIC_REGISTRY, is_higher_better
 
@@ -120,7 +120,7 @@ def declared_metrics(config: Mapping[str, Any]) -> dict[str, bool | None] | None
 
 
 def measured_metrics(name: str, row: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, bool | None]:
-    """Whether more is better, by the keys of a row's scores; None where the harness does not say."""
+    """Return whether higher is better for each score of a row; None if the harness does not say."""
     better: dict[str, bool | None] = {}
     for leaf in (name, *leaves(name, answers)):
         better |= answers["higher_is_better"].get(leaf, {})
@@ -132,7 +132,8 @@ def measured_metrics(name: str, row: Mapping[str, Any], answers: Mapping[str, An
 
 
 def choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None]) -> str:
-    """The key of `spec.metric`, or of the first metric of which more is better."""
+    """Return the key of `spec.metric`, or of the first metric of which higher is better. Raises `InvalidInputError` if
+    there is none."""
     for key, more_is_better in metrics.items():
         if more_is_better if spec.metric is None else _means(spec.metric, key):
             return key
@@ -149,13 +150,13 @@ def choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None])
 
 
 def _means(wanted: str, key: str) -> bool:
-    """Whether two names of a metric are one, where only one has a filter too."""
+    """Whether two names mean the same metric; a missing filter matches any."""
     both_filtered = "," in wanted and "," in key
     return wanted == key if both_filtered else wanted.partition(",")[0] == key.partition(",")[0]
 
 
 def leaves(name: str, answers: Mapping[str, Any]) -> Iterator[str]:
-    """The tasks below a group, groups in groups included."""
+    """Yield the tasks below a group, including nested groups and their tasks."""
     for child in answers["group_subtasks"].get(name, ()):
         yield child
         yield from leaves(child, answers)

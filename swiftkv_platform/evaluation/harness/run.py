@@ -1,5 +1,5 @@
-"""Teacher and student, one set of weights in either mode, answer tasks of lm-evaluation-harness. Knows how scores are
-read, not what they decide.
+"""Run lm-evaluation-harness tasks on teacher and student, which are the two modes of one set of weights, and read the
+scores.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import INSTRUCTION_TASKS, is_share, points_lost, points_per_unit
 
 _BOOTSTRAP_ITERATIONS = 1000
-"""Resamplings for standard errors that have no closed form."""
+"""Bootstrap iterations for standard errors without a closed form."""
 _CODE_EVAL = "HF_ALLOW_CODE_EVAL"
 NO_PARTS = NoParts()
 
 
 class TaskScore(FrozenModel):
-    """One task, answered by teacher and student."""
+    """Scores of teacher and student on one task."""
 
     task: str
     metric: str
-    """The harness's name of it, with its filter where it has one: `acc_norm`, `exact_match,strict_match`."""
+    """Name in the harness, with its filter if it has one: `acc_norm`, `exact_match,strict_match`."""
     num_fewshot: int
     chat_template: bool
     num_samples: int
     teacher: float
     student: float
     teacher_stderr: float | None
-    """Standard error of the teacher's score; None where the harness gives none."""
+    """Standard error of the teacher's score, if the harness gives one."""
     student_stderr: float | None
     higher_is_better: bool = True
-    """False for a metric of which the harness says that less is better."""
+    """False if the harness says that lower is better."""
     drop_interval: tuple[float, float] | None = None
-    """95% interval of `drop`, from the differences of the samples that both have answered; None where neither the
-    samples nor the harness's standard errors give one, and in reports of before this key."""
+    """95% interval of `drop`, from the paired differences of samples. None if neither the samples nor the harness's
+    standard errors give one, and in older reports."""
 
     @property
     def is_share(self) -> bool:
@@ -79,23 +79,23 @@ class TaskScore(FrozenModel):
 
     @property
     def drop(self) -> float:
-        """Drop of the student's score against the teacher's, negative where the student wins: points of a hundred; of a
-        metric outside 0..1, or of which less is better, percent of the teacher's score."""
+        """Drop of the student's score against the teacher's, negative if the student wins, in points of a hundred. For
+        a metric outside 0..1, or of which lower is better, in percent of the teacher's score."""
         return points_lost(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
 
 def check_tasks(
     specs: Sequence[str | TaskSpec], tokenizer: Any, *, fetch: Fetch | None = None, access: Access = OPEN
 ) -> None:
-    """Refuse, without a model, network or any data read, what `run_tasks` would refuse of these tasks.
+    """Raise the errors that `run_tasks` would raise for these tasks, without a model, network or reading data.
 
-    Tasks of the harness that only their own code describes are taken at their word as to metrics. Raises
-    `InvalidInputError`: a task or metric that the harness does not know, a file that is no task, or a chat template
-    that the tokenizer lacks; `DataError`: a task's data is not where the spec says.
+    Metrics are not checked for tasks of the harness that only their own code describes. Raises `InvalidInputError` for
+    an unknown task or metric, a file that is no task, or a chat template that the tokenizer lacks; `DataError` if a
+    task's data is not where the spec says.
 
     Args:
         fetch: for `s3://` tasks and data.
-        access: what the job may read, and whether its tasks may run code.
+        access: the job's read permissions, and whether its tasks may run code.
     """
     for task in resolve_tasks(specs, fetch=fetch, access=access):
         _templated(task.spec, tokenizer)
@@ -113,7 +113,7 @@ class TaskResults:
 
     scores: tuple[TaskScore, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Names of tasks that did not begin within `EvaluationSpec.max_minutes`."""
+    """Names of tasks that were not started within `EvaluationSpec.max_minutes`."""
 
 
 def run_tasks(
@@ -125,18 +125,19 @@ def run_tasks(
     workers: Workers = ALONE,
     parts: Parts = NO_PARTS,
 ) -> TaskResults:
-    """Let both modes of `model` answer every task, as `spec` says; after `max_minutes` none begins.
+    """Answer every task in both modes of `model`, as `spec` says. No task starts after `max_minutes`.
 
     Log-likelihoods come from a forward pass of every token through every layer (no `logits_to_keep` is given), so
     nothing that SwiftKV skips in prefill is scored.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
-        workers: answer a share of every task's requests each; the first runs the harness, every one returns the whole.
+        workers: each answers a share of every task's requests; the first runs the harness, and all return the whole
+            result.
         parts: keep each task's scores, so that none is answered twice.
 
     Raises:
-        InvalidInputError: a task or metric that the harness does not know, or a chat template that the tokenizer lacks.
+        InvalidInputError: an unknown task or metric, or a chat template that the tokenizer lacks.
         ModelError: the model was exported without its teacher.
     """
     if not tasks:
@@ -195,7 +196,7 @@ class _Run:
         return self._workers.from_first(scores)
 
     def _progress(self, done: int, total: int) -> None:
-        """Tell of a task's progress, both modes together; of a task with several kinds of requests, of each kind."""
+        """Report a task's progress over both modes; a task with several kinds of requests reports each kind."""
         if done == total:
             self._passes += 1
             done = 0
@@ -203,7 +204,7 @@ class _Run:
 
 
 def _load(manager: Any, task: Task) -> Any:
-    """The harness's own task or group, its data read, or a list of them."""
+    """Load the harness's task or group with its data, as a list."""
     from lm_eval.api.group import Group, GroupConfig
     from lm_eval.api.task import ConfigurableTask
 
@@ -214,7 +215,7 @@ def _load(manager: Any, task: Task) -> Any:
         return [group]
     with named(task.spec):
         if isinstance(task.source, str):
-            known(task.source)  # of another name the harness would open the file
+            known(task.source)  # the harness would open a file of any other name
         loaded = manager.load([task.source])
     inner = {name for names in loaded["group_map"].values() for name in names}
     inner |= {member.task_name for group in loaded["groups"].values() for member in group.get_all_tasks()}
@@ -244,7 +245,7 @@ def _answer(
         AssertionError,
         ValueError,
         TemplateError,
-    ) as error:  # how the harness refuses, e.g. a prompt longer than the context
+    ) as error:  # raised by the harness when it refuses, e.g. a prompt longer than the context
         raise InvalidInputError(
             f"{FIELD}: the harness cannot run {task.spec.name!r}: {error}", field=FIELD, value=task.spec.name
         ) from error
@@ -252,12 +253,12 @@ def _answer(
 
 
 def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
-    """Whether the task is asked through the tokenizer's chat template."""
+    """Whether to use the tokenizer's chat template for the task."""
     if spec.chat_template is None:
         return spec.name in INSTRUCTION_TASKS and is_instruction_tuned(tokenizer)
     if spec.chat_template and not tokenizer.chat_template:
         if spec in PAPER_TASKS:
-            return False  # a base model has no template, and its scores are compared with its own teacher's
+            return False  # base models have no template, and the score is compared with the own teacher's
         raise InvalidInputError(
             f"{FIELD}: {spec.name} asks for chat_template, and the model's tokenizer has none", field=FIELD
         )
@@ -265,7 +266,7 @@ def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
 
 
 def _aggregations(loaded: Sequence[Any]) -> dict[str, Aggregations]:
-    """Functions that make a task's score of its samples' values, by task and metric."""
+    """Return the functions that aggregate a task's samples to a score, by task and metric."""
     tasks = [task for item in loaded for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
     return {task.task_name: task.aggregation() for task in tasks}
 
@@ -303,7 +304,7 @@ def _scores(
 
 
 def _points(score: TaskScore, interval: tuple[float, float]) -> tuple[float, float]:
-    """The interval of a loss of score in the unit of `TaskScore.drop`."""
+    """Convert an interval of a score's loss to the unit of `TaskScore.drop`."""
     unit = points_per_unit(score.teacher, score.student, higher_is_better=score.higher_is_better)
     low, high = sorted(round(unit * bound, 6) for bound in interval)
     return low, high
@@ -322,7 +323,7 @@ def _num_samples(name: str, answers: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _without_surroundings() -> Iterator[None]:
-    """Keep the harness from asking pip and other programs what the machine has, which takes seconds a task."""
+    """Keep the harness from querying pip and other programs about the machine, which takes seconds per task."""
     from torch.utils import collect_env
 
     before = collect_env.get_pretty_env_info
@@ -335,7 +336,7 @@ def _without_surroundings() -> Iterator[None]:
 
 @contextmanager
 def _code_runs() -> Iterator[None]:
-    """Tell the metric that runs what a model wrote that it may."""
+    """Allow the metric that runs generated code to do so."""
     before = os.environ.get(_CODE_EVAL)
     os.environ[_CODE_EVAL] = "1"
     try:

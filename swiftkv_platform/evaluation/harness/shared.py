@@ -1,5 +1,5 @@
-"""A language model of lm-evaluation-harness whose requests several workers answer. The first worker runs the harness
-and deals what it asks for; the others answer their shares until it has ended. Knows requests, no task.
+"""Language model of lm-evaluation-harness that several workers share. The first worker runs the harness and distributes
+its requests; the others answer their shares until it ends.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.model.workers import Workers
 
 _TOKENS_PER_BATCH = 8192
-"""Tokens of a forward pass, padding included, where the spec gives no number of prompts."""
+"""Tokens of a forward pass, padding included, if the spec gives no number of prompts."""
 _PROMPTS_PER_ROUND = 1024
-"""Prompts, of all workers, whose answers by the engine are kept together."""
+"""Prompts of all workers whose engine answers are stored together."""
 _EVERYTHING = 1 << 30
 _NOTHING: tuple[str, Any] = ("", None)
-"""Said by those who listen."""
+"""Placeholder that listening workers pass to `from_first`."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Requests that are answered together: they share a context, or there is one."""
+    """Requests to answer together: a single one, or several with the same context."""
 
     indices: list[int]
     requests: list[Any]
@@ -53,7 +53,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request's arguments, without the document that it was made of."""
+    """Arguments of a request, without its document."""
 
     args: tuple[Any, ...]
 
@@ -65,20 +65,20 @@ class _Asked:
     index: int
     until: list[str]
     prompt: Prompt | None
-    """None where the engine does not serve it."""
+    """Prompt for the engine; None if it cannot answer the request."""
 
 
 class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
-    """Both modes of a SwiftKV model.
+    """Both modes of a SwiftKV model as a language model of the harness.
 
     Args:
         batch_size: prompts a forward pass; None: as many as make `_TOKENS_PER_BATCH` tokens.
-        progress: told on the first worker how many of its requests are answered.
-        parts: keep what the engine has written.
+        progress: called on the first worker with the answered requests and their total.
+        parts: stores the engine's answers.
     """
 
     part = ""
-    """Name of the task that is being answered."""
+    """Name of the current task."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         progress: Callable[[int, int], None],
         parts: Parts,
     ) -> None:
-        # The harness hands over everything at once; batches are made here.
+        # The harness passes all requests at once; batches are made here.
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=_EVERYTHING)
         self._workers = workers
         self._most_prompts = batch_size
@@ -100,7 +100,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         self._told = self._to_tell = 0
 
     def follow(self) -> None:
-        """Answer shares until the first worker ends it; raises what stopped that one."""
+        """Answer shares until the first worker ends the task; raises the error that stopped it, if any."""
         while True:
             name, argument = self._workers.from_first(_NOTHING)
             if name == "end":
@@ -117,7 +117,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         self._workers.from_first(("end", error))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text that the model is asked by, as training and serving write it."""
+        """Render a chat as training and serving do."""
         render = partial(
             ChatRenderer.for_tokenizer(self.tokenizer).render_prompt,
             asks=add_generation_prompt,
@@ -125,7 +125,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         )
         try:
             return render(Conversation(list(chat_history)))
-        except RowError:  # some templates have no system, which the harness then leaves out
+        except RowError:  # some templates take no system message, which is then left out
             return render(Conversation([message for message in chat_history if message["role"] != "system"]))
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[Any]:
@@ -133,7 +133,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         for index, request in enumerate(requests):
             _, context, continuation = request
             shared = (*context, *continuation[:-1])
-            # Where a prompt ends makes a difference where deep tokens keep their own K and V.
+            # The end of the prompt matters if deep tokens keep their own K and V.
             key = (len(context), *shared) if self._model.config.decodes_own else shared
             piece = by_context.setdefault(key, _Piece([], [], len(shared)))
             piece.indices.append(index)
@@ -152,7 +152,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return answers
 
     def _read(self, index: int, context: str, settings: dict[str, Any]) -> _Asked:
-        """Read a request as the harness does when it generates for that one alone."""
+        """Parse a request as the harness does when it generates for a single one."""
         left = normalize_gen_kwargs(settings, self.max_gen_toks)
         until = handle_stop_sequences(
             left.pop("until", None), self.tok_decode(self.eot_token_id, skip_special_tokens=False)
@@ -172,7 +172,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return _Asked(index, until, prompt if prompt.is_served(self._model.config) else None)
 
     def _write(self, prompts: list[Prompt]) -> list[list[int]]:
-        """Answers of the engine, as tokens: round by round, each of which is kept."""
+        """Return the engine's answers as tokens. They are written and stored in rounds."""
         mode: bool = self._model.model.swiftkv_enabled
         rounds = [prompts[start : start + _PROMPTS_PER_ROUND] for start in range(0, len(prompts), _PROMPTS_PER_ROUND)]
         names = [f"{self.part}-{'student' if mode else 'teacher'}-{digest(some)}" for some in rounds]
@@ -203,7 +203,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
             self._progress(self._told, self._to_tell)
 
     def _generate(self, requests: list[Any]) -> list[str]:
-        """Answers of `generate()`, to what the engine does not serve."""
+        """Answer by `generate()` the requests that the engine cannot serve."""
         if not requests:
             return []
         pieces = []
@@ -218,7 +218,7 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return generated
 
     def _deal(self, name: str, pieces: list[_Piece], total: int) -> list[Any]:
-        """Have every worker answer its share of `pieces`; answers come in the order of the requests."""
+        """Have every worker answer its share of `pieces`. Answers are in the order of the requests."""
         command = name, self._model.model.swiftkv_enabled
         self._workers.from_first(command)
         shares = deal(pieces, self._workers, self._most_prompts)
@@ -247,8 +247,8 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
 
     @torch.no_grad()
     def _score(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """The harness's answers, log-probability and whether it is what greedy search writes, with each context as a
-        prompt: by it a student's deep tokens are told from others."""
+        """Score continuations as the harness does: log-probability, and whether greedy decoding gives it. Contexts are
+        passed as prompts, which a student with deep tokens has to tell apart."""
         texts = [(*context, *continuation)[-(self.max_length + 1) :][:-1] for _, context, continuation in requests]
         padded = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
         for row, text in zip(padded, texts, strict=True):
@@ -267,13 +267,13 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
 
 
 def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -> list[list[_Batch]]:
-    """Batches for each worker, each about as many tokens; in step, each as many batches."""
+    """Distribute pieces to workers in batches, with about equal tokens; in step, with equal numbers of batches."""
     shares: list[list[_Batch]] = [[] for _ in range(workers.size)]
     by_kind = sorted(pieces, key=lambda piece: (piece.kind, -piece.num_tokens))
     for _, group in groupby(by_kind, key=lambda piece: piece.kind):
         same = list(group)
         for rank, share in enumerate(shares):
-            # There and back again: the first of every round is the longest.
+            # Back and forth: the first batch of every worker is the longest.
             own = [p for n, p in enumerate(same) if rank == _place(n, workers.size)]
             share.extend(_batches(own, most_prompts))
     if workers.in_step:
@@ -286,16 +286,16 @@ def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -
 
 
 def _shares(prompts: Sequence[Prompt], num_workers: int) -> list[list[tuple[int, Prompt]]]:
-    """Prompts for each worker with their places, each about as many tokens."""
+    """Distribute prompts with their indices to workers, with about equal tokens."""
     by_length = sorted(enumerate(prompts), key=lambda one: -one[1].num_tokens)
     shares: list[list[tuple[int, Prompt]]] = [[] for _ in range(num_workers)]
     for n, one in enumerate(by_length):
         shares[_place(n, num_workers)].append(one)
-    return [sorted(share, key=lambda one: one[0]) for share in shares]  # neighbours may begin alike
+    return [sorted(share, key=lambda one: one[0]) for share in shares]  # neighbours may share a prefix
 
 
 def _in_order(shares: list[list[tuple[int, list[int] | str]]]) -> bytes:
-    """All workers' answers by place. Raises `GenerationError` where one has failed."""
+    """Return all workers' answers in order, as JSON. Raises `GenerationError` if one failed."""
     answers = [answer for _, answer in sorted(answer for share in shares for answer in share)]
     for answer in answers:
         if isinstance(answer, str):
@@ -309,7 +309,7 @@ def _place(n: int, size: int) -> int:
 
 
 def _batches(pieces: Sequence[_Piece], most_prompts: int | None) -> Iterator[_Batch]:
-    """Neighbours together, the longest first, up to a number of prompts or of tokens."""
+    """Yield batches of neighbouring pieces, the longest first, up to a number of prompts or of tokens."""
     batch, room = _Batch(), 0
     for piece in pieces:
         if not room:

@@ -1,9 +1,8 @@
-"""Tasks of lm-evaluation-harness: what a spec's names mean, files and those of this package included. Runs none.
+"""Resolve the task names of a spec, including files and this package's tasks, for lm-evaluation-harness. Runs none.
 
-Trusted as code are the harness's own task files, which ship with it, and those of this package. A name is looked up in
-the harness's index alone: the harness itself would go on to open a file of that name. Files of a job's own are for
-jobs whose sources have no rules; their templates are rendered in a sandbox like all others, but `!function` in them
-runs what it names.
+The task files of the harness and of this package are trusted code. A name is looked up in the harness's index only,
+since the harness itself would also open a file of that name. A job may bring its own files only if its sources are
+unrestricted: their templates are rendered in a sandbox like all others, but `!function` runs the code it names.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, names_task_file
 FIELD = "evaluation.tasks"
 _BUILTIN = "builtin:"
 Fetch = Callable[[str], Path]
-"""Brings an `s3://` object or prefix to this machine."""
+"""Downloads an `s3://` object or prefix to this machine and returns its path."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task as the harness takes it."""
+    """A task in the harness's form."""
 
     spec: TaskSpec
     source: str | Mapping[str, Any]
-    """A name that the harness knows, or the configuration of a task, or of a group that holds those of its tasks."""
+    """A name in the harness's index, or the configuration of a task or of a group with its tasks."""
     runs_code: bool = False
-    """Whether it may run text as code; only where the operator allows that."""
+    """Whether it may run text as code, which the operator has to allow."""
 
 
 def resolve_tasks(specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None, access: Access = OPEN) -> list[Task]:
-    """The tasks that a spec names, `paper` spelt out.
+    """Resolve the tasks that a spec names; `paper` expands to its tasks.
 
     Args:
         fetch: for `s3://` tasks and data.
-        access: what the job may read, and whether its tasks may run code.
+        access: the job's read permissions, and whether its tasks may run code.
 
     Raises:
-        InvalidInputError: a file that is no task, an unknown built-in one, or one that is closed.
-        DataError: a task's data is not where the spec says, or leads to what may not be read.
+        InvalidInputError: a file that is no task, an unknown built-in task, or one that `access` forbids.
+        DataError: a task's data is not where the spec says, or may not be read.
     """
     if specs:
         _check_installed()
@@ -78,7 +77,7 @@ def _check_installed() -> None:
 
 @cache
 def _sandbox_templates() -> None:
-    """Let the harness render templates where they reach no attribute that leads to the interpreter."""
+    """Make the harness render templates in a sandbox, without access to the interpreter's internals."""
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
 
@@ -95,7 +94,7 @@ def _allowed(task: Task, access: Access) -> Task:
     if isinstance(task.source, str):
         with named(task.spec):
             why = why_untrusted(task.source, task_manager(True))
-    else:  # a file of the job's own, or a task of this package
+    else:  # a file of the job or a task of this package
         why = "it is marked as unsafe" if _is_marked(task.source) else None
     if why is None:
         return task
@@ -110,7 +109,7 @@ def _allowed(task: Task, access: Access) -> Task:
 
 
 def _is_marked(source: Mapping[str, Any]) -> bool:
-    """Whether a task's configuration, or one of a group's, says that it runs generated code."""
+    """Whether the configuration of a task, or one in a group, is marked as running generated code."""
     members = source.get("task")
     inner = members if isinstance(members, list) else []
     return bool(source.get("unsafe_code")) or any(_is_marked(each) for each in inner if isinstance(each, Mapping))
@@ -147,13 +146,13 @@ def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
 
 def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
     """The configuration in a task's file, its `data_files` taken from the directory `data`."""
-    from lm_eval.tasks._yaml_loader import load_yaml  # keeps `include` and `!function` what they are in the harness
+    from lm_eval.tasks._yaml_loader import load_yaml  # leaves `include` and `!function` as they are in the harness
 
     try:
         config: dict[str, Any] = load_yaml(path)
     except (OSError, ValueError, ImportError, AttributeError, yaml.YAMLError) as error:
         raise InvalidInputError(f"{FIELD}: {name} is no task: {error}", field=FIELD, value=name) from error
-    if "group" in config:  # lm_eval 0.4.13 takes the list of its tasks for its name
+    if "group" in config:  # lm_eval 0.4.13 takes the list of tasks for the name
         raise InvalidInputError(
             f"{FIELD}: {name} is a group, which the harness loads from no file; name files of its tasks",
             field=FIELD,
@@ -168,8 +167,8 @@ def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
 
 
 def _below(directory: Path, names: Any) -> Any:
-    """`data_files` of datasets, in whatever shape, with relative paths below `directory`. They are patterns, and the
-    directory's name is none."""
+    """Resolve `data_files` of datasets, of any shape, below `directory`. They are glob patterns; the directory's name
+    is escaped."""
     if isinstance(names, Mapping):
         return {split: _below(directory, name) for split, name in names.items()}
     if isinstance(names, list):
@@ -178,7 +177,7 @@ def _below(directory: Path, names: Any) -> Any:
         return names
     path = directory / names
     named = names if Path(names).is_absolute() else str(Path(glob.escape(str(directory)), names))
-    if "::" in str(path):  # `datasets` would take what follows for another place
+    if "::" in str(path):  # `datasets` would read the rest as another location
         raise DataError(f"{FIELD}: {str(path)!r} has '::' in it; use a path without", field=FIELD, value=str(path))
     if not any(path.parent.glob(path.name)):
         raise DataError(f"{FIELD}: there is no file {str(path)!r}", field=FIELD, value=str(path))
@@ -223,7 +222,7 @@ def _subject(template: Mapping[str, Any], subject: str, data: Path) -> dict[str,
 
 @cache
 def task_manager(include_defaults: bool) -> Any:
-    """The harness's loader of tasks; its own ones, thousands of files to look at, only where they are asked for."""
+    """Return the harness's task loader; its own tasks, thousands of files to index, are included on request only."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=include_defaults)
@@ -231,7 +230,7 @@ def task_manager(include_defaults: bool) -> Any:
 
 @contextmanager
 def named(spec: TaskSpec) -> Iterator[None]:
-    """Say which task it is that the harness stumbles over."""
+    """Add the task's name to errors that the harness raises."""
     try:
         yield
     except (AttributeError, KeyError, OSError, ValueError, TypeError, TemplateError) as error:
@@ -243,7 +242,7 @@ def named(spec: TaskSpec) -> Iterator[None]:
 
 
 def known(name: str) -> Any:
-    """The harness's entry for a task, group or tag. Raises `ValueError` for a name that its index does not have."""
+    """Return the harness's index entry for a task, group or tag. Raises `ValueError` if there is none."""
     index = task_manager(True).task_index
     if name not in index:
         close = get_close_matches(name, index, n=3)
@@ -252,8 +251,8 @@ def known(name: str) -> Any:
 
 
 def configurations(task: Task) -> list[Mapping[str, Any]]:
-    """Return the written configuration of a task or group, `!function` left unresolved where the harness holds it; for
-    a tag, those of all its tasks."""
+    """Return the configuration of a task or group, or for a tag those of all its tasks. `!function` in the harness's
+    files is left unresolved."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if isinstance(task.source, Mapping):

@@ -1,5 +1,5 @@
-"""Calls of tools without a grammar: whether what a model writes is JSON, and a call that its prompt's tools admit. The
-prompts are made here, without network, the same on every machine.
+"""Tool calls without a grammar: whether the model writes valid JSON and a call that the prompt's tools allow. Prompts
+are generated without network, the same on every machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORMAT = '<tool_call>[{"name": "function name", "arguments": {"argument name": 
 
 
 def configuration() -> dict[str, Any]:
-    """The task: one request a prompt, among several functions."""
+    """Return the task's configuration: one request per prompt, with several functions."""
     return {
         "task": "tool_calls",
         "custom_dataset": _dataset,
@@ -44,7 +44,7 @@ def configuration() -> dict[str, Any]:
 
 
 def score(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Whether the answer holds JSON, a call of a function that was offered, and the call that was asked for."""
+    """Score whether the answer holds JSON, a call of a function on offer, and the requested call."""
     written = first_json(results[0])
     expected = json.loads(document["call"])
     call = written[0] if isinstance(written, list) and written else written
@@ -60,7 +60,7 @@ def score(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, floa
 
 
 def first_json(text: str) -> Any:
-    """The object, or array of objects, that begins first in a text; None if it is not whole, or there is none."""
+    """Parse the first object, or array of objects, in a text; None if it is incomplete or missing."""
     begin = _BEGIN.search(text)
     if begin is None:
         return None
@@ -71,7 +71,7 @@ def first_json(text: str) -> Any:
 
 
 def prompts() -> list[tuple[str, dict[str, Any]]]:
-    """Every request with the call that answers it; which functions are offered beside differs."""
+    """Return every request with the expected call; the other functions on offer vary."""
     made = []
     for (name, (argument, request, values)), turn in product(_TOOLS.items(), range(5)):
         rng = random.Random(f"tools {name} {turn}")  # noqa: S311 (no secret)

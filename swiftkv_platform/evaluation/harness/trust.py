@@ -1,9 +1,9 @@
-"""Tasks of the installed harness that never run text as code, by what their scorers import. Runs none of them.
+"""Find the tasks of the installed harness that never run text as code, by the imports of their scorers.
 
-A task's file names functions and metrics. They are the harness's own, and yet some hand what a model writes to an
-interpreter: by `exec`, by sympy's parser, which is an `eval`, or by a metric that is code from the hub
-(`evaluate.load`). The harness marks only some of them as unsafe. So a task is trusted where every module that its
-functions come from imports nothing but `MODULES`, and calls none of `_RUNS`.
+A task's file names functions and metrics of the harness. Some pass the model's output to an interpreter: by `exec`, by
+sympy's parser, which is an `eval`, or by a metric that is code from the hub (`evaluate.load`). The harness marks only
+some of these as unsafe. So a task is trusted if every module of its functions imports only `MODULES` and uses none of
+`_RUNS`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _HARNESS_ITSELF = (
     "lm_eval.api.task lm_eval.filters lm_eval.utils"
 )
 MODULES = frozenset(f"{_STANDARD} {_OTHERS} {_HARNESS_ITSELF}".split())
-"""Modules, with those below them, of which a scorer uses nothing that runs a text as code or fetches code."""
+"""Modules (and their submodules) of which scorers use nothing that runs text as code or fetches code."""
 _RUNS = frozenset(
     {"eval", "exec", "compile", "__import__", "system", "popen", "import_module", "read_pickle", "hf_hub_download"}
 )
-"""Names that no scorer calls, on whatever object. The pattern of `re.compile` is no code."""
+"""Names that a trusted scorer does not use, on any object. The pattern of `re.compile` is not code."""
 _HARMLESS = frozenset({"re.compile", "regex.compile"})
 _HARNESS = "lm_eval.tasks."
 
 
 def why_untrusted(name: str, manager: Any) -> str | None:
-    """Reason why a task, group or tag of the harness's index may run text as code, such as "a/utils.py imports sympy";
-    None where it does not. `manager`: the harness's `TaskManager`."""
+    """Return why a task, group or tag of the harness's index may run text as code, such as "a/utils.py imports sympy";
+    None if it does not. `manager`: the harness's `TaskManager`."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     pending: list[str | Mapping[str, Any]] = [name]
@@ -56,7 +56,7 @@ def why_untrusted(name: str, manager: Any) -> str | None:
         entry = manager.task_index.get(each)
         if entry is not None and each not in seen:
             seen.add(each)
-            if entry.yaml_path is None:  # a tag, whose members these are; a task's are the tags that it has
+            if entry.yaml_path is None:  # for a tag these are its members, for a task the tags it has
                 pending += entry.tags
             else:
                 pending.append(load_yaml(entry.yaml_path, resolve_func=False))
@@ -64,7 +64,7 @@ def why_untrusted(name: str, manager: Any) -> str | None:
 
 
 def _why_config(config: Mapping[str, Any]) -> str | None:
-    """Reason not to trust the configuration of a task or group, its functions not resolved; None: there is none."""
+    """Return why not to trust the configuration of a task or group with unresolved functions; None if trusted."""
     if config.get("unsafe_code"):
         return "the harness marks it as unsafe"
     if config.get("process_results") is None and "class" not in config:
@@ -80,7 +80,7 @@ def _why_config(config: Mapping[str, Any]) -> str | None:
 
 
 def _why_metric(metric: Mapping[str, Any]) -> str | None:
-    """Metrics that the harness does not have are code, which it takes from the hub."""
+    """Return why not to trust a metric: the harness fetches code from the hub for those it does not have."""
     from lm_eval.api.registry import metric_registry
 
     name = str(metric.get("metric"))
@@ -90,7 +90,7 @@ def _why_metric(metric: Mapping[str, Any]) -> str | None:
 
 
 def _functions(value: Any) -> Iterator[str]:
-    """Names that stand behind `!function`, anywhere in a configuration."""
+    """Yield the names after `!function` anywhere in a configuration."""
     if isinstance(value, str):
         if _is_function(value):
             yield value
@@ -110,8 +110,7 @@ def _root() -> Path:
 
 
 def _is_function(value: str) -> bool:
-    """Whether a text is a function's name as the harness writes it where it does not resolve it: below its directory,
-    the file without its suffix, and the name."""
+    """Whether a text is an unresolved function: a path below the harness's tasks, without suffix, and a name."""
     return value.startswith(f"{_root()}/") and "\n" not in value
 
 
@@ -124,7 +123,7 @@ def _why_function(name: str) -> str | None:
 
 @cache
 def _why_file(file: Path) -> str | None:
-    """Reason why a file of the harness is not trusted."""
+    """Return why not to trust a file of the harness; None if trusted."""
     pending, seen = [file], set[Path]()
     while pending:
         each = pending.pop()
@@ -156,7 +155,8 @@ def _runs(node: ast.Name | ast.Attribute) -> bool:
 
 
 def _imported(node: ast.AST) -> list[tuple[str, list[str]]]:
-    """Modules that a statement imports, a relative one with its dots, each with what may be modules in it."""
+    """Return the modules that a statement imports, relative ones with their dots, and for each the names that may be
+    submodules."""
     if isinstance(node, ast.Import):
         return [(alias.name, []) for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -167,7 +167,7 @@ def _imported(node: ast.AST) -> list[tuple[str, list[str]]]:
 
 
 def _local(module: str, importer: Path) -> Path | None:
-    """File of the harness's tasks that a module is, as its importer names it; None for others."""
+    """Return the file of the harness's tasks for `module`, as `importer` names it; None for other modules."""
     places = [importer.parent / module.replace(".", "/")]
     if module.startswith("."):
         up = len(module) - len(module.lstrip("."))

@@ -125,7 +125,7 @@ class Metrics:
         self._asked.inc(1, model)
 
     def compared(self, comparison: ShadowComparison | None) -> None:
-        """Count a shadow comparison; None: an answer was chosen for comparison and skipped."""
+        """Count a shadow comparison; None: an answer was chosen but not compared."""
         if comparison is None:
             self._shadow_skipped.inc()
             return

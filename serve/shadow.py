@@ -59,7 +59,7 @@ def compare(judge: torch.Tensor, served: torch.Tensor) -> ShadowComparison:
 
 class Shadow:
     """Compares a share of an engine's answers with a judge's distributions. `share`: of the answers, 0 to 1; may be
-    changed later. `compared`: called with each comparison, and with None for an answer that was chosen but skipped."""
+    changed later. `compared`: called with each comparison, or None if a chosen answer was not compared."""
 
     def __init__(
         self, engine: AsyncLLMEngine, judge: Judge, share: float, compared: Callable[[ShadowComparison | None], None]

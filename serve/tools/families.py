@@ -109,7 +109,7 @@ class Layout:
     """Text with which calls begin and other text may not; None: calls begin with a brace, only at the beginning of the
     answer."""
     tag: str = ""
-    """For a layout without marker: text before calls that tells them from a JSON answer."""
+    """For a layout without marker: text before calls that distinguishes them from a JSON answer."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _tell(client: Client, job_id: str, console: Console, told: str | None, done:
 
 
 def _print(job: Job, console: Console, told: str | None) -> str | None:
-    """Print what the job waits for, or its phase, unless `told` is the same. Returns it."""
+    """Print what the job waits for, or its phase, unless it equals `told`, printed before. Returns it."""
     if job.status == "queued":
         reason = job.status_reason.message if job.status_reason else "no reason was told"
         line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))

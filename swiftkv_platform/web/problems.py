@@ -75,7 +75,7 @@ class FieldProblem(BaseModel):
     value: Any = None
     """Value as it was sent; null if it is missing or too long to repeat."""
     message: str
-    """What is wrong, and what is accepted."""
+    """Statement of what is wrong, and of what is accepted."""
 
 
 class Problem(BaseModel):

@@ -81,8 +81,9 @@ def create_http_app(
     max_body_bytes: int | None = None,
     allowed_hosts: Sequence[str] = (),
 ) -> FastAPI:
-    """Create the application of one replica. With a key ring, all routes need a key (of `tenant`, if given), except
-    that `/health` tells anyone that it is alive. `max_body_bytes`, `allowed_hosts`: see `ReplicaArgs`."""
+    """Create the application of one replica. With a key ring, all routes need a key (of `tenant`, if given) except the
+    API's documentation and `/health`, which tells strangers only that the replica is alive. `max_body_bytes`,
+    `allowed_hosts`: see `ReplicaArgs`."""
     app = FastAPI(
         title="SwiftKV serve",
         license_info=LICENSE,

@@ -89,7 +89,7 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
 
 @contextmanager
 def _whole(directory: Path, served: Served) -> Iterator[Path]:
-    """Yield the directory of the whole model, available within the context. An adapter is merged with its base, which
+    """Yield the directory of the whole model, available within the context. For an adapter it includes the base, which
     is found like a job's teacher, under the tenant's rules."""
     from swiftkv_platform.configs.adapter import ADAPTER
 

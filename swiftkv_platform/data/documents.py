@@ -59,9 +59,9 @@ class DocumentEncoder:
     """Turns samples into token ids for one tokenizer and data spec.
 
     Args:
-        splits: begin every sample with an uncounted prompt, for students whose counted tokens keep their own K and V
-            while prompt tokens do not. If all tokens are targets, the prompt's length is drawn from the content's
-            digest; a teacher-written sample has a prompt already.
+        splits: begin samples with an uncounted prompt, for students whose counted tokens keep their own K and V while
+            prompt tokens do not. If all tokens are targets, the prompt's length (which may be 0) is drawn by the
+            content's digest; a teacher-written sample has a prompt already.
     """
 
     def __init__(

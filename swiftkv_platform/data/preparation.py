@@ -64,7 +64,7 @@ def prepare_data(
         remote: downloads `s3://` sources.
         access: what sources may read.
         written: the teacher's answers to the prompts of sources with `complete`.
-        splits: begin every sample with an uncounted prompt, see `DocumentEncoder`.
+        splits: begin samples with an uncounted prompt, see `DocumentEncoder`.
         steers: set aside a share of the held-out texts to steer training by, see `PreparedData.steering`.
         progress: called after each source with the number of sources read so far and in total.
 

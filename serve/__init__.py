@@ -1,1 +1,1 @@
-"""The Ray Serve application: replicas of the engine behind `POST /generate`. Knows no control plane and no database."""
+"""The Ray Serve application: replicas of the engine behind HTTP routes. Knows no control plane and no database."""

@@ -1,5 +1,5 @@
-"""Callers of a replica: the tenant of an API key, where the deployment has keys, its limits per minute, and the
-spellings and origins of its requests. Knows no model."""
+"""Admission of callers at a replica: API keys and tokens, tenant, rate limits, hosts, origins and path normalization.
+Knows no model."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from swiftkv_platform.web.problems import is_anthropics
 from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
 REPLICA_HEADER = "x-replica"
-"""Header of every answer: Serve's name of the replica that gave it."""
+"""Header of every response: Serve's name of the replica that answered."""
 IGNORED_FIELDS_HEADER = "x-swiftkv-ignored-fields"
-"""Header of an answer to a body with fields that were accepted without effect: their names, comma-separated."""
+"""Response header with the names, comma-separated, of request fields that were accepted without effect."""
 API_KEY_HEADER = "x-api-key"
-"""Header of the key in Anthropic's clients, on the routes that Anthropic has."""
+"""Header in which Anthropic's clients send the key, accepted on the routes of Anthropic's API."""
 
 
 Limits = tuple[int | None, int | None]
-"""Requests and tokens a minute."""
+"""Requests and tokens per minute."""
 _MOST_QUOTAS = 10_000
-"""Callers whose quotas are kept; the one that asked longest ago is given up."""
+"""Most callers whose quotas are kept; the least recent one is dropped."""
 _SLASHES = re.compile("/{2,}")
 _MODELS = "/v1/models"
 _LIMITS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
@@ -46,23 +46,23 @@ _LIMITS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "rese
 
 @dataclass(frozen=True)
 class Caller:
-    """Caller of a request, and its circumstances."""
+    """Caller of a request, with the request's path and trace."""
 
     tenant: str = ""
-    """Tenant of the key; empty where no key is needed."""
+    """Tenant of the key; empty if no key is needed."""
     name: str = ""
-    """Name of the key, likewise."""
+    """Name of the key; empty if no key is needed."""
     max_priority: int | None = None
-    """Highest priority, the lowest number, that it may ask for; None: any."""
+    """Highest priority (lowest number) that the caller may ask for; None: any."""
     quota: Quota | None = None
     """Quota of the key; None: no limit."""
     path: str = ""
-    """The route that was asked."""
+    """Path of the request."""
     traceparent: str | None = None
-    """The caller's own trace (https://www.w3.org/TR/trace-context/)."""
+    """The caller's own trace context (https://www.w3.org/TR/trace-context/)."""
 
     def check_priority(self, priority: int) -> None:
-        """Refuse a priority more urgent than the key allows. Raises `ForbiddenError`."""
+        """Raise `ForbiddenError` for a priority more urgent than the key allows."""
         if self.max_priority is not None and priority < self.max_priority:
             raise ForbiddenError(
                 f"priority is {priority}; lower goes first, and this key accepts {self.max_priority} and above",
@@ -72,7 +72,7 @@ class Caller:
 
 
 def _credential(request: Request) -> str | None:
-    """The request's `Authorization`, which Anthropic's clients have in a header of their own."""
+    """Return the request's `Authorization`, or the equivalent of the header that Anthropic's clients use instead."""
     credential, key = (request.headers.get(name) for name in ("authorization", API_KEY_HEADER))
     path = request.url.path
     if credential is None and key is not None and (is_anthropics(path) or _MODELS in path):
@@ -81,8 +81,8 @@ def _credential(request: Request) -> str | None:
 
 
 class Gate:
-    """Admits callers with a key or token for it; with no authenticator, every caller. `tenant`: whose keys alone are
-    let in; None: any."""
+    """Admits callers by key or token; without an authenticator, every caller. `tenant`: the only tenant admitted; None:
+    any."""
 
     def __init__(self, authenticator: Authenticator | None, tenant: str | None = None) -> None:
         self._authenticator = authenticator
@@ -97,13 +97,13 @@ class Gate:
             )
 
     def check_sees(self, request: Request) -> None:
-        """Return if the caller may see what is served: it is of the tenant, with any scope. Counts nothing, and blocks
-        where the issuer of a token has to be asked. Raises `UnauthenticatedError` and `ForbiddenError`."""
+        """Raise `UnauthenticatedError` or `ForbiddenError` unless the caller may see what is served: it needs a key or
+        token of the tenant, with any scope. Counts nothing. May block to fetch the keys of a token's issuer."""
         if self._authenticator is not None:
             self._check_tenant(self._authenticator.authenticate(_credential(request)))
 
     def admit(self, request: Request) -> Caller:
-        """Raises `UnauthenticatedError`, `ForbiddenError` and `RateLimitedError`."""
+        """Authenticate a request and count it. Raises `UnauthenticatedError`, `ForbiddenError`, `RateLimitedError`."""
         path, traceparent = request.url.path, request.headers.get("traceparent")
         if self._authenticator is None:
             return Caller(path=path, traceparent=traceparent)
@@ -116,15 +116,15 @@ class Gate:
         return Caller(key.tenant, key.name, key.max_priority, quota, path, traceparent)
 
     async def let_in(self, request: Request) -> Caller:
-        """`admit`, beside the event loop where the issuer of a token may have to be asked. Raises as it does."""
+        """Call `admit`, in a thread if the issuer of a token may have to be asked. Raises as `admit`."""
         if self._authenticator is not None and shows_token(_credential(request)):
             return await run_in_threadpool(self.admit, request)
         return self.admit(request)
 
 
 class Door(Middleware):
-    """Lets in who may, and counts the request, before a byte of its body is read. `refuse`: (error, path) -> the answer
-    to who may not."""
+    """Authenticates and counts POST requests before any of the body is read. `refuse`: (error, path) -> the response to
+    a refused request."""
 
     def __init__(self, app: ASGIApp, gate: Gate, refuse: Callable[[SwiftKVError, str], ASGIApp]) -> None:
         super().__init__(app)
@@ -143,8 +143,8 @@ class Door(Middleware):
 
 
 class HostGuard(Middleware):
-    """Refuses requests to another host, where no key keeps pages out that rebind a name of theirs to this address.
-    `allowed`: hosts beside addresses and local names."""
+    """Refuses requests for unknown hosts, for replicas without keys: guards against DNS rebinding by web pages.
+    `allowed`: hosts accepted in addition to addresses and local names."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str], refuse: Callable[[SwiftKVError, str], ASGIApp]) -> None:
         super().__init__(app)
@@ -161,13 +161,13 @@ class HostGuard(Middleware):
 
 
 _Header = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-"""The key, for the document of the routes; the gate reads it by itself."""
+"""Declares the key in the OpenAPI document; the gate reads the header itself."""
 HAS_API_KEY = Security(APIKeyHeader(name=API_KEY_HEADER, auto_error=False))
-"""The same of Anthropic's header."""
+"""Declares Anthropic's key header in the OpenAPI document."""
 
 
 async def get_caller(request: Request, _header: _Header) -> Caller:
-    """The caller: whom the door let in, or, of what has no body, who is at the gate. Raises as `Gate.admit`."""
+    """Return the caller, admitted by `Door` for POST requests and here for others. Raises as `Gate.admit`."""
     known: Caller | None = getattr(request.state, "caller", None)
     gate: Gate = request.app.state.gate
     return known or await gate.let_in(request)
@@ -177,7 +177,7 @@ TheCaller = Annotated[Caller, Depends(get_caller)]
 
 
 def get_viewer(request: Request, _header: _Header) -> bool:
-    """Whether the caller may see what is served. Raises nothing."""
+    """Whether the caller may see what is served."""
     gate: Gate = request.app.state.gate
     try:
         gate.check_sees(request)
@@ -187,7 +187,7 @@ def get_viewer(request: Request, _header: _Header) -> bool:
 
 
 def check_viewer(request: Request, _header: _Header) -> None:
-    """Raises as `Gate.check_sees`."""
+    """Call `Gate.check_sees`, and raise as it does."""
     gate: Gate = request.app.state.gate
     gate.check_sees(request)
 
@@ -197,8 +197,7 @@ MustSee = Annotated[None, Depends(check_viewer)]
 
 
 class AnswerHeaders(Middleware):
-    """Adds the replica's name to answers, the fields without effect, and for a caller with limits what is left of
-    them."""
+    """Adds headers to responses: the replica's name, ignored fields, and a caller's remaining rate limits."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         super().__init__(app)
@@ -222,8 +221,8 @@ class AnswerHeaders(Middleware):
 
 
 class Origins(CORSMiddleware):
-    """Lets pages of some origins ask (CORS), by key alone: no cookie is sent. `allowed`: the origins at the moment, `*`
-    for all of them; with none it is as if it was not there."""
+    """CORS for the deployment's allowed origins, without cookies. `allowed`: returns the current origins, `*` for all;
+    with none, the middleware does nothing."""
 
     def __init__(self, app: ASGIApp, allowed: Callable[[], Collection[str]]) -> None:
         exposed = [REPLICA_HEADER, IGNORED_FIELDS_HEADER, "retry-after", *_LIMITS]
@@ -235,13 +234,13 @@ class Origins(CORSMiddleware):
         await (super().__call__ if self._allowed() else self.app)(scope, receive, send)
 
     def is_allowed_origin(self, origin: str) -> bool:
-        """Whether the deployment has it."""
+        """Whether the deployment allows the origin."""
         allowed = self._allowed()
         return origin in allowed or "*" in allowed
 
 
 class Spelling(Middleware):
-    """Reads `//models` and `/models/` as `/models`, and answers HEAD as GET, without the body."""
+    """Treats `//models` and `/models/` as `/models`, and answers HEAD like GET without the body."""
 
     async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
         changed: dict[str, Any] = {"path": _SLASHES.sub("/", scope["path"]).rstrip("/") or "/"}
@@ -256,10 +255,10 @@ class Spelling(Middleware):
 
 
 class Quota:
-    """The buckets of one caller: of requests and of tokens a minute. A limit that is None is none.
+    """Token buckets of one caller for requests and tokens per minute; without a bucket if the limit is None.
 
-    A bucket holds a minute's worth and fills evenly, so that a limit is no cliff at the full minute. Each replica
-    counts for itself: a caller that is routed to several of them may ask each of them for as much.
+    A bucket holds one minute's worth and refills evenly. Each replica counts separately: a caller whose requests reach
+    several replicas may use the limit at each of them.
     """
 
     def __init__(self, principal: Principal, clock: Clock = time.monotonic) -> None:
@@ -268,13 +267,13 @@ class Quota:
         self._requests, self._tokens = (None if limit is None else TokenBucket(limit, clock) for limit in limits)
 
     def count_request(self) -> None:
-        """Count a request. Raises `RateLimitedError` above the limit; what is refused is not counted."""
+        """Count a request. Raises `RateLimitedError` above the limit; refused requests are not counted."""
         if self._requests is not None:
             self._check(self._requests, 1, "requests")
             self._requests.take(1)
 
     def reserve_tokens(self, amount: int) -> Reservation:
-        """Hold `amount` tokens, at most a minute's, for an answer that begins. Raises `RateLimitedError`."""
+        """Reserve `amount` tokens, at most one minute's, for a new answer. Raises `RateLimitedError`."""
         if self._tokens is None:
             return Reservation()
         amount = min(amount, self._tokens.per_minute)
@@ -283,7 +282,7 @@ class Quota:
         return Reservation(self._tokens, amount)
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's `x-ratelimit` headers."""
+        """Return OpenAI's `x-ratelimit` headers."""
         headers = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -303,26 +302,26 @@ class Quota:
 
 
 class Reservation:
-    """Tokens held for an answer until it is known what it took."""
+    """Tokens reserved for an answer until its actual use is known."""
 
     def __init__(self, bucket: TokenBucket | None = None, amount: int = 0) -> None:
         self._bucket = bucket
         self._amount = amount
 
     def settle(self, used: int) -> None:
-        """Replace what was held by the `used` tokens; only the first call counts."""
+        """Replace the reserved tokens by the `used` ones. Only the first call has an effect."""
         if self._bucket is not None:
             self._bucket.take(used - self._amount)
             self._bucket = None
 
 
 class Quotas:
-    """The quota of every caller that has asked, kept while its limits stay; all keys of one caller share it."""
+    """Quotas of callers, kept while their limits stay the same; all keys of one caller share one."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._by_caller: dict[tuple[str, str, Limits], Quota] = {}
-        """Quotas; the one asked last comes last."""
+        """Quotas, least recently used first."""
         self._lock = threading.Lock()
 
     def of(self, principal: Principal) -> Quota | None:

@@ -1,4 +1,5 @@
-"""Prompts to outputs: several prompts, several samples of each, as they come or all at once. Knows no HTTP shape."""
+"""Answers of one request: outputs of several prompts and several samples each, streamed or complete. Knows no HTTP
+format."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Context of a request: its caller, and how it is to be treated."""
+    """Caller and options of a request."""
 
     caller: Caller = field(default_factory=Caller)
     request_id: str | None = None
@@ -32,30 +33,30 @@ class RequestContext:
     priority: int = 0
     """Lower goes first."""
     timeout_s: float | None = None
-    """Seconds after which the answer is given up; None: no limit."""
+    """Seconds after which the request is aborted; None: no limit."""
     interval_s: float | None = math.inf
-    """Seconds for which tokens may be collected: as long as it takes where the answer is wanted whole; None: as the
-    deployment says."""
+    """Seconds for which tokens may be collected into one output; infinity for an answer that is not streamed; None: the
+    deployment's setting."""
     ignored_fields: tuple[str, ...] = ()
-    """Names of the fields that were accepted without effect."""
+    """Names of request fields that were accepted without effect."""
 
 
 @dataclass
 class Answers:
-    """All the choices of one request. `choice` counts samples within prompts: prompt x n + sample."""
+    """All choices of one request. Choices are numbered prompt * n + sample."""
 
     id: str
     prompts: Sequence[str | list[int]] = field(repr=False)
     num_choices: int
     context: RequestContext
     on_finished: Callable[[RequestOutput], None]
-    """Callback for every sample that is done."""
+    """Called for each finished sample."""
     on_closed: Callable[[Answers], None]
-    """Callback for the end, when nothing more comes."""
+    """Called once at the end, whatever the outcome."""
     began_ns: int
     """Unix nanoseconds."""
     outcome: str = field(default="left", init=False)
-    """`finished`, the code of the error that ended it, or `left`: the caller has not waited for the end."""
+    """`finished`, the code of the error that ended it, or `left` if the caller did not wait for the end."""
     _streams: Sequence[RequestStream] = field(repr=False)
     _n: int
     _deadline: float | None
@@ -64,12 +65,12 @@ class Answers:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The newest of each choice that has any, by choice; ahead of what has been read."""
+        """Newest output of each choice that has one, by choice; may be ahead of what has been read."""
         return [stream.newest[index] for stream in self._streams for index in sorted(stream.newest)]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompts and answers, as far as anything has come."""
+        """Number of prompt and completion tokens of the outputs so far."""
         prompts = sum(len(output.prompt_token_ids) for output in self.outputs if output.index == 0)
         return prompts + sum(len(output.token_ids) for output in self.outputs)
 
@@ -83,7 +84,7 @@ class Answers:
         on_finished: Callable[[RequestOutput], None],
         on_closed: Callable[[Answers], None],
     ) -> Answers:
-        """Admit every prompt, or none. The caller has checked them. Raises as `EngineFrontend.submit`."""
+        """Submit all prompts, which must have been checked, or none. Raises as `EngineFrontend.submit`."""
         request_id = context.request_id or f"gen_{ULID()}"
         tenant, began_ns = context.caller.tenant, time.time_ns()
         now = asyncio.get_running_loop().time()
@@ -91,7 +92,7 @@ class Answers:
         streams: list[RequestStream] = []
         try:
             for number, prompt in enumerate(prompts):
-                # Tenants choose ids freely, and none may collide with, or abort, another's.
+                # Tenants choose ids freely; they must not collide with, or abort, another tenant's.
                 name = f"{tenant}/{request_id}/{number}"
                 streams.append(
                     await engine.submit(
@@ -114,12 +115,12 @@ class Answers:
         )
 
     async def as_they_come(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(choice, its output so far) whenever there is more of it.
+        """Yield (choice, its output so far) whenever it has grown.
 
         Raises:
             DeadlineExceededError: `timeout_s` has passed.
-            GenerationError: the model put out no numbers.
-            InvalidInputError: a constraint that turned out too complex.
+            GenerationError: the model's outputs are not finite.
+            InvalidInputError: a constraint turned out too complex.
             EngineDeadError: the engine has failed.
         """
         num_finished = 0
@@ -148,12 +149,12 @@ class Answers:
             self.close()
 
     async def all(self) -> list[RequestOutput]:
-        """The finished outputs, by choice. Raises as `as_they_come`."""
+        """Return the finished outputs, by choice. Raises as `as_they_come`."""
         outputs = {choice: output async for choice, output in self.as_they_come()}
         return [outputs[choice] for choice in range(self.num_choices)]
 
     def close(self) -> None:
-        """Take back what is unfinished; its blocks are free within a step. Again is the same."""
+        """Abort unfinished samples; their blocks are freed within one step. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -163,8 +164,7 @@ class Answers:
 
 
 async def whole(answers: Answers, request: Request) -> list[RequestOutput]:
-    """Return `answers.all()`, given up when the client goes away, since it would not be read. Raises
-    `ClientDisconnect`: it has gone."""
+    """Return `answers.all()`. Raises as it does, and `ClientDisconnect`, aborting the request, if the client leaves."""
     reading = asyncio.ensure_future(answers.all())
     leaving = asyncio.ensure_future(_left(request))
     try:
@@ -179,15 +179,15 @@ async def whole(answers: Answers, request: Request) -> list[RequestOutput]:
 
 
 async def _left(request: Request) -> None:
-    """Returns when the client has gone away; its body has been read before."""
+    """Return when the client has disconnected. The request's body must have been read before."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _merged(streams: Sequence[RequestStream], deadline: float | None) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """(index of the stream, output) in the order in which they come. Raises `TimeoutError` at the deadline."""
+    """Yield (index of the stream, output) in order of arrival. Raises `TimeoutError` at the deadline."""
     clock = asyncio.get_running_loop().time
-    if len(streams) == 1:  # as most requests, and without a task for each token
+    if len(streams) == 1:  # the common case, without a task for each token
         [stream] = streams
         with suppress(StopAsyncIteration):
             while True:

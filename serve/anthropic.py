@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: a body becomes a chat request, and the chat's answer a message."""
+"""Anthropic's Messages API: requests are converted to chat requests, and chat completions to messages."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class TextBlock(Nested):
-    """Block of a kind that is text."""
+    """A content block; here only text."""
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {"text": ("text",)}
-    """Keys that a block must have, by its type."""
+    """Required keys of a block by its type."""
     type: str
     text: str = ""
 
     @model_validator(mode="before")
     @classmethod
     def _is_known(cls, block: Any) -> Any:
-        """Before anything of it is read: other types have other keys."""
+        """Check type and required keys before pydantic validates the fields, since other types have other keys."""
         if isinstance(block, dict):
             checked_kind(block, cls.needs)
         return block
@@ -60,7 +60,7 @@ TextBlocks = Annotated[list[TextBlock], BeforeValidator(_blocks, json_schema_inp
 
 
 class ContentBlock(TextBlock):
-    """Block of a message. What an answer's block has is accepted, so that it can be sent back as it came."""
+    """A content block of a message. Accepts the keys of a response's block, so that it can be sent back unchanged."""
 
     needs = {
         **TextBlock.needs,
@@ -75,12 +75,12 @@ class ContentBlock(TextBlock):
     """Arguments of a call."""
     tool_use_id: Annotated[str, Field(min_length=1)] | None = None
     content: TextBlocks = []
-    """Words of a tool's result."""
+    """Text of a tool's result."""
     thinking: str | None = None
 
 
 class Message(Nested):
-    """A turn."""
+    """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[ContentBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[ContentBlock])]
@@ -95,11 +95,11 @@ class Message(Nested):
         return self
 
     def for_chat(self) -> Iterator[dict[str, Any]]:
-        """The turn as chat messages: results of tools are some of their own, and come first."""
+        """Yield the turn as chat messages: first a message for each tool result, then one for the rest."""
         of_type: dict[str, list[ContentBlock]] = {}
         for block in self.content:
             of_type.setdefault(block.type, []).append(block)
-        of_type.pop("redacted_thinking", None)  # another provider's, which it alone can read
+        of_type.pop("redacted_thinking", None)  # encrypted by another provider
         results = of_type.pop("tool_result", [])
         for block in results:
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _words(block.content)}
@@ -133,7 +133,7 @@ class Tool(Nested):
     input_schema: dict[str, Any]
     """JSON schema of the input, an object."""
     strict: bool | None = None
-    """The input follows the schema also where the model chooses whether to call."""
+    """Whether the input follows the schema even if the model chooses whether to call."""
 
     def for_chat(self) -> dict[str, Any]:
         function = FunctionTool(
@@ -143,7 +143,7 @@ class Tool(Nested):
 
 
 class ToolChoice(Nested):
-    """`auto`: the model chooses; `any`: it calls one or more; `tool`: it calls the one of that name; `none`."""
+    """`auto`: the model chooses; `any`: it calls at least one tool; `tool`: it calls `name`; `none`: no calls."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -172,10 +172,10 @@ class OutputConfig(Nested):
 
 
 class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
-    """Body of `POST /v1/messages/count_tokens`: that of `/v1/messages`, of which `max_tokens` may be left out."""
+    """Body of `POST /v1/messages/count_tokens`: that of `/v1/messages`, with `max_tokens` optional."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    """The conversation; the answer goes on with a last message of the assistant's."""
+    """The conversation; if its last message is the assistant's, the answer continues it."""
     system: TextBlocks = []
     max_tokens: Positive | None = None
     stop_sequences: list[str] = []
@@ -184,11 +184,11 @@ class CountRequest(OpenAIFields, json_schema_extra=described("messages")):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: JSONFormat | None = None
-    """The format of `output_config`, where a client puts it by its older name."""
+    """Older name of `output_config.format`."""
     chat_template_kwargs: dict[str, Any] = {}
 
     def chat(self) -> ChatRequest:
-        """The chat request that asks for the same. Raises `RequestValidationError` and `InvalidInputError`."""
+        """Return the equivalent chat request. Raises `RequestValidationError` and `InvalidInputError`."""
         messages = [one for message in self.messages for one in message.for_chat()]
         goes_on = messages[-1]["role"] == "assistant" and "content" in messages[-1] and "tool_calls" not in messages[-1]
         system = [{"role": "system", "content": _words(self.system)}] if self.system else []
@@ -218,12 +218,12 @@ class MessagesRequest(CountRequest, json_schema_extra=described("messages")):
 
 
 def anthropic_router(current: Current) -> APIRouter:
-    """The routes below `/v1/messages`, with the key in a header of their own as well."""
+    """Return the routes below `/v1/messages`; they also accept the key in Anthropic's header."""
     router = APIRouter(prefix="/v1/messages", tags=["anthropic"], route_class=BodyRoute, dependencies=[HAS_API_KEY])
 
     @router.post("")
     async def messages(body: MessagesRequest, request: Request, caller: TheCaller) -> Response:
-        """The assistant's next turn, as Anthropic's Messages API has it."""
+        """Generate the assistant's next turn, in the format of Anthropic's Messages API."""
         turn = await Turn.begin(current, body.chat(), request, caller, asked=body, form=FORM)
         if body.stream:
             return event_stream(_Events().stream(turn))
@@ -231,7 +231,7 @@ def anthropic_router(current: Current) -> APIRouter:
 
     @router.post("/count_tokens")
     async def count_tokens(body: CountRequest, request: Request, _caller: TheCaller) -> dict[str, int]:
-        """Tokens of a conversation, with its tools and what the chat template writes around them."""
+        """Count the tokens of a conversation, including its tools and the text that the chat template adds."""
         with current.entering() as version:
             _, prompt = await read(version, body.chat(), request, body, FORM)
         return {"input_tokens": len(prompt)}
@@ -240,21 +240,21 @@ def anthropic_router(current: Current) -> APIRouter:
 
 
 def _whole(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The message that a chat completion is."""
+    """Convert a chat completion to a message."""
     [choice] = answer["choices"]
     content = [_content(block, block.text) for block in Blocks.of(choice["message"]).all]
     return {**_message(answer), "content": content, **_end(choice)}
 
 
 def _message(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without its content, as it begins."""
+    """Return a message's fields at its beginning, with empty content."""
     message_id = str(answer["id"]).removeprefix("chatcmpl-")
     head = {"id": f"msg_{message_id}", "type": "message", "role": "assistant", "model": answer["model"]}
     return {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(answer["usage"])}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, int]:
-    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}  # prompts are cached without being asked
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}  # caching needs no request
     return {"input_tokens": usage["prompt_tokens"], **cached, "output_tokens": usage["completion_tokens"]}
 
 
@@ -266,14 +266,14 @@ def _end(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(block: Block, text: str) -> dict[str, Any]:
-    """The content block that a block is, with so much of its text."""
+    """Return the content block for `block`, with `text` as its text or JSON input."""
     if block.call is None:
         return {"type": "text", "text": text}
     return {"type": "tool_use", **block.call, "input": _input(text)}
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object; of those that were cut off, as far as they go."""
+    """Parse arguments to an object; if they were cut off, as far as they go."""
     for read_json in (partial(json.loads, strict=False), partial(from_json, allow_partial="trailing-strings")):
         try:
             found = read_json(arguments)
@@ -284,7 +284,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class _Events(TypedEvents):
-    """The events of a message."""
+    """Converts chat completion chunks to the events of a message."""
 
     _has_begun = False
 

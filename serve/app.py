@@ -1,7 +1,7 @@
-"""The Ray Serve application, `swiftkv_platform.serve.app:build_app` in a Serve config, and its replicas: one engine on
-one verified model each, behind HTTP. Knows Ray Serve's lifecycle, no routes.
+"""The Ray Serve application (`swiftkv_platform.serve.app:build_app` in a Serve config) and its replicas. Each replica
+runs an engine on a verified model behind HTTP. Knows Ray Serve's lifecycle, no routes.
 
-Building the application imports this module too, so the engine, and torch with it, is imported where it is loaded.
+Ray imports this module to build the application too, so the engine, and torch with it, is imported on loading only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 from swiftkv_platform.serve.versions import Swaps, load_version
 
 MAX_ONGOING_REQUESTS = 4096
-"""Requests Serve hands to a replica at once. Far more than an engine admits: the replica itself refuses what is too
-much, at once and with a problem document, which Serve's own refusal is not."""
+"""Most requests that Serve passes to a replica at a time. Far more than an engine admits, so that the replica itself
+refuses the excess, immediately and with a problem document, unlike Serve."""
 
 DRAIN_TIMEOUT_S = 120.0
-"""Seconds for which a replica that is being replaced may go on answering what it has begun."""
+"""Seconds within which a replica that is being replaced may finish its running requests."""
 
 
 def build_app(args: dict[str, Any]) -> Any:
-    """The application for `args` (see `ServeArgs`; unknown keys are refused). Raises `pydantic.ValidationError`."""
+    """Build the application for `args` (see `ServeArgs`). Raises `pydantic.ValidationError`, also for unknown keys."""
     parsed = ServeArgs.model_validate(args)
     served = parsed.served()
     deployment = ray_serve.deployment(
@@ -55,7 +55,7 @@ def build_app(args: dict[str, Any]) -> Any:
 
 
 def _resources(args: ServeArgs) -> dict[str, float]:
-    """Resources that Ray reserves for a replica: those that the arguments name, else those that its engine needs."""
+    """Return the resources that Ray reserves for a replica: as given, else what its engine needs."""
     named = {"num_cpus": args.num_cpus, "num_gpus": args.num_gpus}
     needed = replica_resources(args.engine.model_dump())
     return {name: needed[name] if amount is None else amount for name, amount in named.items()}
@@ -63,7 +63,7 @@ def _resources(args: ServeArgs) -> dict[str, float]:
 
 @ray_serve.ingress()
 class Replica:
-    """Replica that Ray Serve starts, configures, asks for its health and drains. `args`: see `ReplicaArgs`."""
+    """Replica that Ray Serve starts, configures, health-checks and drains. `args`: see `ReplicaArgs`."""
 
     def __init__(self, args: dict[str, Any]) -> None:
         hide_unreserved()
@@ -80,7 +80,7 @@ class Replica:
         self._swaps = Swaps(self._current, self._load)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Build the app, once, after the constructor; the model comes with the first `reconfigure`."""
+        """Build the ASGI app; called once, after the constructor. The first `reconfigure` loads the model."""
         self._gauges = asyncio.create_task(self._export.follow(self._current.metrics), name="gauges")
         keys, issuers = (
             None if file is None else Path(file) for file in (self._args.api_keys_file, self._args.oidc_file)
@@ -95,17 +95,16 @@ class Replica:
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Serve what `user_config` (`Served`) says. The replica is ready when the first call returns; later ones
-        return at once, and the version is swapped when the new one is loaded."""
+        """Serve the models of `user_config` (see `Served`). The first call returns when the replica is ready; later
+        ones return at once, and the new version is swapped in when it is loaded."""
         await self._swaps.want(user_config)
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError` if nothing is loaded or the engine's loop has failed; Serve then replaces the
-        replica."""
+        """Raise `EngineDeadError` if no model is loaded or the engine has failed; Serve then replaces the replica."""
         self._current.version.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Load that `contract.autoscaling.replicas_by_load` goes by."""
+        """Return the load figures that `contract.autoscaling.replicas_by_load` uses."""
         if self._current.is_empty:
             return {WAITING_STEPS: 0.0, KV_CACHE_USAGE: 0.0}
         engine, state = self._current.version.engine, self._current.version.engine.state

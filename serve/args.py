@@ -1,4 +1,4 @@
-"""The arguments of the Ray Serve application: what a deployment is. Frozen; reads nothing and imports no Ray."""
+"""Arguments of the Ray Serve application, which define a deployment. Frozen; reads nothing and imports no Ray."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ HUB_PREFIX = "hf:"
 
 
 class BaseAccess(FiniteModel):
-    """Sources that an adapter's base model may come from: those of its tenant, as `sources.Access` has them."""
+    """Sources that an adapter's base model may come from: those of its tenant, see `sources.Access`."""
 
     roots: tuple[str, ...] | None = None
-    """Directories and `s3://` prefixes; null opens every path and address."""
+    """Directories and `s3://` prefixes; null allows every path and address."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations of the hub; null opens the hub."""
+    """Organisations of the hub; null allows the whole hub."""
 
 
 class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
-    """The served models: Serve's `user_config`. A change of it alone is swapped in by the replicas that run.
+    """The served models: Serve's `user_config`. If only this changes, running replicas swap the new version in.
 
-    `model` and `candidate.model` may be any names; answers carry them.
+    `model` and `candidate.model` may be any names; responses contain them.
     """
 
     artifact_uri: Annotated[str, Field(min_length=1)]
     """Directory or `s3://` prefix with the artifact's `manifest.json`. With `verify` off also a plain Hugging Face
-    directory, or a hub id behind `hf:`."""
+    directory, or `hf:` and a hub id."""
     verify: bool = True
-    """Serve only what its manifest describes, byte for byte."""
+    """Serve only files that match the manifest byte for byte."""
     base_access: BaseAccess = BaseAccess()
-    """Rules for the base models of adapters. They count where a model is loaded, and load nothing themselves."""
+    """Rules for the base models of adapters, applied when a model is loaded. A change does not reload models."""
     revision: str = ""
-    """Names this state of the deployment; `/health` repeats it. Without meaning here."""
+    """Opaque name of this state of the deployment, which `/health` repeats."""
 
     @model_validator(mode="after")
     def _verifiable(self) -> Self:
@@ -47,7 +47,8 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
         return self
 
     def loads_the_same_as(self, other: Served) -> bool:
-        """Whether the two differ in nothing but shares, ignored fields, origins and names of the control plane."""
+        """Whether both load the same models: they differ at most in shares, ignored fields, origins, base model rules
+        and revision."""
         return self._loaded() == other._loaded()
 
     def _loaded(self) -> Served:
@@ -58,38 +59,39 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
 
 
 class ReplicaArgs(FiniteModel):
-    """Arguments of a replica that stay the same for as long as it lives."""
+    """Arguments of a replica that do not change during its life."""
 
     id: Annotated[str, Field(min_length=1)]
     """`dep_` id."""
     api_keys_file: str | None = None
-    """File of hashed API keys on the replicas' machines; None answers every client that can reach them."""
+    """File of hashed API keys on the replicas' machines."""
     oidc_file: str | None = None
-    """YAML file of issuers whose tokens with the scope `generate` are answered; with neither file, every request is."""
+    """YAML file of issuers whose tokens with the scope `generate` are accepted. With neither file, every client that
+    can reach a replica is answered."""
     tenant: str | None = None
-    """Tenant whose keys and tokens are answered, where there is a file of either; None: all that they hold."""
+    """Only tenant whose keys and tokens are accepted; None: all tenants of the files."""
     allowed_hosts: tuple[str, ...] = ()
-    """Hosts that requests may be for where there is no file of keys or issuers, beside addresses and local
-    names: a web page could lead a browser here under a name of its own."""
+    """Accepted values of `Host`, in addition to addresses and local names, if there is no file of keys or issuers.
+    Guards against DNS rebinding by web pages."""
     max_body_bytes: Annotated[int, Field(ge=1)] | None = None
-    """A larger body of a request is refused; None: what the model's context needs, at most 16 MiB."""
+    """Most bytes of a request body; None: what the model's context needs, at most 16 MiB."""
     log_text: bool = False
-    """Write prompts and answers into the request log. They are the callers' own."""
+    """Write prompts and answers to the request log. They may be confidential."""
 
 
 class ServeArgs(ReplicasSpec, ReplicaArgs):
-    """A deployment. Serve replaces the replicas when any of these changes; what can change while they live goes into
-    the Serve config's `deployments` entry for `Replica`, as `user_config` (`Served`) and `autoscaling_config`."""
+    """A deployment. If any of these changes, Serve replaces the replicas. Options that running replicas can change are
+    in the Serve config's `deployments` entry for `Replica`: `user_config` (`Served`) and `autoscaling_config`."""
 
     model: str | None = None
-    """Value for `Served`, like the following three, of a deployment that has no `user_config`."""
+    """Field of `Served`, like the following three, for a deployment without `user_config`."""
     artifact_uri: str | None = None
     engine: EngineConfig = EngineConfig()
     verify: bool = True
     num_cpus: Reserved | None = None
     """Cores that Ray reserves for a replica; None: `engine.num_threads`, or 1, for each of its ranks."""
     num_gpus: Reserved | None = None
-    """GPUs; None: one for each rank where `engine.device` is `cuda`."""
+    """GPUs that Ray reserves for a replica; None: one for each rank if `engine.device` is `cuda`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -99,7 +101,7 @@ class ServeArgs(ReplicasSpec, ReplicaArgs):
         return self
 
     def served(self) -> Served | None:
-        """Return the served model that these arguments name; None where `user_config` names it."""
+        """Return the served model named by these arguments; None if `user_config` names it."""
         if self.model is None or self.artifact_uri is None:
             return None
         return Served(model=self.model, artifact_uri=self.artifact_uri, engine=self.engine, verify=self.verify)

@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the model's own chat template. Knows no route."""
+"""Render conversations to prompts by the model's chat template. Knows no route."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 _VARIABLES = "chat_template_kwargs"
 _REFUSALS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
-"""Errors of a template that a conversation does not fit."""
+"""Errors that a template raises for a conversation that it does not accept."""
 
 
 async def chat_prompt(
@@ -36,9 +36,9 @@ async def chat_prompt(
     variables: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> list[int]:
-    """Token ids of a conversation, rendered beside the event loop and the engine's thread. `options`: `render_chat`'s.
-    Raises `InvalidInputError`: as `render_chat`, and for messages that are longer than the context; `QueueFullError`:
-    too many texts wait to be read."""
+    """Return the token ids of a conversation, rendered off the event loop and the engine's thread. `options`: of
+    `render_chat`. Raises `InvalidInputError` as `render_chat` and for messages longer than the context, and
+    `QueueFullError` if too many texts wait to be tokenized."""
     tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
     texts += [_text(part) for part in (*(tools or ()), *variables.values())]
     if tokenizer is not None:
@@ -50,7 +50,7 @@ async def chat_prompt(
 
 @contextmanager
 def about_messages() -> Iterator[None]:
-    """Name `messages` as the field in errors about the length of a conversation."""
+    """Make errors about the length of a conversation name the field `messages`."""
     try:
         yield
     except ContextLengthError as error:
@@ -66,9 +66,9 @@ def render_chat(
     continue_final_message: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
-    """Token ids of a conversation up to where the assistant begins to speak, or goes on with the last message. Blocks
-    for as long as the template runs. `variables`: of the template, beside those that are always there. Raises
-    `InvalidInputError`: a model without tokenizer or template, or a conversation its template refuses."""
+    """Return the token ids of a conversation up to where the assistant's turn begins, or where the last message
+    continues. Blocks while the template runs. `variables`: further variables of the template. Raises
+    `InvalidInputError` for a model without tokenizer or template, or a conversation that the template refuses."""
     if chat_template(tokenizer, tools) is None:
         raise InvalidInputError(
             "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
@@ -97,14 +97,14 @@ def render_chat(
 
 
 def unread_variables(tokenizer: Any, variables: Iterable[str]) -> list[str]:
-    """Names in a request of the variables that no template of the model mentions."""
+    """Return the fields of those requested variables that no template of the model mentions."""
     written = str(getattr(tokenizer, "chat_template", None))
     return [f"{_VARIABLES}.{name}" for name in variables if name not in written]
 
 
 def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
-    """The template that lays out a conversation, which with tools may be another one; None where there is none. Raises
-    `InvalidInputError`: a tokenizer with several templates, none of which is the default."""
+    """Return the chat template, which may be another one if there are tools; None if there is none. Raises
+    `InvalidInputError` if the tokenizer has several templates and no default one."""
     try:
         return templates.chat_template(tokenizer, tools)
     except ModelError as error:
@@ -114,8 +114,8 @@ def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
 
 
 def set_template(tokenizer: Any, template: str) -> None:
-    """Give a tokenizer another chat template. Blocks for as long as that takes to lay out one message. Raises
-    `ModelError`: a model without tokenizer, or a template that is none."""
+    """Set a tokenizer's chat template. Blocks while the template renders one message. Raises `ModelError` for a model
+    without tokenizer, or a template with a syntax error."""
     if tokenizer is None:
         raise ModelError(
             "chat_template is given, and this model's directory has no tokenizer to read what it writes; leave it out",
@@ -128,10 +128,10 @@ def set_template(tokenizer: Any, template: str) -> None:
         raise ModelError(
             f"chat_template is no Jinja template: line {error.lineno}: {error.message}", field="chat_template"
         ) from error
-    except _REFUSALS:  # it may ask for more than one message
+    except _REFUSALS:  # it may need more than one message
         return
 
 
 def _text(part: Any) -> str:
-    """Text of a message's part, whose length counts."""
+    """Return a part of a message as text, to measure its length."""
     return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)

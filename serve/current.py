@@ -1,4 +1,4 @@
-"""The model that a replica serves at the moment, behind an engine. A swap replaces the whole. Knows no HTTP."""
+"""The model version that a replica currently serves, with its engine. A swap replaces it as a whole. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.05
 _BYTES_PER_TOKEN = 64
-"""About what a log-probability takes in an answer, so that long ones go where long texts do."""
+"""Approximate bytes of a log-probability in a response, by which its rendering is scheduled like a text's reading."""
 MAX_BODY_BYTES = 16 << 20
-"""Largest body that is read, unless a deployment says otherwise; a larger one gets 413."""
+"""Most bytes of a request body, unless the deployment sets another limit; a larger one gets 413."""
 BASE_BODY_BYTES = 1 << 20
-"""Room for what is not a prompt: stop strings, schemas, names, spaces."""
+"""Bytes allowed for anything but prompts: stop strings, schemas, names, spaces."""
 NUM_LONGEST_PROMPTS = 8
-"""Prompts of the longest text for which there is room in one body; there may be more that are shorter."""
+"""Prompts of the longest text that fit into one body; there may be more shorter ones."""
 ESCAPED_BYTES = 6
 """Most bytes that JSON takes for one byte of text."""
 MAX_PROMPT_VALUES = 1 << 18
-"""Token ids of one body, or those of one prompt where the context has more; other values come on top."""
+"""Most token ids of one body, or one full context if that is longer; other values come on top."""
 _OTHER_VALUES = 1 << 16
 _MOST_VALUES = _OTHER_VALUES + MAX_PROMPT_VALUES
-"""Values of a body while no model is loaded."""
+"""Most values of a body while no model is loaded."""
 
 
 class ModelCard(BaseModel):
@@ -59,25 +59,25 @@ class ModelCard(BaseModel):
     max_model_len: int
     """Tokens of prompt and answer together."""
     load_seconds: dict[str, float] = {}
-    """Seconds by phase that it took this replica to serve the model: `fetch`, `load` and `check`."""
+    """Seconds by phase that this replica needed to serve the model: `fetch`, `load` and `check`."""
 
 
 class SwapState(BaseModel):
-    """State of a replica's swap to what it was last told to serve."""
+    """State of a replica's swap to the version that was last requested."""
 
     model_config = ConfigDict(frozen=True)
 
     status: Literal["done", "loading", "refused"] = "done"
-    """`loading` and `refused`: the version before is served."""
+    """With `loading` and `refused`, the previous version is served."""
     revision: str = ""
-    """Revision that was last asked for."""
+    """Revision that was last requested."""
     message: str = ""
     """Reason of the refusal."""
 
 
 @dataclass(eq=False)
 class Version:
-    """One model in service. A request keeps the version it began with."""
+    """A loaded model with its engine. A request stays with the version it began with."""
 
     engine: EngineFrontend
     card: ModelCard
@@ -88,19 +88,19 @@ class Version:
     candidate_share: float = 0.0
     shadow: Shadow | None = None
     tool_call_parser: str | None = None
-    """Family by whose way to write calls it is read, see `serve.tools.families`; None: by its chat template."""
+    """Family whose parser reads tool calls, see `serve.tools.families`; None: detected from the chat template."""
     names: frozenset[str] = frozenset()
-    """Names by which callers may ask for it, beside its own."""
+    """Other names by which requests may name the model."""
     ignored_fields: frozenset[str] = frozenset()
-    """Fields of OpenAI's routes that its operator sets to be ignored."""
+    """Request fields below `/v1` that the operator wants ignored."""
     cors_origins: frozenset[str] = frozenset()
-    """Origins whose pages may ask."""
+    """Origins whose pages may send requests."""
     num_entering: int = field(default=0, init=False)
-    """Requests that have chosen this version and are not in the engine yet, or not any more."""
+    """Requests that use this version while they are not in the engine: not yet, or not any more."""
 
     @cached_property
     def body_limits(self) -> tuple[int, int]:
-        """Most bytes, and most values, of a body that its context needs."""
+        """Most bytes and most values of a request body, as its context requires."""
         text = self.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
         max_model_len = self.engine.model.context_length
         of_all = min(max_model_len * self.engine.max_sequences, MAX_PROMPT_VALUES)
@@ -108,7 +108,7 @@ class Version:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep its engine open, also for what no request in it shows."""
+        """Keep the engine open within the context, even if no request is in it."""
         self.num_entering += 1
         try:
             yield
@@ -116,16 +116,16 @@ class Version:
             self.num_entering -= 1
 
     def answers_to(self, name: str) -> bool:
-        """Whether a caller may ask for it by this name."""
+        """Whether requests may name the model so."""
         return name == self.card.model or name in self.names
 
     def chosen(self) -> Version:
-        """Itself, or the candidate for its share of the requests."""
+        """Return this version, or at random the candidate for its share of the requests."""
         draws = self.candidate is not None and random.random() < self.candidate_share  # noqa: S311  # not a secret
         return self.candidate if self.candidate is not None and draws else self
 
     def take_over(self, served: Served) -> None:
-        """Take over what needs no loading: the shares, the fields that are ignored, and the origins that may ask."""
+        """Apply the parts of `served` that need no loading: shares, ignored fields and CORS origins."""
         self.ignored_fields = frozenset(served.ignored_fields or ())
         self.cors_origins = frozenset(served.cors_origins or ())
         if self.candidate is not None:
@@ -136,7 +136,7 @@ class Version:
             self.shadow.share = served.shadow.share
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError` if an engine has failed."""
+        """Raise `EngineDeadError` if an engine has failed."""
         self.engine.check_health()
         if self.candidate is not None:
             self.candidate.check_health()
@@ -146,15 +146,15 @@ class Version:
         return self.engine.model.tokenizer
 
     async def rendered(self, render: Callable[[], T], outputs: Sequence[RequestOutput], *, echo: bool = False) -> T:
-        """Return what `render` returns. Log-probabilities and echoed prompts, of which each token is decoded, are
-        rendered where texts are read; the rest takes no time."""
+        """Call `render` and return its result. Responses with log-probabilities or echoed prompts, in which each token
+        is decoded, are rendered in the engine's reader threads; others at once."""
         if not echo and all(output.logprobs is None and output.prompt_logprobs is None for output in outputs):
             return render()
         num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)
         return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN)
 
     async def drain(self) -> None:
-        """Return when no request uses it any more, the engine closed."""
+        """Wait until no request uses this version, then close its engine, candidate and shadow."""
         while self.num_entering or self.engine.num_requests:
             await asyncio.sleep(_DRAIN_POLL_S)
         if self.shadow is not None:
@@ -165,19 +165,19 @@ class Version:
 
 
 class Observer(Protocol):
-    """Listener that is told of requests when they are over."""
+    """Listener that is notified when a request ends."""
 
     def closed(self, answers: Answers, card: ModelCard) -> None:
-        """Hear of the end of an answer that was begun: finished, failed or left."""
+        """Handle the end of an admitted request: finished, failed or left by its caller."""
         ...
 
     def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
-        """Hear of a request that was not admitted."""
+        """Handle a request that was not admitted."""
         ...
 
 
 class Current:
-    """The version that new requests go to."""
+    """Holder of the version that new requests go to."""
 
     def __init__(
         self,
@@ -206,23 +206,23 @@ class Current:
 
     @property
     def version(self) -> Version:
-        """Raises `EngineDeadError` while nothing is loaded."""
+        """Current version. Raises `EngineDeadError` while no model is loaded."""
         if self._version is None:
             raise EngineDeadError("no model is loaded yet")
         return self._version
 
     def replace(self, version: Version) -> Version | None:
-        """New requests go to `version` from now on. Returns the one before, to be drained."""
+        """Send new requests to `version` from now on. Returns the previous version, which must be drained."""
         before, self._version = self._version, version
         return before
 
     def origins(self) -> frozenset[str]:
-        """Origins whose pages may ask now."""
+        """Return the origins whose pages may send requests now."""
         return frozenset() if self._version is None else self._version.cors_origins
 
     @property
     def body_limits(self) -> tuple[int, int]:
-        """Most bytes, and most values, of a body, for the models that are served now."""
+        """Most bytes and most values of a request body, for the models served now."""
         served = () if self._version is None else (self._version, self._version.candidate)
         limits = [version.body_limits for version in served if version is not None]
         most_bytes, most_values = zip(*limits, strict=True) if limits else ([MAX_BODY_BYTES], [_MOST_VALUES])
@@ -230,7 +230,7 @@ class Current:
 
     @contextmanager
     def entering(self) -> Iterator[Version]:
-        """The version for a new request, kept open until the request is in its engine."""
+        """Yield the version for a new request, kept open until the request is in its engine."""
         version = self.version.chosen()
         with version.in_use():
             yield version
@@ -238,13 +238,13 @@ class Current:
     async def ask(
         self, version: Version, prompts: Sequence[str | list[int]], params: SamplingParams, context: RequestContext
     ) -> Answers:
-        """Admit a request to a version. Raises as `EngineFrontend.submit`, `RateLimitedError` and `ForbiddenError`."""
+        """Submit a request to a version. Raises as `EngineFrontend.submit`, `RateLimitedError` and `ForbiddenError`."""
         context.caller.check_priority(context.priority)
         self.metrics.asked(version.card.model)
         reservation, cost = Reservation(), 0
 
         def closed(answers: Answers) -> None:
-            if answers.outputs:  # before that it is unknown what reading the prompt has taken
+            if answers.outputs:  # without outputs, the cost of reading the prompt is unknown
                 reservation.settle(answers.num_tokens)
             for observer in self._observers:
                 observer.closed(answers, version.card)
@@ -259,7 +259,7 @@ class Current:
             finished = partial(self.metrics.finished, model=version.card.model)
             return await Answers.begin(version.engine, prompts, params, context, finished, closed)
         except (QueueFullError, InvalidInputError, RateLimitedError) as error:
-            # Texts were read to find out that they are of no use; who finds a full queue is to come again.
+            # Reading texts that turn out invalid costs tokens; a full queue costs nothing, since the caller retries.
             reservation.settle(cost if isinstance(error, InvalidInputError) else 0)
             self.metrics.refused(error, version.card.model)
             for observer in self._observers:
@@ -268,11 +268,11 @@ class Current:
 
 
 def _most_tokens(prompts: Sequence[str | list[int]], params: SamplingParams) -> int:
-    """Most tokens that a request may take, as far as is known before its text is tokenized."""
+    """Return the most tokens that a request may use, not counting texts, which are not tokenized yet."""
     answers = len(prompts) * params.n * params.max_tokens
     return answers + sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
 
 
 def _tokens_of_texts(prompts: Sequence[str | list[int]]) -> int:
-    """About what reading the texts among the prompts costs, in tokens of four bytes."""
+    """Estimate the tokens of the texts among the prompts, at four bytes each."""
     return sum(len(prompt.encode(errors="surrogatepass")) for prompt in prompts if isinstance(prompt, str)) // 4

@@ -1,5 +1,5 @@
-"""The HTTP face of a replica: `/generate` and its like, routes of OpenAI and Anthropic, `/health`, `/metrics`. Knows no
-Ray."""
+"""HTTP application of a replica: `/generate`, tokenizer routes, OpenAI's and Anthropic's routes, `/health`, `/metrics`.
+Knows no Ray."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 MAX_BYTES_AT_ONCE = 64 << 20
-"""Bytes of bodies that a replica reads and parses at a time; a tenant has half of them, a key a quarter."""
+"""Most bytes of bodies that a replica reads and parses at a time; a tenant may use half of it, a key a quarter."""
 MAX_STRINGS = 1 << 15
-"""Strings of a body, keys included: a conversation has some five a message."""
+"""Most strings of a body, keys included; a conversation has about five per message."""
 
 
 class TokenizeRequest(FrozenModel, strict=True):
@@ -81,8 +81,9 @@ def create_http_app(
     max_body_bytes: int | None = None,
     allowed_hosts: Sequence[str] = (),
 ) -> FastAPI:
-    """The application of one replica; with a key ring nothing is answered without a key (of `tenant`, if one is given)
-    but that it is alive, at `/health`. `max_body_bytes`, `allowed_hosts`: see `ReplicaArgs`."""
+    """Create the application of one replica. With a key ring, all routes need a key (of `tenant`, if given) except the
+    API's documentation and `/health`, which tells strangers only that the replica is alive. `max_body_bytes`,
+    `allowed_hosts`: see `ReplicaArgs`."""
     app = FastAPI(
         title="SwiftKV serve",
         license_info=LICENSE,
@@ -97,7 +98,7 @@ def create_http_app(
     app.state.gate = gate = Gate(key_ring, tenant)
     app.state.bodies = _bodies(current, max_body_bytes)
     app.add_middleware(InputGuard)
-    # The last one is the first that a request comes to: what is refused for its size was let in and counted before.
+    # The middleware added last runs first: requests refused for their size have been authenticated and counted.
     app.add_middleware(BodyLimit, max_bytes=lambda _path: max_body_bytes or current.body_limits[0], refuse=too_large)
     app.add_middleware(Door, gate=gate, refuse=refusal)
     if key_ring is None:
@@ -105,14 +106,14 @@ def create_http_app(
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(Origins, allowed=current.origins)
     app.add_middleware(Spelling)
-    app.add_middleware(PatientRefusals, statuses=(413,))  # routers go elsewhere by 429, and at once
+    app.add_middleware(PatientRefusals, statuses=(413,))  # not 429, on which routers try another replica
     add_problem_handlers(app, [f"/v1/{route}" for route in ROUTES])
     app.include_router(openai_router(current))
     app.include_router(anthropic_router(current))
 
     @app.post("/generate", response_model=GenerateResponse)
     async def generate(body: GenerateRequest, request: Request, caller: TheCaller) -> Response:
-        """Continue prompts, or a conversation. A client that goes away frees the engine within one step."""
+        """Continue prompts or a conversation. If the client disconnects, the request is aborted within one step."""
         interval_s = body.stream_interval_s if body.stream else math.inf
         context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
         with current.entering() as version, about_messages() if body.messages else nullcontext():
@@ -131,7 +132,7 @@ def create_http_app(
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, _caller: TheCaller) -> Response:
-        """Text to token ids."""
+        """Convert text to token ids."""
         version, text = current.version, body.prompt
         tokenizer = _tokenizer(version)
         version.engine.reader.check_text(text)
@@ -145,7 +146,7 @@ def create_http_app(
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, _caller: TheCaller) -> Response:
-        """Token ids to text."""
+        """Convert token ids to text."""
         version, tokens = current.version, body.tokens
         tokenizer, at_most = _tokenizer(version), version.engine.model.context_length
         if len(tokens) > at_most:
@@ -169,9 +170,9 @@ def create_http_app(
 
     @app.get("/health", openapi_extra=OPEN)
     async def health(sees: Sees, revision: Annotated[str, Header(alias=REVISION_HEADER)] = "") -> dict[str, object]:
-        """Whether a model is served; to callers of its tenant also which, and the state of a swap.
+        """Tell whether a model is served, and to callers of its tenant also which model and the state of a swap.
 
-        A control plane, which has no key, names the revision that it wants: strangers do not know it.
+        The control plane has no key; it sends the wanted revision instead, which strangers do not know.
         """
         version, candidate = current.version, current.version.candidate
         wanted = current.swap.revision
@@ -194,7 +195,7 @@ def create_http_app(
 
     @app.get("/metrics")
     async def metrics(_sees: MustSee) -> Response:
-        """Prometheus metrics of this replica, for callers of its tenant."""
+        """Return the Prometheus metrics of this replica, for callers of its tenant."""
         return Response(current.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -214,7 +215,7 @@ def _tokenizer(version: Version) -> Any:
 
 
 async def _events(answers: Answers, model: str, path: str) -> AsyncIterator[dict[str, str]]:
-    """Events with what each output adds to the one before, then `[DONE]`; a problem document if it fails."""
+    """Yield events with the additions of each output, then `[DONE]`; after a failure a problem document."""
     outputs: dict[int, RequestOutput] = {}
     try:
         async for choice, output in answers.as_they_come():
@@ -230,15 +231,15 @@ async def _events(answers: Answers, model: str, path: str) -> AsyncIterator[dict
 
 
 def _response(answers: Answers, model: str, choices: list[Any], complete: list[RequestOutput]) -> dict[str, Any]:
-    """Usage and timings come once every choice is `complete`."""
+    """Build a response or event. `complete`: outputs of all choices, once all are finished, for usage and timings."""
     closing = {"usage": Usage.of(complete), "timings": Timings.of(complete)} if complete else {}
     response = GenerateResponse(id=answers.id, model=model, choices=choices, **closing)
     return response.model_dump(mode="json", exclude_unset=True)
 
 
 def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
-    """The reading of bodies, within limits by the models that are served. A prompt may hold any character, and reaches
-    no database; once it is parsed, the engine bounds what waits."""
+    """Return the reader of request bodies, with limits set by the served models. Allows NUL, since prompts may hold any
+    character and reach no database. A body counts until it is parsed; then the engine's queue limits apply."""
     most = max(MAX_BYTES_AT_ONCE, own_max_bytes or 0)
     share = Share(of_key=most // 4, of_tenant=most // 2, of_all=most)
     return Bodies(
@@ -252,6 +253,6 @@ def _bodies(current: Current, own_max_bytes: int | None) -> Bodies:
 
 
 async def _admit(request: Request) -> Sender:
-    """Whom the door has let in."""
+    """Return the sender that `Door` has admitted."""
     caller: Caller = request.state.caller
     return Sender(caller.tenant, caller.name)

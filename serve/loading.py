@@ -1,6 +1,6 @@
-"""Loading of a model: its files, checked, and the engine that suits it, this project's own or vLLM.
+"""Load a model: fetch and verify its files, and start the engine that suits it, this project's own or vLLM.
 
-Building the application imports this module too, so the engine, and torch with it, is imported where it is loaded.
+Ray imports this module to build the application too, so the engine, and torch with it, is imported on loading only.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Loaded:
 
     engine: EngineFrontend
     manifest_digest: str | None
-    """SHA-256 of the manifest that the model was verified against; None: not verified."""
+    """SHA-256 of the manifest that the model was verified against; None if it was not verified."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase: `fetch`, from the store or this machine's cache, and `load`."""
+    """Seconds by phase: `fetch` (from the store or this machine's cache) and `load`."""
     teacher: Any = None
-    """The student's own, in teacher mode, where it is to judge; without an engine."""
+    """The student in teacher mode, without an engine, if a shadow compares with it."""
 
 
 def load(served: Served) -> Loaded:
     """Fetch the artifact, check every byte against its manifest, and load it. Blocks.
 
     Raises:
-        ModelError: no manifest, an adapter whose base is not there or another model, a model that cannot be loaded, or
-            not by the backend that was asked for.
+        ModelError: no manifest, an adapter whose base is missing or a different model, or a model that cannot be loaded
+            (by the requested backend).
         InvalidInputError: an engine too small for any request.
         ArtifactCorruptError: a file differs from the manifest.
         StorageError: the object store does not answer.
@@ -67,7 +67,7 @@ def load(served: Served) -> Loaded:
 
 @contextmanager
 def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
-    """(directory of the model, digest of its manifest), for as long as it takes to load it."""
+    """Yield (directory of the model, digest of its manifest), available within the context."""
     if not served.verify:
         name = served.artifact_uri.removeprefix(HUB_PREFIX)
         yield local_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads them
@@ -89,8 +89,8 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
 
 @contextmanager
 def _whole(directory: Path, served: Served) -> Iterator[Path]:
-    """The directory of the whole model, for as long as it takes to load it: of an adapter one with its base, which is
-    found as a job's teacher is, by the tenant's rules."""
+    """Yield the directory of the whole model, available within the context. For an adapter it includes the base, which
+    is found like a job's teacher, under the tenant's rules."""
     from swiftkv_platform.configs.adapter import ADAPTER
 
     if not (directory / ADAPTER).is_file():
@@ -113,7 +113,7 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
 
 
 def _load_engine(directory: Path, served: Served) -> EngineFrontend:
-    """The engine that `choose_backend` names, on the model."""
+    """Start the engine that `choose_backend` selects on the model."""
     if choose_backend(served.engine, _surroundings(directory, served)) == "vllm":
         from swiftkv_platform.serve.vllm_engine import load_vllm
 
@@ -142,7 +142,7 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
 
 
 def _load_teacher(path: Path, served: Served) -> Any:
-    """Load the teacher; None where no teacher is to judge. Raises `ModelError` for a model that has none."""
+    """Load the teacher; None if the shadow does not need it. Raises `ModelError` for a model that has none."""
     if served.shadow is None or served.shadow.against != "teacher":
         return None
     from transformers import AutoModelForCausalLM
@@ -161,10 +161,10 @@ def _load_teacher(path: Path, served: Served) -> Any:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Facts, beside the engine options, that decide which engine can run a version."""
+    """Facts, apart from the engine options, that decide which engine can run a version."""
 
     device: str
-    """`cpu` or `cuda`: the device that the version is to run on."""
+    """`cpu` or `cuda`: the device for the version."""
     has_vllm: bool
     """Whether the replica's environment has vLLM."""
     model_type: str
@@ -172,16 +172,16 @@ class Surroundings:
     has_exit_head: bool
     """Whether requests may ask for an early exit."""
     has_own_head_count: bool = False
-    """Whether the student's shared layers have another number of key-value heads than its teacher's."""
+    """Whether the student's upper layers have another number of key-value heads than its teacher's."""
     bypasses_layers: bool = False
     """Whether the student's prompts bypass layers below l."""
     is_judged: bool = False
-    """Whether a shadow reads its distributions, or judges by them."""
+    """Whether a shadow needs the version's distributions."""
 
 
 def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
-    """The engine for a version. `auto` is vLLM on a GPU where nothing is lost by it; what is named is taken as it is,
-    and refused where it is loaded if it cannot serve the model."""
+    """Choose the engine for a version. `auto`: vLLM on a GPU if it supports all that the version needs, else native. A
+    named backend is always chosen; loading fails if it cannot serve the model."""
     if config.backend != "auto":
         return config.backend
     suits_vllm = (

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a replica, by vLLM's names where they mean the same. Knows outputs, no HTTP.
+"""Prometheus metrics of a replica, with vLLM's names if they mean the same. Knows outputs, no HTTP.
 
-What an engine knows at any time is read when the metrics are; what happens is counted when it does, on this replica's
-page and where they are exported to.
+Gauges are read from the engine when the metrics are read. Counters and histograms are updated as events happen, both on
+this replica's page and in the export.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5
 
 
 class _Counter:
-    """A counter on the replica's page, and exported. What is no model's own is the model's that serves."""
+    """A counter on the replica's page and in the export. Events without a model count for the served model."""
 
     def __init__(self, metrics: Metrics, name: str, what: str, labels: tuple[str, ...]) -> None:
         self._metrics, self._name, self._what, self._labels = metrics, name, what, labels
@@ -41,7 +41,7 @@ class _Counter:
 
 
 class _Histogram:
-    """A histogram of seconds on the replica's page, and exported."""
+    """A histogram of seconds on the replica's page and in the export."""
 
     def __init__(self, metrics: Metrics, name: str, what: str) -> None:
         self._metrics, self._name, self._what = metrics, name, what
@@ -54,7 +54,7 @@ class _Histogram:
 
 
 class Metrics:
-    """Counters that outlive a swap of models."""
+    """Metrics of a replica, which persist across swaps of models."""
 
     def __init__(self, export: RayMetricsExport | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -94,7 +94,7 @@ class Metrics:
         self.registry.register(_EngineState(self))
 
     def follow(self, engine: Callable[[], EngineFrontend | None], model: Callable[[], str], replica: str) -> None:
-        """Set the engine whose state is read when the metrics are, its model, and Serve's name of its replica."""
+        """Set the source of gauges: functions that return the current engine and model, and Serve's replica name."""
         self._engine, self._model, self._replica = engine, model, replica
 
     @property
@@ -103,7 +103,7 @@ class Metrics:
 
     @property
     def model(self) -> str:
-        """Id of the model that serves; empty while none does."""
+        """Id of the served model; empty while there is none."""
         return self._model()
 
     @property
@@ -111,21 +111,21 @@ class Metrics:
         return self._engine()
 
     def loaded(self, model: str, seconds: Mapping[str, float]) -> None:
-        """Count a model that was loaded: seconds by phase."""
+        """Count a loaded model, and the seconds of each phase of its loading."""
         self._loads.inc(model=model)
         for phase, value in seconds.items():
             self._load_seconds.inc(value, phase, model=model)
 
     def swapped(self, outcome: str) -> None:
-        """Count a version that was to be swapped in: `succeeded`, `refused` or `superseded`."""
+        """Count a swap by its outcome: `succeeded`, `refused` or `superseded`."""
         self._swaps.inc(1, outcome)
 
     def asked(self, model: str) -> None:
-        """Count a request by the model that was chosen for it."""
+        """Count a request for the model chosen for it."""
         self._asked.inc(1, model)
 
     def compared(self, comparison: ShadowComparison | None) -> None:
-        """Count an answer that another model judged; None: it could not."""
+        """Count a shadow comparison; None: an answer was chosen but not compared."""
         if comparison is None:
             self._shadow_skipped.inc()
             return
@@ -134,7 +134,7 @@ class Metrics:
         self._shadow_kl.inc(comparison.kl)
 
     def refused(self, error: SwiftKVError, model: str) -> None:
-        """Count a request that was not admitted, by the model that was chosen for it."""
+        """Count a request that was not admitted, for the model chosen for it."""
         self._rejected.inc(1, error.code, model=model)
 
     def finished(self, output: RequestOutput, model: str) -> None:
@@ -158,7 +158,7 @@ class Metrics:
                 histogram.observe(seconds, model)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """Names, descriptions and values of the engine's state; none while there is no engine."""
+        """Return name, description and value of each gauge of the engine; none while there is no engine."""
         engine = self.engine
         if engine is None:
             return []
@@ -178,22 +178,22 @@ class Metrics:
         return [(name, what, value) for name, what, value in values if value is not None]
 
     def text(self) -> bytes:
-        """Return the metrics in Prometheus' own format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _EngineState:
-    """Gauges of the engine in service."""
+    """Prometheus collector of the current engine's gauges."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterable[Metric]:
-        """Announce no metric ahead of time: there may be no engine yet."""
+        """Announce no metrics in advance, since there may be no engine yet."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        # Serve's proxy sends each request to any replica: a reader that adds them up must know whose these are.
+        # Serve's proxy may send a request to any replica: a reader that adds them up must know which one answered.
         info = GaugeMetricFamily(
             "swiftkv:replica_info", "1, for the replica whose metrics these are.", labels=["replica"]
         )

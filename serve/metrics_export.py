@@ -1,8 +1,8 @@
-"""Metrics of a replica through Ray's own: the page of the node that it runs on carries those of all its replicas.
+"""Export of a replica's metrics through Ray's: each node's metrics page has those of all its replicas.
 
-Prometheus scrapes nodes, which it finds; Serve's proxy would lead it to any one replica. Names are those of
-`serve.metrics` as `ray_swiftkv_...`. Labels: `deployment`, `replica` and `model`, of which a replica uses as many as
-were swapped in and at most a set number.
+Prometheus can discover and scrape nodes, while Serve's proxy would lead it to an arbitrary replica. Names are those of
+`serve.metrics` with the prefix `ray_swiftkv_`. Labels: `deployment`, `replica` and `model`; the number of models per
+replica is bounded.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from swiftkv_platform.logs import get_logger
 M = TypeVar("M", bound=Metric)
 
 _MOST_MODELS = 32
-"""Models that have series of their own; a replica that lives to see more counts the others as `other`."""
+"""Most models per replica with series of their own; further ones are counted as `other`."""
 _OTHER = "other"
 _GAUGES_EVERY_S = 5.0
-"""Ray drops a gauge that was not set for two of its reports, which come every ten seconds."""
+"""Seconds between updates. Ray drops a gauge that was not set for two of its reports, ten seconds apart."""
 _LABELS = ("deployment", "replica", "model")
 
 
 class Gauges(Protocol):
-    """Source of values that are read now and then: (name without prefix, description, value)."""
+    """Source of gauges: (name without prefix, description, value)."""
 
     def gauges(self) -> Sequence[tuple[str, str, float]]: ...
 
@@ -35,7 +35,7 @@ class Gauges(Protocol):
 
 
 class RayMetricsExport:
-    """Second place for what `Metrics` of one replica count, by names without prefix."""
+    """Exports what `Metrics` of one replica count, by names without prefix."""
 
     def __init__(self, deployment: str, replica: str) -> None:
         self._constant = {"deployment": deployment, "replica": replica}
@@ -43,7 +43,7 @@ class RayMetricsExport:
         self._models: set[str] = set()
 
     def count(self, name: str, what: str, amount: float, model: str, labels: dict[str, str]) -> None:
-        if amount <= 0:  # Ray refuses to add nothing
+        if amount <= 0:  # Ray refuses to add 0
             return
         counter = self._metric(Counter, name, what, tag_keys=(*_LABELS, *labels))
         counter.inc(amount, {**self._tags(model), **labels})
@@ -56,17 +56,17 @@ class RayMetricsExport:
         self._metric(Gauge, name, what, tag_keys=_LABELS).set(value, self._tags(model))
 
     async def follow(self, source: Gauges) -> None:
-        """Set the gauges again and again, until cancelled."""
+        """Set the gauges periodically until cancelled."""
         while True:
             try:
                 for name, what, value in source.gauges():
                     self.set(name, what, value, source.model)
-            except Exception:  # an engine that is being closed; the others go on
+            except Exception:  # such as from an engine that is being closed; must not end the export
                 get_logger().exception("gauges not read")
             await asyncio.sleep(_GAUGES_EVERY_S)
 
     def _metric(self, kind: type[M], name: str, what: str, **options: Any) -> M:
-        """The metric of that name, made when it is needed first."""
+        """Return the metric of that name, created on first use."""
         if name not in self._metrics:
             self._metrics[name] = kind(f"swiftkv_{name}", what, **options)
         metric = self._metrics[name]

@@ -1,4 +1,4 @@
-"""Ray Serve's choice of a replica: the one that has the prompt's prefix, unless it has too much to do."""
+"""Request router for Ray Serve: prefers the replica that has the prompt's prefix cached, unless it is too busy."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ ROUTER = "swiftkv_platform.serve.prefix_router.PrefixRouter"
 """Import path of the router, for Serve's `RequestRouterConfig`."""
 
 MAX_IMBALANCE = 4
-"""Requests that a replica may have more than the least busy one before its prefixes count no longer: reading a prompt
-again costs less than waiting behind that many."""
+"""Requests that a replica may have more than the least busy one while its prefixes still count. Beyond that, waiting
+costs more than computing the prompt again."""
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
-    """Longest known prefix first, then the fewest requests.
+    """Prefers the replica with the longest known prefix, then the one with the fewest requests.
 
-    Each proxy has a router of its own and knows what itself has routed. A replica that is new, or whose cache has
-    forgotten a prefix, is only slower than was hoped.
+    Each proxy has its own router, which knows only the requests it routed itself. If a replica is new or has evicted a
+    prefix, the request is only slower.
     """
 
     def initialize_state(self) -> None:
-        """Set the router up; Serve calls it."""
+        """Set up the router; called by Serve."""
         self._index = PrefixIndex()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replica to try first, and the others, the least busy one first."""
+        """Return all replicas in the order to try them: those with the longest known prefix, then the least busy."""
         loads = {replica.replica_id.unique_id: self._load(replica) for replica in candidate_replicas}
         if not loads:
             return []
@@ -47,9 +47,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         return [[replica] for replica in sorted(candidate_replicas, key=rank)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
-        """Remember the prefixes of a request; Serve calls it when a replica has taken one."""
+        """Record the prefixes of a request; called by Serve when a replica has accepted one."""
         self._index.add(from_header(pending_request.metadata.session_id), replica_id.unique_id)
 
     def _load(self, replica: RunningReplica) -> int:
-        """Requests it has, as far as this router knows."""
+        """Return the number of requests at a replica, as far as this router knows."""
         return self._replica_queue_len_cache.get(replica.replica_id) or 0

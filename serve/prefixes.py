@@ -1,9 +1,9 @@
-"""Work of Serve's proxy before it chooses a replica: it hashes a prompt's beginning for the router, in a header,
-answers probes that no replica answers yet, and keeps the list of routes to itself. Imports no Ray.
+"""Middleware of Serve's proxy: adds a header with hashes of the prompt's prefix for the router, answers health probes
+while no replica does, and hides the list of routes. Imports no Ray.
 
-Serve's proxy chooses a replica before it has read the body. `proxy_middlewares` (Serve calls it where
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it) reads its beginning first. Where it is not named, requests go to
-the replica with the fewest.
+Serve's proxy chooses a replica before it reads the body. `proxy_middlewares`, which Serve calls if
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it, reads the beginning of the body first. Otherwise requests go to
+the least busy replica.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from swiftkv_platform.web.problems import make_problem, problem_response
 
 PROXY_CALLBACK = "swiftkv_platform.serve.prefixes:proxy_middlewares"
 SESSION_HEADER = "x-session-id"
-"""Header that Serve's proxy hands to the router. A caller's own is left as it is, and holds its requests to one
+"""Header that Serve's proxy passes to the router. A caller's own value is kept, and routes its requests to one
 replica."""
 
 BLOCK_BYTES = 256
-"""Bytes of the body that are hashed together; a prefix is found again in whole blocks."""
+"""Bytes of the body that are hashed together; prefixes match in whole blocks."""
 MAX_BLOCKS = 64
-"""Hashed of one prompt: what comes after 16 KiB changes nothing about where it goes."""
+"""Most blocks hashed of one prompt, so its first 16 KiB decide the routing."""
 MAX_SESSION_LENGTH = 128
-"""Characters of a caller's own session header; a longer one is ignored."""
+"""Most characters of a caller's own session header; a longer one is ignored."""
 MAX_PREFIXES = 1 << 16
-"""Prefixes remembered; the one that was not seen for longest is forgotten."""
+"""Most prefixes that an index keeps; the least recently seen is dropped."""
 PROBE_TIMEOUT_S = 2.0
-"""Seconds in which a replica that serves answers a probe."""
+"""Seconds within which a ready replica answers a probe."""
 
 _NOT_FOUND = PlainTextResponse("there is no such path", 404)
 _ASKS = ("/generate", "/completions", "/responses", "/messages")
@@ -47,14 +47,14 @@ _PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
 
 
 def proxy_middlewares() -> list[Installed]:
-    """Middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+    """Return the middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
     return [Installed(RoutesGuard), Installed(Probes), Installed(PrefixHeader)]
 
 
 def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
     """Hash each whole block of the prompt in (the beginning of) a JSON body, together with all blocks before it.
 
-    The text is hashed as it is sent, so that nothing is parsed or tokenized: turns of a conversation begin alike.
+    The raw text is hashed, without parsing or tokenizing; successive turns of a conversation begin with the same text.
     """
     found = _PROMPT.search(body)
     if found is None:
@@ -68,20 +68,20 @@ def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
 
 
 def in_header(prints: Sequence[str]) -> str:
-    """The header's value."""
+    """Join fingerprints to the header's value."""
     return ".".join(prints)
 
 
 def from_header(value: str) -> list[str]:
-    """Return the prints that `in_header` was given, or a caller's own session as one print. A value that is neither, or
-    is more than a prompt can have, gives none: it would push the prefixes of others out of the index."""
+    """Return the fingerprints of a header's value, or a caller's own session as one fingerprint. An overlong value
+    gives none, so that it cannot evict the prefixes of others from the index."""
     if _PRINTS.fullmatch(value):
         return value.split(".")
     return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []
 
 
 class RoutesGuard(Middleware):
-    """Answers nothing at Ray's `/-/routes`, which lists the deployments of all tenants to anyone."""
+    """Answers 404 at Ray's `/-/routes`, which would list the deployments of all tenants to anyone."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -89,7 +89,7 @@ class RoutesGuard(Middleware):
 
 
 class PrefixHeader(Middleware):
-    """Adds the fingerprints of a prompt to the request's headers."""
+    """Adds the prompt's fingerprints to the headers of requests that generate."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -113,14 +113,14 @@ class PrefixHeader(Middleware):
 
 
 class PrefixIndex:
-    """Replicas that have been sent each prefix."""
+    """Replicas to which each prefix was sent."""
 
     def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
         self._replicas: OrderedDict[str, set[str]] = OrderedDict()
 
     def add(self, prints: Sequence[str], replica: str) -> None:
-        """A prompt with these fingerprints went to `replica`."""
+        """Record that a prompt with these fingerprints was sent to `replica`."""
         for fingerprint in prints:
             self._replicas.setdefault(fingerprint, set()).add(replica)
             self._replicas.move_to_end(fingerprint)
@@ -128,7 +128,7 @@ class PrefixIndex:
             self._replicas.popitem(last=False)
 
     def with_longest_prefix(self, prints: Sequence[str], replicas: Collection[str]) -> set[str]:
-        """Return those among `replicas` that were sent the most of it; none if none was sent any."""
+        """Return those of `replicas` that were sent the longest prefix of a prompt; empty if none was sent any."""
         for fingerprint in reversed(prints):
             found = self._replicas.get(fingerprint, set()).intersection(replicas)
             if found:
@@ -137,10 +137,10 @@ class PrefixIndex:
 
 
 class Probes(Middleware):
-    """Answers 503 to a probe of `/health` while the first model loads: Serve holds requests until a replica is ready.
+    """Answers 503 to probes of `/health` while no replica answers, since Serve holds requests until one is ready.
 
     Args:
-        timeout_s: seconds that a replica has for its answer.
+        timeout_s: seconds to wait for a replica's answer.
     """
 
     def __init__(self, app: ASGIApp, timeout_s: float = PROBE_TIMEOUT_S) -> None:

@@ -1,5 +1,5 @@
-"""Errors as `application/problem+json` (RFC 9457), below `/v1` in OpenAI's shape or Anthropic's. Knows status codes,
-not causes."""
+"""Error responses of a replica: `application/problem+json` (RFC 9457), below `/v1` in OpenAI's or Anthropic's format.
+Knows status codes, not causes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from swiftkv_platform.web.problems import (
 )
 
 MAX_ERRORS = 16
-"""Fields of a body that are told apart; of others there is the number."""
+"""Most invalid fields that an answer lists; the rest is only counted."""
 MAX_KIND_LENGTH = 100
-"""Characters of a body's type that are repeated."""
+"""Most characters of a body's content type that an answer repeats."""
 
 _CLIENT_CLOSED_REQUEST = 499
 
 
 def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
-    """Make every error of `app` a document. `routes`: below `/v1`, which other paths are answered with."""
+    """Make `app` answer every error with a document. `routes`: those below `/v1`, named in answers to unknown paths."""
 
     @app.exception_handler(SwiftKVError)
     async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
@@ -60,7 +60,7 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         status = HTTPStatus(error.status_code)
-        # FastAPI's own answer to a body that is no text names nothing.
+        # FastAPI's error for a body that is not text names no field.
         errors = [FieldProblem(field="body", message=str(error.detail))]
         named = errors if status is HTTPStatus.BAD_REQUEST else []
         said = _no_route(request, routes) if status is HTTPStatus.NOT_FOUND else str(error.detail)
@@ -69,7 +69,7 @@ def add_problem_handlers(app: FastAPI, routes: Sequence[str]) -> None:
 
 
 def _no_route(request: Request, routes: Sequence[str]) -> str:
-    """The answer to a path that no route has."""
+    """Return the message for a path without a route."""
     path = short_value(request.url.path) or "of this name"
     return (
         f"there is no route {path}; below /v1 are {', '.join(routes)}: embeddings, images, sounds, files and stored "
@@ -83,18 +83,18 @@ def _is_json(content_type: str) -> bool:
 
 
 def refusal(error: SwiftKVError, path: str) -> JSONResponse:
-    """The answer to a request that failed so."""
+    """Return the response to a request that failed with `error`."""
     problem = problem_of(error, path)
     return error_response(problem, problem_headers(problem.status, error))
 
 
 def too_large(path: str, detail: str) -> JSONResponse:
-    """The answer to a body that is too large."""
+    """Return the 413 response to a body that is too large."""
     return error_response(make_problem(path, 413, "request_entity_too_large", detail))
 
 
 def _field_problem(detail: Any) -> FieldProblem:
-    """One of pydantic's errors; the path starts behind `body`."""
+    """Convert one of pydantic's errors; the field's path begins after `body`."""
     if detail["type"] == "json_invalid":
         return no_json(detail)
     path = ".".join(str(part) for part in detail["loc"][1:])

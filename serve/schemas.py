@@ -1,5 +1,4 @@
-"""Bodies of `POST /generate`, and of the fields that all routes share: what they ask of the engine, and outputs as
-answers. Knows no stream."""
+"""Request and response bodies of `POST /generate`, and the sampling fields that all routes share. Knows no stream."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 MAX_NAME_LENGTH = 64
-"""Characters of a name that are repeated; a longer one resembles no field."""
+"""Most characters of a field's name that an answer repeats; no field has a longer name."""
 
 
 def without_nulls(part: Any) -> Any:
-    """An object without its keys that are null."""
+    """Return an object without keys whose value is null; any other value unchanged."""
     return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
 class Nested(FrozenModel, strict=True, extra="allow"):
-    """Part of a body. `null` is the same as leaving a key out; unknown keys are without effect (`unknown_keys`)."""
+    """Part of a body. `null` is the same as leaving a key out; unknown keys have no effect (see `unknown_keys`)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +43,7 @@ class Nested(FrozenModel, strict=True, extra="allow"):
 
 
 def unknown_keys(value: Any, path: str = "") -> Iterator[str]:
-    """Dotted paths of the keys below `value` that no model has: `messages.parsed`, whichever message it is of."""
+    """Yield dotted paths of unknown keys below `value`, without list indices: `messages.parsed`."""
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             yield from unknown_keys(getattr(value, name), f"{path}{name}.")
@@ -56,8 +55,8 @@ def unknown_keys(value: Any, path: str = "") -> Iterator[str]:
 
 
 def checked_kind(part: Mapping[str, Any], needs: Mapping[str, Sequence[str]], default: str | None = None) -> str:
-    """The type of a part of a conversation. `needs`: the keys that a part must have, by its type. Raises `ValueError`
-    for another type, and for a key that is missing."""
+    """Return the type of a part of a conversation. `needs`: required keys by type. Raises `ValueError` for an unknown
+    type, and for a missing key."""
     kind = part.get("type") or default
     if not isinstance(kind, str) or kind not in needs:
         raise ValueError(f"type is {short_value(kind)!r}; accepted here: {', '.join(needs)}")
@@ -67,7 +66,7 @@ def checked_kind(part: Mapping[str, Any], needs: Mapping[str, Sequence[str]], de
 
 
 def encodable(value: Any) -> Any:
-    """The value, unless text in it has lone surrogates: JSON may escape them, no tokenizer takes them."""
+    """Return the value. Raises `ValueError` if a text in it has a lone surrogate, which no tokenizer accepts."""
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and (place := lone_surrogate(text)) is not None:
             raise ValueError(f"is no text: a lone surrogate at character {place}")
@@ -75,12 +74,12 @@ def encodable(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """A whole number also where a client writes it as 16.0."""
+    """Convert whole floats to int, since some clients write 16.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-# Bounds stand before the validator: behind it, pydantic would write them into the routes' document under its own names.
+# Bounds come before the validator: after it, pydantic would write them to the OpenAPI document under its own names.
 Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 
 
@@ -95,7 +94,7 @@ def _string_or_strings(value: Any) -> Any:
 
 
 def _biases_by_token(value: Any) -> Any:
-    """JSON's keys are strings."""
+    """Convert the keys of `logit_bias` to integers, since JSON keys are strings."""
     if value is None:
         return {}
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
@@ -107,16 +106,16 @@ def _biases_by_token(value: Any) -> Any:
 
 class JSONSchemaFormat(Nested):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    """A name without effect."""
+    """Name; has no effect."""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
-    """A description without effect."""
+    """Description; has no effect."""
     strict: bool | None = None
-    """The answer follows the schema either way."""
+    """Has no effect: the answer follows the schema in any case."""
 
 
 class ResponseFormat(Nested):
-    """OpenAI's way to ask for JSON."""
+    """Format of the answer, as in OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
@@ -128,14 +127,14 @@ class ResponseFormat(Nested):
         return self
 
     def structured_outputs(self) -> StructuredOutputs | None:
-        """Constraint for the engine; None for text. Raises `InvalidInputError`."""
+        """Return the constraint for the engine; None for text. Raises `InvalidInputError`."""
         if self.json_schema is not None:
             return StructuredOutputs(json=self.json_schema.schema_, source="response_format.json_schema.schema")
         return StructuredOutputs(json_object=True, source="response_format") if self.type == "json_object" else None
 
 
 class SamplingFields(FrozenModel, strict=True):
-    """Ranges are the engine's to check; unknown keys are refused."""
+    """Sampling fields of a request. The engine checks ranges; unknown keys are refused."""
 
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
@@ -148,31 +147,31 @@ class SamplingFields(FrozenModel, strict=True):
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases_by_token)] = {}
     """Added to logits, by token id."""
     n: Whole = SamplingParams.n
-    """Answers to each prompt."""
+    """Samples for each prompt."""
     seed: Whole | None = SamplingParams.seed
     stop: Annotated[list[str], BeforeValidator(_string_or_strings)] = []
     """Strings that end the answer and are not part of it."""
     include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
-    """Leave the stop string, or the text of the stop token, at the end of the answer."""
+    """Keep the stop string, or the text of the stop token, at the end of the answer."""
     stop_token_ids: Annotated[list[Whole], FailFast()] = []
     allowed_token_ids: Annotated[list[Whole], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
-    """Tokens that the answer consists of."""
+    """The only tokens that the answer may contain."""
     skip_special_tokens: bool = SamplingParams.skip_special_tokens
     """Leave special tokens out of the answer's text."""
     ignore_eos: bool = SamplingParams.ignore_eos
     min_tokens: Whole = SamplingParams.min_tokens
-    """Tokens before which no end of sequence, stop token or stop string ends the answer."""
+    """Least tokens before an end of sequence, stop token or stop string may end the answer."""
     truncate_prompt_tokens: Whole | None = SamplingParams.truncate_prompt_tokens
-    """Keep this number of tokens of a longer prompt, the last; -1: as many as the context has beside the answer."""
+    """Keep only the last tokens of a longer prompt, this many; -1: as many as the context leaves beside the answer."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), BeforeValidator(_whole)] = 0
-    """Lower goes first."""
+    """Lower values are scheduled first."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
-    """Seconds from arrival, waiting included, after which the answer is given up: 504."""
+    """Seconds from arrival, including waiting, after which the request is aborted with 504."""
     early_exit: str | dict[str, Any] | None = None
     """`off`, `threshold`, `lossless`, or an object with `mode`, `threshold` and `num_draft_tokens`."""
     num_lookup_tokens: Whole = SamplingParams.num_lookup_tokens
-    """Most tokens to draft at a time from what prompt and answer so far repeat, or a constraint leaves no choice about;
-    the answer is the same."""
+    """Most tokens to draft at a time by looking up repetitions in prompt and answer, or where a constraint leaves no
+    choice. Does not change the answer."""
     response_format: ResponseFormat | None = None
     """`text`, `json_object`, or `json_schema` with a schema that the answer follows."""
     structured_outputs: Annotated[dict[str, Any], BeforeValidator(without_nulls)] | None = None
@@ -180,13 +179,13 @@ class SamplingFields(FrozenModel, strict=True):
     `grammar`; for JSON also `disable_any_whitespace`."""
 
     def params(self, **others: Any) -> SamplingParams:
-        """Sampling parameters for the engine, with the fields that routes name in their own ways. Raises
-        `InvalidInputError`: a value out of range."""
+        """Return the engine's sampling parameters. `others`: parameters that routes name differently. Raises
+        `InvalidInputError` for a value out of range."""
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         return SamplingParams(**{**given, **others, "structured_outputs": self.constraint()})
 
     def constraint(self) -> StructuredOutputs | None:
-        """The constraint on the answer's text. Raises `InvalidInputError`."""
+        """Return the constraint on the answer's text; None if there is none. Raises `InvalidInputError`."""
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         if self.structured_outputs is None:
             return asked
@@ -200,12 +199,12 @@ class SamplingFields(FrozenModel, strict=True):
 
 
 _SAME = SamplingFields.model_fields.keys() & {field.name for field in fields(SamplingParams)}
-"""Fields that the engine's parameters have by the same name; None is their default."""
+"""Fields with the same name in the engine's parameters; None means their default."""
 
 
 def check_generates(max_tokens: int, otherwise: str) -> None:
-    """Raises `InvalidInputError` for an answer of no tokens; `otherwise` names the field with which it would have any
-    content."""
+    """Raise `InvalidInputError` if `max_tokens` is 0. `otherwise`: the field with which 0 is accepted, for the
+    message."""
     if max_tokens == 0:
         raise InvalidInputError(
             f"max_tokens is 0; it must be a whole number of at least 1, or be given with {otherwise}",
@@ -229,12 +228,12 @@ def _one_or_several(value: Any) -> Any:
     raise ValueError("must be text, a list of token ids, or a list of either")
 
 
-# In place of pydantic's own check of the union, which writes down an error for each token id that is no string.
+# Replaces pydantic's check of the union, which would report an error for each token id that is not a string.
 PromptField = Annotated[TokenPrompts, PlainValidator(_one_or_several, json_schema_input_type=TokenPrompts)]
 
 
 def prompts_of(value: TokenPrompts) -> list[str | list[int]]:
-    """The prompts as a list. Raises `InvalidInputError` for too many."""
+    """Return the prompts as a list. Raises `InvalidInputError` if there are too many."""
     several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
     prompts: list[Any] = list(value) if several else [value]
     if len(prompts) > MAX_PROMPTS:
@@ -256,22 +255,22 @@ class GenerateRequest(SamplingFields):
     """Body of `POST /generate`."""
 
     prompt: PromptField | None = None
-    """Text or token ids, one prompt or several; or give `messages`."""
+    """Text or token ids, one prompt or several. Give either `prompt` or `messages`."""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    """A conversation, laid out by the model's chat template."""
+    """A conversation, rendered by the model's chat template."""
     max_tokens: Whole = SamplingParams.max_tokens
     """0, with `prompt_logprobs`, scores the prompt and generates nothing."""
     logprobs: Whole | None = None
-    """Log-probabilities of each generated token and of this number of the most probable ones."""
+    """Return log-probabilities of each generated token and of this many most probable ones."""
     prompt_logprobs: Whole | None = None
-    """The same for the prompt's tokens, which then all go through every layer."""
+    """The same for the prompt's tokens; all of them then run through all layers."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Unique among the caller's running requests."""
     stream: bool = False
-    """Answer with server-sent events of what is new, `[DONE]` last."""
+    """Answer with server-sent events that carry new tokens, `[DONE]` last."""
     stream_interval_s: Annotated[float, Field(ge=0.0, le=MAX_STREAM_INTERVAL_S)] | None = None
-    """Seconds for which tokens may be collected into one event, 0: an event a token; null: as the deployment's engine
-    says."""
+    """Seconds for which tokens may be collected into one event; 0: an event per token; null: the deployment's
+    setting."""
 
     @model_validator(mode="after")
     def _one_way_to_ask(self) -> Self:
@@ -282,7 +281,7 @@ class GenerateRequest(SamplingFields):
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `InvalidInputError` for a value out of range."""
+        """Return the sampling parameters. Raises `InvalidInputError` for a value out of range."""
         if self.prompt_logprobs is None:
             check_generates(self.max_tokens, "prompt_logprobs")
         return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
@@ -290,19 +289,19 @@ class GenerateRequest(SamplingFields):
 
 class Choice(BaseModel):
     index: int
-    """Samples within prompts: prompt x n + sample."""
+    """Number of the choice: prompt * n + sample."""
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """`stop`, `length`, or null while more is to come."""
+    """`stop` or `length`; null while the choice is unfinished."""
     logprobs: list[dict[int, float]] | None = None
     """Log-probabilities by token id, for each of `token_ids`."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
     """Log-probabilities by token id, for each token of the prompt; in the choice's last event."""
     num_exited_tokens: int = 0
-    """Number of `token_ids` that did not go through all layers."""
+    """Number of `token_ids` that did not run through all layers (early exit)."""
     num_accepted_tokens: int = 0
-    """Number of `token_ids` that were drafted, and verified by all layers."""
+    """Number of `token_ids` that were drafts accepted by all layers."""
 
 
 class Usage(BaseModel):
@@ -310,13 +309,13 @@ class Usage(BaseModel):
     completion_tokens: int
     cached_tokens: int
     prefill_layers_skipped_tokens: int
-    """Prompt tokens that did not go through the layers that compute no KV of their own."""
+    """Prompt tokens that skipped the layers above layer l."""
     early_exit_tokens: int
-    """Generated tokens that did not go through all layers."""
+    """Generated tokens that did not run through all layers."""
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Self:
-        """Sums over the choices; a prompt counts once for all its samples."""
+        """Sum the usage over the choices; a prompt counts once for all its samples."""
         prompts = [output for output in outputs if output.index == 0]
         return cls(
             prompt_tokens=sum(len(output.prompt_token_ids) for output in prompts),
@@ -328,7 +327,7 @@ class Usage(BaseModel):
 
 
 class Timings(BaseModel):
-    """Milliseconds, of the first choice; `total_ms` until the last one was done."""
+    """Milliseconds, of the first choice; `total_ms` of the choice that finished last."""
 
     queue_ms: float | None
     ttft_ms: float | None
@@ -348,19 +347,19 @@ class Timings(BaseModel):
 
 
 class GenerateResponse(BaseModel):
-    """The answer; in a stream, one event of it, whose text and token ids are those that are new."""
+    """An answer of `/generate`, or one event of a stream, with only the new text and token ids."""
 
     id: str
     model: str
     choices: list[Choice]
     usage: Usage | None = None
-    """Absent from all events of a stream but the last."""
+    """In a stream, only in the last event."""
     timings: Timings | None = None
-    """Absent from all events of a stream but the last."""
+    """In a stream, only in the last event."""
 
 
 def to_choice(index: int, output: RequestOutput, since: RequestOutput | None = None) -> Choice:
-    """A choice, or what it adds to the output before it."""
+    """Return a choice, or with `since` what it adds to that earlier output."""
     old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
     old_exits, old_accepted = (since.num_exited_tokens, since.num_accepted_tokens) if since else (0, 0)
     details: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Another model beside the one that serves: what it would have said in a share of the answers. Knows no HTTP.
+"""Shadow: compare the served model with another one on a share of its answers. Knows no HTTP.
 
-Both models read a finished answer again, its prompt before it, in one forward pass each, and their distributions over
-every token of it are compared. The model in service does so in its engine's own thread, between two steps: a request
-that runs then waits for that long. So one answer is compared at a time, and long ones are left out.
+Both models read the prompt and the finished answer again in one forward pass each, and their distributions at each
+token of the answer are compared. The served model does so in its engine's thread between two steps, which delays
+running requests. So only one answer is compared at a time, and long ones are skipped.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from swiftkv_platform.serve.answers import Answers
 
 MAX_TOKENS = 2048
-"""Longest prompt and answer that are compared."""
+"""Most tokens of prompt and answer together that are compared."""
 MAX_POSITIONS = 64
-"""Tokens of an answer that are compared, from its beginning: their distributions are held in memory."""
+"""Most tokens of an answer, from its beginning, that are compared, since their distributions are held in memory."""
 
 
 @dataclass(frozen=True)
 class ShadowComparison:
-    """Two models over the tokens of one answer."""
+    """Comparison of two models over the tokens of one answer."""
 
     num_positions: int
     kl: float
     """Sum over the positions of KL(judge || served), nats, at temperature 1."""
     num_agreeing: int
-    """Positions where the most probable token is the same."""
+    """Positions at which both models have the same most probable token."""
 
 
 Judge = Callable[[list[int], int], "Awaitable[torch.Tensor]"]
-"""(token ids, n) -> log-probabilities [n, vocab_size] of the last n, given those before each. An engine's are asked for
-between two of its steps, and raise `EngineDeadError` when it is closed."""
+"""(token ids, n) -> log-probabilities [n, vocab_size] of the last n tokens, each given the tokens before it. An engine
+computes them between two of its steps, and raises `EngineDeadError` when it is closed."""
 
 
 def judging(model: Any) -> Judge:
-    """A model without an engine, such as a student's own teacher; it runs in a thread of its own."""
+    """Return the judge of a model without an engine, such as a student's own teacher; it runs in a thread."""
     from swiftkv_platform.engine.sampler import log_probs
 
     return lambda token_ids, num_positions: asyncio.to_thread(log_probs, model, token_ids, num_positions)
@@ -58,8 +58,8 @@ def compare(judge: torch.Tensor, served: torch.Tensor) -> ShadowComparison:
 
 
 class Shadow:
-    """Compares a share of the answers that an engine gives. `share`: of the answers, 0 to 1; it may be changed.
-    `compared`: hears of every comparison, and of None for an answer that was chosen and left out."""
+    """Compares a share of an engine's answers with a judge's distributions. `share`: of the answers, 0 to 1; may be
+    changed later. `compared`: called with each comparison, or None if a chosen answer was not compared."""
 
     def __init__(
         self, engine: AsyncLLMEngine, judge: Judge, share: float, compared: Callable[[ShadowComparison | None], None]
@@ -71,7 +71,7 @@ class Shadow:
         self._running: asyncio.Task[None] | None = None
 
     def consider(self, answers: Answers) -> None:
-        """An answer is finished. Returns at once."""
+        """Start to compare an answer that has ended, if it is chosen. Returns at once."""
         if answers.outcome != "finished" or not answers.outputs[0].token_ids or random.random() >= self.share:  # noqa: S311 (no secret)
             return
         [output, *_] = answers.outputs
@@ -83,7 +83,7 @@ class Shadow:
         self._running = asyncio.create_task(self._compare(token_ids, len(answer)), name="shadow")
 
     async def close(self) -> None:
-        """Returns when the comparison that runs is done."""
+        """Wait for the running comparison."""
         if self._running is not None:
             await self._running
 
@@ -93,6 +93,6 @@ class Shadow:
                 self._judge(token_ids, num_positions), self._served(token_ids, num_positions)
             )
             self._compared(compare(judge, served))
-        except Exception:  # whatever it is, callers are answered
+        except Exception:  # a failed comparison must not affect requests
             get_logger().exception("shadow_failed")
             self._compared(None)

@@ -1,4 +1,4 @@
-"""One model behind HTTP in this process: the routes of a replica without Ray and without a control plane."""
+"""Serve one model from this process: the routes of a replica without Ray and without a control plane."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from swiftkv_platform.serve.versions import load_version
 from swiftkv_platform.web.promptness import answer_promptly
 
 _DRAIN_TIMEOUT_S = 5
-"""Seconds that answers which have begun may go on for once the server is told to stop."""
+"""Seconds that running requests have to finish after the server is told to stop."""
 
 
 def serve(
     served: Served, args: ReplicaArgs, *, host: str, port: int, on_ready: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Load a model and answer until SIGINT or SIGTERM. Blocks.
+    """Load a model and serve it until SIGINT or SIGTERM. Blocks.
 
     Args:
-        port: 0 takes a free one.
-        on_ready: told the address once requests are answered.
+        port: port to listen at; 0 takes a free one.
+        on_ready: called with the URL once requests are answered.
 
     Raises:
-        InvalidInputError: the address is taken or none of this machine; raised before the model is loaded.
+        InvalidInputError: the address is taken or not of this machine; raised before the model is loaded.
         SwiftKVError: as `load_version`.
     """
     with _listening(host, port) as listener:
@@ -64,7 +64,7 @@ async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that connections to the address wait at until they are accepted."""
+    """Open a listening socket; connections wait in its backlog until the model is loaded."""
     try:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048

@@ -1,8 +1,8 @@
-"""Observers of requests that are over: a line in the log, and OpenTelemetry spans where an OTLP endpoint is set.
+"""Observers of ended requests: a line in the log, and OpenTelemetry spans if an OTLP endpoint is set.
 
-A request is one span, below the caller's own if it sent a W3C `traceparent`; its choices have spans for the time in
-the queue, for reading the prompt and for generating. Exporter, sampler and resource are set by OpenTelemetry's own
-variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...).
+A request is one span, a child of the caller's span if it sent a W3C `traceparent`; each of its choices has spans for
+queue, prefill and decode. Exporter, sampler and resource are configured by OpenTelemetry's environment variables
+(`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLog:
-    """One line of the process's log for each request: what was asked of which model, what it took, how it ended."""
+    """Writes a log line for each request: model, tenant, usage, timings and outcome."""
 
     with_text: bool = False
-    """Prompts and answers too. They are the callers' own."""
+    """Log prompts and answers too. They may be confidential."""
 
     def closed(self, answers: Answers, card: ModelCard) -> None:
         outputs = answers.outputs
@@ -58,13 +58,13 @@ class RequestLog:
 
 
 def configured_tracing() -> Tracing | None:
-    """Set up tracing; None where no endpoint is set, and OpenTelemetry is not even imported then."""
+    """Set up tracing. Returns None, without importing OpenTelemetry, if no endpoint is set."""
     provider = configured_provider("swiftkv-serve")
     return None if provider is None else Tracing(provider)
 
 
 class Tracing:
-    """Makes the spans of answers that have ended."""
+    """Writes the spans of ended requests."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -109,12 +109,12 @@ class Tracing:
         """Write no span: nothing ran, and the caller's own trace has the status."""
 
     def shutdown(self) -> None:
-        """Send what is left."""
+        """Send pending spans."""
         self._provider.shutdown()
 
 
 def _phases(output: RequestOutput) -> Iterator[tuple[str, float, float]]:
-    """(name, begin, end) in seconds since the request's arrival; what it never came to is left out."""
+    """Yield (name, begin, end) of each phase that was reached, in seconds since the request's arrival."""
     metrics = output.metrics
     if metrics.queue_time is None:
         yield "queue", 0.0, metrics.total

@@ -1,7 +1,7 @@
-"""Versions: models loaded, tried and ready to answer, each with its candidate and its shadow; and a replica's way
-from one to the next: load beside the old version, switch, drain. Knows no HTTP and no Ray.
+"""Load versions (a tested model with its candidate and shadow), and swap a replica from one to the next: load the new
+version next to the old one, switch, drain. Knows no HTTP and no Ray.
 
-What names an engine imports it where it is loaded, and torch with it.
+The engine, and torch with it, is imported only on loading.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ async def load_version(
     compared: Callable[[ShadowComparison | None], None] = lambda _: None,
     loaded: Callable[[str, Mapping[str, float]], None] = lambda _model, _seconds: None,
 ) -> Version:
-    """Load what `served` names, ready to answer, with its candidate and its shadow. Raises as `load`. `compared`: hears
-    what the shadow finds. `loaded`: hears how long each phase took, by model: `fetch`, `load` and `check`."""
+    """Load the model of `served` with its candidate and shadow, ready to answer. `compared`: called with the shadow's
+    comparisons. `loaded`: called with each model and its seconds by phase: `fetch`, `load` and `check`. Raises as
+    `load`."""
     version, teacher = await _load_one(args, served, loaded)
     if served.candidate is not None:
         update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None}
@@ -53,7 +54,7 @@ async def load_version(
 
 
 def _scoring(version: Version) -> AsyncLLMEngine:
-    """The version's engine, which gives distributions: no other backend is chosen beside a shadow."""
+    """Return the version's engine, which is native: with a shadow no other backend is chosen."""
     from swiftkv_platform.engine import AsyncLLMEngine
 
     assert isinstance(version.engine, AsyncLLMEngine), f"a shadow beside backend {version.engine.backend}"
@@ -63,7 +64,7 @@ def _scoring(version: Version) -> AsyncLLMEngine:
 async def _load_one(
     args: ReplicaArgs, served: Served, told: Callable[[str, Mapping[str, float]], None]
 ) -> tuple[Version, Any]:
-    """A version by itself, and its teacher where that is to judge it."""
+    """Load one model. Returns its version, and its teacher if the shadow compares with it."""
     loaded = await asyncio.to_thread(load, served)
     began = time.monotonic()
     await _lay_out_chats(loaded.engine, served)
@@ -84,7 +85,7 @@ async def _load_one(
 
 
 async def _lay_out_chats(engine: EngineFrontend, served: Served) -> None:
-    """Give the model the deployment's chat template, if it has one. Raises `ModelError`, the engine closed."""
+    """Set the deployment's chat template, if any. Closes the engine and raises `ModelError` if it is not valid."""
     if served.chat_template is None:
         return
     try:
@@ -95,7 +96,7 @@ async def _lay_out_chats(engine: EngineFrontend, served: Served) -> None:
 
 
 async def _check_speaks(engine: EngineFrontend, served: Served) -> None:
-    """Raises `ModelError`, the engine closed, for a model whose first token is no number."""
+    """Generate a token. Closes the engine and raises `ModelError` if log-probabilities are not finite."""
     from swiftkv_platform.engine import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -115,7 +116,7 @@ async def _check_speaks(engine: EngineFrontend, served: Served) -> None:
 
 
 def model_card(args: ReplicaArgs, served: Served, loaded: Loaded, seconds: Mapping[str, float]) -> ModelCard:
-    """Description of a replica's model, for `/health`; `seconds` by phase were needed to serve it."""
+    """Return the description of a replica's model, for `/health`. `seconds`: by phase, needed to serve it."""
     config, swiftkv = loaded.engine.model.config, None
     if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them
         keys = ("num_hidden_layers", "num_key_value_layers", "key_value_group_size")
@@ -131,13 +132,13 @@ def model_card(args: ReplicaArgs, served: Served, loaded: Loaded, seconds: Mappi
 
 
 class Swaps:
-    """Keeps `current` at the last wanted version.
+    """Keeps `current` at the version that was requested last.
 
-    Requests choose their version once, so a switch between two of them is one assignment: new ones go to the new
-    version, running ones finish on the old, whose engine is closed behind the last of them.
+    A request chooses its version once, so a switch is one assignment: new requests go to the new version, running ones
+    finish on the old one, whose engine is closed after the last of them.
 
     Args:
-        load: fetches, verifies, loads and tries a version; raises if it cannot be served.
+        load: fetches, verifies, loads and tests a version; raises if it cannot be served.
     """
 
     def __init__(self, current: Current, load: Callable[[Served], Awaitable[Version]]) -> None:
@@ -145,15 +146,15 @@ class Swaps:
         self._load = load
         self._served: Served | None = None
         self._wanted: Mapping[str, Any] | None = None
-        """The next document, while one is waiting; a later one takes its place."""
+        """Document waiting to be loaded; a later one replaces it."""
         self._catching_up: asyncio.Task[None] | None = None
         self._draining: set[asyncio.Task[None]] = set()
 
     async def want(self, document: Mapping[str, Any]) -> None:
-        """Serve what `document` (`Served`) says.
+        """Serve the models of `document` (see `Served`).
 
-        The first time this blocks until it is served, and raises as `load` does. Afterwards it returns at once: what
-        cannot be served is refused, and the version before stays.
+        The first call blocks until they are served, and raises as `load`. Later calls return at once; a version that
+        cannot be served is refused, and the previous one stays.
         """
         if self._current.is_empty:
             wanted = Served.model_validate(document)
@@ -180,7 +181,7 @@ class Swaps:
                 return
             log.info("swap_loading")
             version = await self._load(wanted)
-        except Exception as error:  # whatever it is, the version before serves on
+        except Exception as error:  # of any kind; the previous version continues to serve
             log.exception("swap_refused")
             self._current.metrics.swapped("refused")
             if self._wanted is None:

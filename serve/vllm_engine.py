@@ -1,8 +1,8 @@
-"""vLLM behind a replica's routes, SwiftKV models by this project's plugin. Knows no HTTP.
+"""vLLM as the engine of a replica; SwiftKV models run by this project's plugin. Knows no HTTP.
 
-vLLM schedules, computes and chooses tokens, in processes of its own. Requests are read, limited and refused here as
-for the native engine (`EngineFrontend`), and what vLLM answers is followed token by token (`Sequence`), so that text,
-stop strings, ends of answers and log-probabilities are the same from both.
+vLLM schedules, computes and samples tokens in its own processes. Requests are read, limited and refused here as for the
+native engine (`EngineFrontend`), and vLLM's outputs are tracked token by token (`Sequence`), so that text, stop
+strings, finish reasons and log-probabilities are the same from both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from swiftkv_platform.specs.engine import Backend
 
 def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEngine:
     """Start vLLM on a model directory. Blocks until its processes are ready. `overrides`: of `AsyncEngineArgs`. Raises
-    `ModelError`: a model or an option that vLLM, or the plugin, refuses."""
+    `ModelError` for a model or an option that vLLM or the plugin refuses."""
     model = describe_model(directory, config)
     _check_device(config)
     set_environment(config)
@@ -48,7 +48,7 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
         args = AsyncEngineArgs(**engine_args(directory, config, model) | overrides)
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
     except (ValueError, RuntimeError) as error:
-        # A RuntimeError is what a process of vLLM's could not do, with its log above.
+        # A RuntimeError means that one of vLLM's processes failed; its log has the details.
         raise ModelError(
             f"vLLM cannot serve this model with these options: {error}; engine.backend: native may", field="engine"
         ) from error
@@ -56,23 +56,23 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
 
 
 _REAP_S = 5.0
-"""Seconds in which a process that was killed has ended."""
+"""Seconds to wait for the end of a killed process."""
 _LEAST_LOGPROB = -9999.0
-"""Log-probability of a token that a constraint forbids, as OpenAI and vLLM's own server write minus infinity, which is
-no JSON."""
+"""Log-probability of a token that a constraint forbids. OpenAI and vLLM's own server write it instead of minus
+infinity, which JSON cannot express."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-"""vLLM's reasons for an end that `Sequence` has not come to by itself."""
+"""vLLM's finish reasons that are passed on if `Sequence` has not finished by itself."""
 
 
 class Stats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
-    """The newest of what vLLM's scheduler tells about itself."""
+    """Keeps the newest figures of vLLM's scheduler."""
 
     def __init__(self) -> None:
         self.num_waiting = self.num_preemptions = 0
         self.kv_cache_usage = 0.0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """vLLM's own call, after each step."""
+        """Store the figures; called by vLLM after each step."""
         if scheduler_stats is not None:
             self.num_waiting = scheduler_stats.num_waiting_reqs
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
@@ -86,13 +86,13 @@ class Stats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
 class VLLMEngine(EngineFrontend):
     """Serves vLLM's `AsyncLLM` to coroutines of one event loop.
 
-    Each sample of a request is a request of vLLM's, with a task that hands its outputs to the stream of the caller.
+    Each sample of a request is a separate vLLM request, with a task that passes its outputs to the caller's stream.
     """
 
     backend: Backend = "vllm"
 
     def __init__(self, llm: AsyncLLM, config: EngineConfig, model: ModelDescription, stats: Stats) -> None:
-        # vLLM refuses at load a cache that does not hold the context, so every prompt that fits that is held.
+        # vLLM refuses to load with a KV cache smaller than the context, so any prompt within the context fits.
         reader = RequestReader(model, config, num_slots=model.context_length)
         super().__init__(config, model, reader, GrammarCompiler(model, config))
         self.llm = llm
@@ -106,7 +106,7 @@ class VLLMEngine(EngineFrontend):
 
     @property
     def state(self) -> EngineState:
-        """Requests as they are known here; vLLM's scheduler tells the rest after each of its steps."""
+        """State of the engine: requests as tracked here, other figures from vLLM's scheduler after its last step."""
         num_waiting = min(self._stats.num_waiting, len(self._unread))
         return EngineState(
             num_running=len(self._unfinished) - num_waiting,
@@ -117,13 +117,13 @@ class VLLMEngine(EngineFrontend):
         )
 
     def check(self, prompts: Several[Prompt], params: SamplingParams) -> None:
-        """Raise `InvalidInputError` for what the native engine refuses too, and for what vLLM has not."""
+        """Raise `InvalidInputError` for what the native engine refuses, and for options that vLLM does not support."""
         self.check_health()
         check_params(params, skips_prompts=self._skips_prompts)
         super().check(prompts, params)
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError` once vLLM's processes have ended or it was closed."""
+        """Raise `EngineDeadError` if vLLM's processes have ended or the engine was closed."""
         if self._failure is None and self.llm.errored:
             self._break_down(self.llm.dead_error)
         super().check_health()
@@ -147,21 +147,21 @@ class VLLMEngine(EngineFrontend):
 
     def _abort(self, request_id: str) -> None:
         for task in self._tasks.get(request_id, ()):
-            task.cancel()  # and with it vLLM's request
+            task.cancel()  # which also aborts vLLM's request
 
     async def _stop(self) -> None:
         tasks = [task for tasks in self._tasks.values() for task in tasks]
         for task in tasks:
             task.cancel()
         reader = self.llm.output_handler
-        if reader is not None:  # or it would report the end of vLLM's processes as a failure
+        if reader is not None:  # otherwise it would report the end of vLLM's processes as a failure
             reader.cancel()
         await asyncio.gather(*tasks, *([] if reader is None else [reader]), return_exceptions=True)
         await asyncio.to_thread(_shut_down, self.llm)
 
     async def _follow(self, sequence: Sequence, prompt: TokensPrompt) -> None:
-        """Hand what vLLM says of one sample to its stream, until it ends or is taken back."""
-        drawn = sequence.params.seed is None and self.config.seed is None  # vLLM is faster without a seed for each
+        """Pass vLLM's outputs of one sample to its stream until it ends or is aborted."""
+        drawn = sequence.params.seed is None and self.config.seed is None  # vLLM is faster without seeds per request
         name = f"{sequence.request_id}/{sequence.index}"
         try:
             params = vllm_params(sequence, seed=None if drawn else sequence.seed)
@@ -169,13 +169,13 @@ class VLLMEngine(EngineFrontend):
                 async for output in outputs:
                     self._take(sequence, output)
                     if sequence.finish_reason is None and sequence.constraint is not None:
-                        # vLLM follows grammars within llguidance's own, larger limits, while all requests wait. What
-                        # is beyond ours is taken back before it comes to that.
+                        # vLLM computes grammars up to llguidance's larger limits, while all requests wait. Abort a
+                        # request that exceeds our limits before that.
                         await asyncio.to_thread(sequence.constraint.allowed, sequence.answer)
                         if sequence.constraint.failure is not None:
                             self._put(sequence, StepResult())
                     if sequence.finish_reason is not None:
-                        break  # at a stop string, say, which vLLM does not look for
+                        break  # such as at a stop string, which vLLM does not check
         except VLLMClientError as error:
             field = getattr(error, "parameter", None) or "prompt"
             self._put(sequence, StepResult(error=str(error), error_field=field))
@@ -186,7 +186,7 @@ class VLLMEngine(EngineFrontend):
             self._put(sequence, StepResult(error=f"vLLM could not answer: {error!r}"))
 
     def _take(self, sequence: Sequence, output: VLLMOutput) -> None:
-        """Take what is new: vLLM hands over deltas, of several tokens where they came faster than they were read."""
+        """Process a delta of vLLM's, which has several tokens if they were generated faster than read."""
         [completion] = output.outputs
         token_ids, logprobs = list(completion.token_ids), [_values(entry) for entry in completion.logprobs or ()]
         if not sequence.generates:
@@ -199,7 +199,7 @@ class VLLMEngine(EngineFrontend):
             waited_s = None if stats is None else max(stats.scheduled_ts - stats.queued_ts, 0.0)
             sequence.start(num_cached_tokens=num_cached_tokens, waited_s=waited_s)
             results[0].prompt_logprobs = [_values(entry) for entry in (output.prompt_logprobs or ())[1:]]
-            if self._skips_prompts:  # as if the prompt was read in one step: each lets one of its tokens through
+            if self._skips_prompts:  # as if the prompt was read in one step, in which its last token is not skipped
                 results[0].num_skipped_tokens = sequence.num_prompt_tokens - num_cached_tokens - 1
         *before, last = results
         for result in before:
@@ -209,7 +209,7 @@ class VLLMEngine(EngineFrontend):
         self._put(sequence, last, ended=completion.finish_reason)
 
     def _put(self, sequence: Sequence, result: StepResult, *, ended: str | None = None) -> None:
-        """Give a result to the sequence, and its output to the stream."""
+        """Apply a result to the sequence, and deliver its output to the stream."""
         if sequence.status is SequenceStatus.WAITING:
             sequence.start(num_cached_tokens=0)
         sequence.take(result)
@@ -222,7 +222,7 @@ class VLLMEngine(EngineFrontend):
         self._deliver([sequence.output()])
 
     def _ended(self, sequence: Sequence, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        """A sample's task is over, or was cancelled before it began."""
+        """Clean up after a sample's task has ended or was cancelled before it began."""
         self._unfinished.discard(sequence)
         self._unread.discard(sequence)
         tasks.discard(task)
@@ -231,7 +231,7 @@ class VLLMEngine(EngineFrontend):
 
 
 def _shut_down(llm: AsyncLLM) -> None:
-    """End vLLM's processes, and reap them: a replica that swaps would keep one dead process for each version."""
+    """Stop vLLM's processes and reap them, so that swaps leave no zombie processes."""
     manager = llm.engine_core.resources.engine_manager
     llm.shutdown()
     for process in () if manager is None else manager.processes:
@@ -243,7 +243,7 @@ def _values(logprobs: Mapping[int, Any]) -> TokenLogprobs:
 
 
 def _check_device(config: EngineConfig) -> None:
-    """Raises `ModelError` for a device that the installed vLLM was not built for."""
+    """Raise `ModelError` for a device that the installed vLLM was not built for."""
     if config.device not in ("auto", current_platform.device_type):
         raise ModelError(
             f"engine.device is {config.device!r}, and the vLLM that is installed is built for "

@@ -1,4 +1,4 @@
-"""This project's options and parameters in vLLM's terms. Knows vLLM's names for them, and runs nothing."""
+"""Convert this project's engine options and sampling parameters to vLLM's. Runs nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from swiftkv_platform.specs.structured_outputs import WHITESPACE
 from swiftkv_platform.vllm.registration import announce_frontend
 
 _ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to vLLM's authors from a replica
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas on a machine would be bound to the same cores
+    "VLLM_NO_USAGE_STATS": "1",  # replicas send nothing to vLLM's authors
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put all replicas of a machine on the same cores
 }
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -31,7 +31,8 @@ _NATIVE = "backend native has it, and this deployment's engine is vllm"
 
 
 def set_environment(config: EngineConfig) -> None:
-    """Set what vLLM's processes read from the environment when they start; what an operator has set stays."""
+    """Set the environment variables that vLLM's processes read at start. Variables set by the operator are kept, except
+    `OMP_NUM_THREADS` if `num_threads` is given."""
     announce_frontend()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -40,12 +41,12 @@ def set_environment(config: EngineConfig) -> None:
 
 
 def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) -> dict[str, Any]:
-    """Keywords of `AsyncEngineArgs`; those that are not given are vLLM's own choice."""
+    """Return the keyword arguments of `AsyncEngineArgs`; vLLM chooses the others."""
     args: dict[str, Any] = {
         "model": str(directory),
         "dtype": _dtype(config, model),
         "max_model_len": model.context_length,
-        # A step has a token for each sequence that decodes, so more could not run at a time.
+        # A step has at least one token per running sequence, so more sequences could not run.
         "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": True,
@@ -56,8 +57,8 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
         "skip_tokenizer_init": model.tokenizer is None,
         "scheduling_policy": "priority",
         "max_logprobs": MAX_LOGPROBS,
-        "generation_config": "vllm",  # a request's parameters are complete
-        "structured_outputs_config": {"backend": "guidance"},  # the library that the native engine compiles with
+        "generation_config": "vllm",  # no defaults from the model: requests have all parameters
+        "structured_outputs_config": {"backend": "guidance"},  # as in the native engine
         "disable_log_stats": True,
     }
     if "block_size" in config.model_fields_set:
@@ -68,15 +69,15 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
     if not config.swiftkv and model.config.model_type.endswith("_swiftkv"):
         overrides["swiftkv"] = False
     if getattr(model.config, "tie_word_embeddings", None) is False:
-        overrides["tie_word_embeddings"] = False  # as the files have it; config.json may deny it
+        overrides["tie_word_embeddings"] = False  # as in the weight files; config.json may differ
     if overrides:
         args["hf_overrides"] = overrides
     return args
 
 
 def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
-    """Refuse what vLLM has not. `skips_prompts`: the model is a student, of whose prompts most tokens have no logits.
-    Raises `InvalidInputError`: naming the field and the backend that has it."""
+    """Raise `InvalidInputError` for parameters that vLLM does not support, naming the field and the backend that does.
+    `skips_prompts`: whether the model is a student, most of whose prompt tokens have no logits."""
     if params.early_exit.mode != "off":
         mode = params.early_exit.mode
         raise InvalidInputError(f"early_exit is {mode!r}; {_NATIVE}: 'off' is accepted", field="early_exit", value=mode)
@@ -96,11 +97,11 @@ def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
 
 
 def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
-    """Parameters of one sample. Its text, its stop strings and its end are followed here, by `Sequence`, so that both
-    engines end an answer alike."""
+    """Return vLLM's parameters for one sample. Text, stop strings and end of sequence are handled by our `Sequence`, so
+    that both engines end answers alike."""
     params = sequence.params
     return VLLMParams(
-        max_tokens=max(sequence.max_output_tokens, 1),  # vLLM generates always; what nobody asked for is dropped
+        max_tokens=max(sequence.max_output_tokens, 1),  # vLLM always generates; an unwanted token is dropped
         min_tokens=min(params.min_tokens, sequence.max_output_tokens),
         **{name: getattr(params, name) for name in _SAME},
         logit_bias=dict(params.logit_bias) or None,
@@ -115,7 +116,7 @@ def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
 
 
 def _dtype(config: EngineConfig, model: ModelDescription) -> str:
-    """Type to load in; the checkpoint's where none is asked for, since vLLM's `auto` would turn float32 to bfloat16."""
+    """Return the dtype to load in; for `auto` the checkpoint's, since vLLM's `auto` would turn float32 to bfloat16."""
     if config.dtype != "auto":
         return config.dtype
     dtype = getattr(model.config, "dtype", None)
@@ -123,7 +124,7 @@ def _dtype(config: EngineConfig, model: ModelDescription) -> str:
 
 
 def _constraint(wanted: StructuredOutputs) -> StructuredOutputsParams:
-    """The constraint as `GrammarCompiler` reads it."""
+    """Return the constraint in vLLM's form, with the same meaning as in `GrammarCompiler`."""
     if wanted.kind in ("json", "json_object"):
         whitespace: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
         if wanted.disable_any_whitespace:

@@ -1,5 +1,5 @@
-"""Outputs in OpenAI's shapes: completions, chat completions, their calls of tools, and the chunks of all. Knows no
-stream and no engine."""
+"""Outputs in OpenAI's formats: completions, chat completions, tool calls, and chunks of each. Knows no stream and no
+engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine.requests import RequestReader
 
 CONTEXT = 8
-"""Tokens before an answer that show whether a space stands between."""
+"""Prompt tokens decoded with an answer's first token to find out whether a space separates them."""
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Sums over the choices, of an answer so far as well; a prompt counts once for all its samples."""
-    # Reversed, so that of samples the first one stands: what it found in the prefix cache was there before them.
+    """Return the usage summed over the choices, finished or not; a prompt counts once for all its samples."""
+    # Reversed, so that a prompt's first sample counts: later ones may find the prompt cached by the first.
     prompts = {output.request_id: output for output in reversed(outputs)}.values()
     prompt_tokens = sum(len(output.prompt_token_ids) for output in prompts)
     completion_tokens = sum(len(output.token_ids) for output in outputs)
@@ -37,7 +37,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 class CompletionChoices:
-    """Choices of one text completion, whole or piece by piece. `echo`: each begins with its prompt."""
+    """Builds the choices of one text completion, whole or in pieces. `echo`: each choice begins with its prompt."""
 
     def __init__(self, reader: RequestReader, *, echo: bool = False) -> None:
         self._reader = reader
@@ -45,7 +45,7 @@ class CompletionChoices:
         self._echoed: dict[int, Echoed] = {}
 
     def choice(self, index: int, output: RequestOutput, since: RequestOutput | None = None) -> dict[str, Any]:
-        """A choice, or what it adds to the output before it."""
+        """Return a choice, or with `since` what it adds to that earlier output."""
         old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
         text, prompt = output.text[old_text:], Echoed()
         if self._echo:
@@ -56,7 +56,7 @@ class CompletionChoices:
         logprobs = None
         if output.logprobs is not None:
             entries = list(zip(output.token_ids[old_tokens:], output.logprobs[old_tokens:], strict=True))
-            places = output.text_offsets[old_tokens:] or [0] * len(entries)  # without a tokenizer there is no text
+            places = output.text_offsets[old_tokens:] or [0] * len(entries)  # no text without a tokenizer
             offsets = [len(prompt.text) + place for place in places]
             if since is None:
                 offsets[:1] = [offset - prompt.ends_with_space for offset in offsets[:1]]
@@ -76,7 +76,8 @@ class CompletionChoices:
         }
 
     def _by_text(self, chosen: int, entry: Mapping[int, float]) -> dict[str, float]:
-        """Log-probabilities by text, the chosen token's among them; another token of the same text is its number."""
+        """Return log-probabilities by token text. The chosen token has precedence; others with equal text are named by
+        id."""
         found: dict[str, float] = {}
         for token in sorted(entry, key=lambda one: (one != chosen, -entry[one])):
             text = self._reader.vocabulary.text_of(token)
@@ -86,17 +87,17 @@ class CompletionChoices:
 
 @dataclass(frozen=True)
 class Echoed:
-    """A prompt as its answer repeats it."""
+    """A prompt's text as an echo before the answer."""
 
     text: str = ""
     offsets: tuple[int, ...] = ()
-    """Places in the text at which its tokens' own texts begin."""
+    """Start of each token's text."""
     ends_with_space: bool = False
-    """The last space is the answer's first token's, which a decoder drops at a text's beginning."""
+    """Whether the last space belongs to the answer's first token; decoders drop it at the beginning of a text."""
 
 
 def echoed(reader: RequestReader, output: RequestOutput) -> Echoed:
-    """The prompt of an output, up to the answer's text."""
+    """Return the text of an output's prompt, up to the answer's text."""
     token_ids, first = output.prompt_token_ids, output.token_ids[:1]
     detokenizer = reader.detokenizer_of_prompts()
     if detokenizer is None:
@@ -113,7 +114,7 @@ def echoed(reader: RequestReader, output: RequestOutput) -> Echoed:
 
 
 def prompt_logprobs(output: RequestOutput, vocabulary: Vocabulary, top: int) -> list[dict[str, Any] | None]:
-    """Log-probabilities of a prompt's tokens in vLLM's shape. Ranks are told of the `top` most probable ones alone."""
+    """Return the log-probabilities of a prompt's tokens in vLLM's format. Only the `top` most probable have a rank."""
 
     def told(entry: Mapping[int, float]) -> dict[str, Any]:
         ranked = enumerate(sorted(entry.items(), key=lambda item: -item[1]), start=1)
@@ -127,7 +128,7 @@ def prompt_logprobs(output: RequestOutput, vocabulary: Vocabulary, top: int) -> 
 
 
 def chat_choice(index: int, output: RequestOutput, vocabulary: Vocabulary, *, top: int) -> dict[str, Any]:
-    """A choice of a chat completion; `top` of the most probable tokens are told beside each."""
+    """Return a choice of a chat completion, with the `top` most probable tokens at each position."""
     return {
         "index": index,
         "message": {"role": "assistant", "content": output.text, "refusal": None},
@@ -139,7 +140,7 @@ def chat_choice(index: int, output: RequestOutput, vocabulary: Vocabulary, *, to
 def chat_delta(
     index: int, output: RequestOutput, vocabulary: Vocabulary, *, top: int, since: RequestOutput | None = None
 ) -> dict[str, Any]:
-    """Addition of a chat choice to the output before it; the first delta names the role."""
+    """Return what a chat choice adds to the output `since`; the first delta has the role."""
     old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
     delta = {"content": output.text[old_text:]} | ({} if since else {"role": "assistant"})
     return {
@@ -151,7 +152,7 @@ def chat_delta(
 
 
 def _end(output: RequestOutput) -> dict[str, Any]:
-    """A choice's keys that say how it ended; `stop_reason` is vLLM's."""
+    """Return the fields on how a choice ended; `stop_reason` is vLLM's extension."""
     return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
 
@@ -164,14 +165,14 @@ def _chat_logprobs(output: RequestOutput, vocabulary: Vocabulary, first: int, to
 
     content = []
     for token, found in zip(output.token_ids[first:], output.logprobs[first:], strict=True):
-        # Asked for k, the engine gives the k most probable tokens, and the chosen one where it is none of them.
+        # The engine returns the k most probable tokens, plus the chosen one if it is not among them.
         ranked = sorted(found.items(), key=lambda item: -item[1])[:top]
         content.append({**entry(token, found[token]), "top_logprobs": [entry(*item) for item in ranked]})
     return {"content": content, "refusal": None}
 
 
 def with_calls(choice: dict[str, Any], calling: ToolCalling) -> dict[str, Any]:
-    """A whole choice whose message names its calls."""
+    """Parse tool calls out of a complete choice's message. Returns the choice with `tool_calls`."""
     parser, answer = calling.parser(), Assembled()
     answer.add(parser.feed(choice["message"]["content"]))
     answer.add(parser.finish())
@@ -184,16 +185,16 @@ def with_calls(choice: dict[str, Any], calling: ToolCalling) -> dict[str, Any]:
 
 
 class CallStreams:
-    """Deltas of a request's choices with the calls in their text told apart."""
+    """Separates tool calls from text in the deltas of a request's choices."""
 
     def __init__(self, calling: ToolCalling) -> None:
         self._calling = calling
         self._parsers: dict[int, ToolCallParser] = {}
         self._answers: dict[int, Assembled] = {}
-        """Each choice, so far."""
+        """Text and calls of each choice so far."""
 
     def delta(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The next chunk of a choice; each is taken once, in order."""
+        """Convert the next chunk of a choice. Call once for each chunk, in order."""
         parser = self._parsers.setdefault(choice["index"], self._calling.parser())
         answer = self._answers.setdefault(choice["index"], Assembled())
         pieces = parser.feed(choice["delta"]["content"])
@@ -204,7 +205,7 @@ class CallStreams:
         return {**choice, "delta": delta | self._added(pieces), "finish_reason": _reason(choice, answer.calls)}
 
     def _added(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """A delta's content and calls: one entry a call, since clients join deltas by position in the first of them."""
+        """Return a delta's content and calls, one entry per call, since clients join deltas by an entry's position."""
         text, calls = "", dict[int, dict[str, Any]]()
         for piece in pieces:
             if isinstance(piece, Text):
@@ -220,7 +221,7 @@ class CallStreams:
 
 
 def _reason(choice: dict[str, Any], calls: Sequence[Call]) -> str | None:
-    """The reason of an end: calls, unless the answer was cut off in them, by its length or by a stop."""
+    """Return the finish reason: `tool_calls` if there are calls and none was cut off by the length or a stop."""
     reason: str | None = choice["finish_reason"]
     return "tool_calls" if reason == "stop" and calls and all(_is_object(call.arguments) for call in calls) else reason
 

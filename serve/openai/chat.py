@@ -1,5 +1,5 @@
-"""The next turn of a conversation, whichever route asks for it: its answer, or its chunks, in the shape of OpenAI's
-chat completions, and how other routes come to that shape and from it. Knows no route."""
+"""The assistant's next turn, for all routes with conversations: answer or chunks in the format of OpenAI's chat
+completions, and the conversion of other routes' formats to and from it. Knows no route."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Form:
-    """Names of another route beside those of the chat completion that its body becomes."""
+    """Field names of a route in relation to those of the chat request that its body is converted to."""
 
     route: Route
     names: Mapping[str, str]
-    """Regular expressions for the beginnings of chat's paths of fields, and what the route has in their place."""
+    """Replacements for the beginnings of field paths: regular expression for the chat's path -> the route's path."""
 
     def chat(self, asked: OpenAIFields, **fields: Any) -> ChatRequest:
-        """A chat request with `fields`, and those of the body that have the same names. Raises
-        `RequestValidationError`."""
+        """Return a chat request with `fields`, and the fields of the body `asked` that have the same names in both.
+        Raises `RequestValidationError`."""
         served = names_served(self.route)
         same = {name: getattr(asked, name) for name in asked.given(ChatRequest) if name in served}
         usage_in_each = StreamOptions(continuous_usage_stats=True) if asked.stream else None
@@ -64,7 +64,7 @@ class Form:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Have errors name the route's own fields."""
+        """Make errors raised within the context name the route's own fields."""
         try:
             yield
         except SwiftKVError as error:
@@ -72,7 +72,7 @@ class Form:
             raise
 
     def rename(self, error: SwiftKVError) -> None:
-        """Have an error name the route's own field."""
+        """Make an error name the route's own field."""
         if error.field is not None:
             field, error.field = error.field, self._own(error.field)
             error.message = error.message.replace(field, error.field)
@@ -86,12 +86,12 @@ class Form:
 
 
 CHAT = Form("chat/completions", {})
-"""The form that is asked for by its own names."""
+"""Form of the chat route itself, without renaming."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The assistant's next turn, which the engine has taken on."""
+    """The assistant's next turn, submitted to the engine."""
 
     body: ChatRequest
     version: Version
@@ -110,8 +110,8 @@ class Turn:
         asked: OpenAIFields | None = None,
         form: Form = CHAT,
     ) -> Self:
-        """Raises as `Current.ask`, and for a body that the model cannot answer. `asked`: the body of another route
-        that `body` was made of."""
+        """Submit a chat request. `asked`: the body of another route that `body` was made from. Raises as `read` and
+        `Current.ask`."""
         with current.entering() as version:
             calling, prompt = await read(version, body, request, asked or body, form)
             context = context_of(caller, body, request)
@@ -124,7 +124,7 @@ class Turn:
         return cls(body, version, answers, calling, form)
 
     async def whole(self, request: Request, shape: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Response:
-        """The answer as a chat completion, which `shape` turns into that of another route. Raises as
+        """Return the complete answer as a chat completion, converted by `shape` for other routes. Raises as
         `answers.whole`."""
         version, calling = self.version, self.calling
         with version.in_use(), self.form.naming():
@@ -141,7 +141,7 @@ class Turn:
             return await version.rendered(render, outputs)
 
     def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer as chunks of a chat completion. Raises as `Answers.as_they_come`."""
+        """Return the answer as chunks of a chat completion. Raises as `Answers.as_they_come`."""
         vocabulary, top = self.version.engine.reader.vocabulary, self.body.top_logprobs
         calls = CallStreams(self.calling) if self.calling else None
 
@@ -157,8 +157,8 @@ class Turn:
 async def read(
     version: Version, body: ChatRequest, request: Request, asked: OpenAIFields, form: Form
 ) -> tuple[ToolCalling | None, list[int]]:
-    """Rules of a body's calls, and its conversation as token ids; the request keeps the names of the fields without
-    effect. Raises `InvalidInputError`, `ModelNotFoundError` and `QueueFullError`."""
+    """Return the rules for a body's tool calls (or None), and its conversation as token ids. Stores the names of
+    ignored fields in `request.state`. Raises `InvalidInputError`, `ModelNotFoundError`, `QueueFullError`."""
     check_model(body.model, version)
     unread = unread_variables(version.tokenizer, body.chat_template_kwargs)
     request.state.ignored_fields = asked.without_effect(form.route, version.ignored_fields, unread)
@@ -176,7 +176,7 @@ async def read(
 
 
 def check_model(model: str, version: Version) -> None:
-    """Raises `ModelNotFoundError` for another model than the one that is served."""
+    """Raise `ModelNotFoundError` unless `model` names the served model."""
     if not version.answers_to(model):
         raise ModelNotFoundError(
             f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model
@@ -184,7 +184,7 @@ def check_model(model: str, version: Version) -> None:
 
 
 def context_of(caller: Caller, body: OpenAIFields, request: Request) -> RequestContext:
-    """The context of a request that keeps the names of its fields without effect."""
+    """Return the context of a request on whose state the names of ignored fields are stored."""
     return RequestContext(
         caller,
         priority=body.priority,
@@ -195,7 +195,7 @@ def context_of(caller: Caller, body: OpenAIFields, request: Request) -> RequestC
 
 
 def scores_of(body: OpenAIFields, output: RequestOutput, version: Version) -> dict[str, Any]:
-    """The prompt's log-probabilities, where they were asked for by that name."""
+    """Return the field `prompt_logprobs` if it was requested, else nothing."""
     if body.prompt_logprobs is None:
         return {}
     return {"prompt_logprobs": prompt_logprobs(output, version.engine.reader.vocabulary, body.prompt_logprobs)}
@@ -203,38 +203,38 @@ def scores_of(body: OpenAIFields, output: RequestOutput, version: Version) -> di
 
 @dataclass
 class Block:
-    """Text, or one call, of an answer that is told as a list of them."""
+    """A text or one tool call of an answer, for routes that return lists of blocks."""
 
     index: int
     call: dict[str, Any] | None
-    """The call's `id` and `name`; None of text."""
+    """The call's `id` and `name`; None for text."""
     text: str = ""
-    """The text, or the call's arguments, so far."""
+    """Text, or arguments of the call, so far."""
 
 
 BlockEvent = tuple[Literal["begin", "more", "end"], Block, str]
-"""(event, block, what it adds)."""
+"""(event, block, added text)."""
 
 
 @dataclass
 class Blocks:
-    """An answer's blocks, each of which ends before the next one begins."""
+    """Splits an answer into blocks; each ends before the next begins."""
 
     all: list[Block] = field(default_factory=list)
     _is_open: bool = False
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Self:
-        """The blocks of a whole message."""
+        """Return the blocks of a complete message."""
         blocks = cls()
         for _ in blocks.take(message):
             pass
         return blocks
 
     def take(self, message: Mapping[str, Any]) -> Iterator[BlockEvent]:
-        """The events of a whole message, or of the next delta of one."""
+        """Yield the events of a complete message, or of the next delta of one."""
         calls: Iterable[Mapping[str, Any]] = message.get("tool_calls") or ()
-        more = [call for call in calls if "id" not in call]  # of the call that is open
+        more = [call for call in calls if "id" not in call]  # continue the open call
         for call in more:
             yield from self._add(call["function"]["arguments"])
         if text := message.get("content"):
@@ -247,7 +247,7 @@ class Blocks:
                 yield from self._add(call["function"]["arguments"])
 
     def end(self) -> Iterator[BlockEvent]:
-        """The end of the block that is open, if there is one."""
+        """Yield the end of the open block, if there is one."""
         if self._is_open:
             self._is_open = False
             yield "end", self.all[-1], ""
@@ -265,21 +265,21 @@ class Blocks:
 
 
 class TypedEvents(ABC):
-    """An answer as the typed events of another route."""
+    """Converts an answer to the typed events of another route."""
 
     def __init__(self) -> None:
         self.blocks = Blocks()
 
     @abstractmethod
     def taken(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Events of the next chunk of a chat completion; each chunk has the usage so far."""
+        """Yield the events of the next chunk of a chat completion; each chunk has the usage so far."""
 
     @abstractmethod
     def failed(self, problem: Problem) -> Iterator[dict[str, Any]]:
-        """Events of an answer that ends in an error."""
+        """Yield the events for an answer that ends with an error."""
 
     async def stream(self, turn: Turn) -> AsyncIterator[dict[str, str]]:
-        """The events of a turn, as they are sent."""
+        """Yield the events of a turn as server-sent events."""
         try:
             async for chunk in turn.chunks():
                 for event in self.taken(chunk):

@@ -1,4 +1,4 @@
-"""The page of `serve.openai.fields`.
+"""Generate `docs/compatibility.md` from `serve.openai.fields`.
 
 Write it with `python -m swiftkv_platform.serve.openai.compatibility > docs/compatibility.md`.
 """
@@ -59,7 +59,7 @@ _SECTIONS = {
 
 
 def page() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     return "\n".join(_lines())
 
 
@@ -78,7 +78,7 @@ def _lines() -> Iterator[str]:
 
 
 def _remarks(field: RequestField) -> str:
-    """Cells of a field beside its name; fields with equal ones share a row."""
+    """Return the cells of a field after its name; fields with equal cells share a row."""
     origin = "" if field.origin == "OpenAI" else field.origin
     route = "" if field.routes == ALL else ", ".join(field.routes)
     return f"{origin} | {route} | {field.note}"

@@ -1,6 +1,6 @@
-"""Every field of the requests below `/v1`: served, accepted without effect, or refused. Knows no body.
+"""All request fields below `/v1`: served, accepted without effect, or refused. Knows no body.
 
-The one place that says so: the routes obey it, and `docs/compatibility.md` is written from it.
+This is the single source: the routes follow it, and `docs/compatibility.md` is generated from it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ROUTES = (*ALL, "messages/count_tokens", "models")
 """All routes below `/v1`."""
 
 ANY = "*"
-"""Name by which an operator sets all unknown fields to be ignored."""
+"""Name in `ignored_fields` that stands for all unknown fields."""
 MAX_NAMES = 32
-"""Ignored fields that are named to the caller and in the log."""
+"""Most ignored fields that are named to the caller and in the log."""
 
 
 class Treatment(StrEnum):
-    """Class of a field."""
+    """Treatment of a field."""
 
     SERVED = "served"
     WITHOUT_EFFECT = "accepted without effect"
@@ -56,12 +56,12 @@ class RequestField:
     name: str
     treatment: Treatment
     note: str = ""
-    """Remark on what is served, or the reason of a refusal."""
+    """Remark on what is served, or the reason for a refusal."""
     routes: tuple[Route, ...] = ALL
     origin: Literal["OpenAI", "Anthropic", "vLLM", "SwiftKV"] = "OpenAI"
-    """API that the field is from."""
+    """API that the field comes from."""
     accepts: Callable[[Any, int], bool] = _never
-    """(value, the request's `n`) -> whether a field that is refused otherwise asks for nothing with this value."""
+    """(value, the request's `n`) -> whether an otherwise refused field is accepted because this value has no effect."""
 
 
 def _served(name: str, note: str = "", **more: Any) -> RequestField:
@@ -81,12 +81,12 @@ def _is(*values: Any) -> Callable[[Any, int], bool]:
 
 
 def _no_logprobs(include: Any, _n: int) -> bool:
-    """Whether nothing is to be included but parts of tools that there are none of."""
+    """Whether `include` does not ask for log-probabilities; its other values concern hosted tools only."""
     return isinstance(include, list) and "message.output_text.logprobs" not in include
 
 
 def _clears_nothing(management: Any, _n: int) -> bool:
-    """Whether all of a conversation is to be kept, its thoughts too, as Claude Code says in each request."""
+    """Whether `context_management` keeps the whole conversation including thoughts, as Claude Code always sends."""
     if not isinstance(management, dict) or management.keys() - {"edits"}:
         return False
     kept = [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
@@ -278,25 +278,25 @@ FIELDS: tuple[RequestField, ...] = (
 
 
 def fields_of(route: Route) -> dict[str, RequestField]:
-    """The route's fields by name."""
+    """Return the route's fields by name."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 
 @cache
 def names_served(route: Route) -> frozenset[str]:
-    """Names of the route's fields that are served."""
+    """Return the names of the route's served fields."""
     return frozenset(name for name, field in fields_of(route).items() if field.treatment is Treatment.SERVED)
 
 
 def names_without_effect(
     route: Route, extra: Mapping[str, Any], nested: Iterable[str], n: int, ignored: Collection[str]
 ) -> tuple[str, ...]:
-    """Names of the fields of a request that have no effect, at most `MAX_NAMES` of them.
+    """Return the names of a request's fields that have no effect, at most `MAX_NAMES` of them.
 
     Args:
-        extra: the fields that the body's model does not have.
+        extra: fields that the body's model does not have.
         nested: dotted paths of unknown keys of messages, tools and other parts, which are never refused.
-        ignored: fields that the operator has set to be ignored; `ANY`: all unknown ones.
+        ignored: fields that the operator wants ignored; `ANY`: all unknown ones.
 
     Raises:
         InvalidInputError: a field that would change the answer, or an unknown one.
@@ -310,21 +310,21 @@ def names_without_effect(
 
 
 def _check(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:
-    """Raises `InvalidInputError` unless the field is accepted without effect."""
+    """Raise `InvalidInputError` unless the field is accepted without effect."""
     if field is not None and field.treatment is Treatment.REFUSED:
         if not field.accepts(value, n):
             shown = "too long to repeat" if (short := short_value(value)) is None else repr(short)
             message = f"{name} is {shown}; {field.note.replace('`', '')}: leave it out"
             raise InvalidInputError(message, field=name, value=short)
     elif (field is None or field.treatment is Treatment.SERVED) and not any_ignored:
-        # A field that is served and is none of the body's has come to another route's.
+        # A served field that the body's model lacks belongs to another route.
         shown = name[:MAX_NAME_LENGTH] or '""'
         message = f"{shown} is not a field of /v1/{route}{_suggestion(name, route)}"
         raise InvalidInputError(message, field=shown, value=short_value(value))
 
 
 def _suggestion(name: str, route: Route) -> str:
-    """Where to look for the field that was meant."""
+    """Return a hint to the route or the field that was probably meant."""
     elsewhere = next((field.routes[0] for field in FIELDS if field.name == name and route not in field.routes), None)
     if elsewhere is not None:
         return f"; it is one of /v1/{elsewhere}"

@@ -1,4 +1,5 @@
-"""OpenAI's Responses API, without a store: a body becomes a chat request, and the chat's answer a response."""
+"""OpenAI's Responses API, without storage: requests are converted to chat requests, and chat completions to
+responses."""
 
 from __future__ import annotations
 
@@ -36,32 +37,32 @@ _NEEDS = {
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-"""Keys that an item must have, by its type."""
+"""Required keys of an item by its type."""
 
 
 class Item(Nested):
-    """Item of a conversation. What an answer's item has is accepted, so that it can be sent back as it came."""
+    """An item of the conversation. Accepts the keys of a response's item, so that it can be sent back unchanged."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content = None
-    """Words of a message."""
+    """Content of a message."""
     call_id: Annotated[str, Field(min_length=1)] | None = None
-    """Id of a call, also in its output."""
+    """Id of a call, also in the item with its output."""
     name: Annotated[str, Field(min_length=1)] | None = None
-    """Name of the function that is called."""
+    """Name of the called function."""
     arguments: str | None = None
-    """JSON, as the answer had it."""
+    """Arguments as JSON text."""
     output: Content = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_known(cls, item: Any) -> Any:
-        """Before anything of it is read: other types have other keys."""
+        """Check type and required keys before pydantic validates the fields, since other types have other keys."""
         if not isinstance(item, dict):
             return item
         kind = checked_kind(item, _NEEDS, "message")
-        # Its words, where a model writes them in the open, are of other types than a message's.
+        # The parts of a reasoning item have other types than a message's.
         return {**item, "content": _thoughts(item)} if kind == "reasoning" else item
 
 
@@ -78,7 +79,7 @@ class FlatTool(FunctionTool):
     @model_validator(mode="before")
     @classmethod
     def _is_known(cls, tool: Any) -> Any:
-        """Before anything of it is read: tools that a server runs have other keys."""
+        """Check type and required keys before pydantic validates the fields, since hosted tools have other keys."""
         if isinstance(tool, dict):
             checked_kind(tool, {"function": ("name",)})
         return tool
@@ -137,11 +138,11 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=described("responses")):
         Field(min_length=1, max_length=MAX_MESSAGES),
         BeforeValidator(_items, json_schema_input_type=str | list[Item]),
     ]
-    """Text of the user's, or the conversation so far."""
+    """Text of a user message, or the conversation so far."""
     instructions: str | None = None
     """A message of role `system` before the input."""
     max_output_tokens: Whole | None = None
-    """Default: what the context leaves."""
+    """Default: the rest of the context."""
     text: TextOptions | None = None
     """`format`: `text`, `json_object`, or `json_schema` with a schema that the answer follows."""
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -150,7 +151,7 @@ class ResponsesRequest(OpenAIFields, json_schema_extra=described("responses")):
     chat_template_kwargs: dict[str, Any] = {}
 
     def chat(self) -> ChatRequest:
-        """The chat request that asks for the same. Raises `RequestValidationError`."""
+        """Return the equivalent chat request. Raises `RequestValidationError`."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         choice: Any = self.tool_choice
         if isinstance(choice, FlatNamedTool):
@@ -177,7 +178,7 @@ _OF_ASSISTANT = {"function_call": "tool_calls", "reasoning": "reasoning_content"
 
 
 def _messages(items: list[Item]) -> Iterator[dict[str, Any]]:
-    """The items as chat messages: thoughts, words and calls of the assistant that follow each other are one."""
+    """Yield the items as chat messages; consecutive reasoning, text and calls of the assistant become one message."""
     turn: dict[str, Any] = {}
     for item in items:
         is_said = (item.type, item.role) == ("message", "assistant")
@@ -209,11 +210,11 @@ def _words(content: Any) -> str:
 
 
 def add_responses(router: APIRouter, current: Current) -> None:
-    """The route below `/v1`."""
+    """Add the route `/v1/responses`."""
 
     @router.post("/responses")
     async def responses(body: ResponsesRequest, request: Request, caller: TheCaller) -> Response:
-        """The assistant's next turn, as OpenAI's Responses API has it. Nothing is stored."""
+        """Generate the assistant's next turn, in the format of OpenAI's Responses API. Nothing is stored."""
         turn = await Turn.begin(current, body.chat(), request, caller, asked=body, form=FORM)
         if body.stream:
             return event_stream(_Events(body).stream(turn))
@@ -221,7 +222,7 @@ def add_responses(router: APIRouter, current: Current) -> None:
 
 
 def _whole(body: ResponsesRequest, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The response that a chat completion is."""
+    """Convert a chat completion to a response."""
     [choice] = answer["choices"]
     return _response(body, answer, Blocks.of(choice["message"]), _status(choice["finish_reason"]))
 
@@ -231,7 +232,7 @@ def _status(reason: str) -> str:
 
 
 def _response(body: ResponsesRequest, answer: Mapping[str, Any], blocks: Blocks, status: str) -> dict[str, Any]:
-    """A response at one moment; `answer`: the chat completion, or its newest chunk."""
+    """Return the current state of a response. `answer`: the chat completion, or its newest chunk."""
     output = [_item(block, _id(answer), "completed") for block in blocks.all]
     if output and status != "completed":
         output[-1]["status"] = "incomplete"
@@ -280,7 +281,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _item(block: Block, answer_id: str, status: str) -> dict[str, Any]:
-    """The output item that a block is."""
+    """Convert a block to an output item."""
     if block.call is not None:
         call = {"call_id": block.call["id"], "name": block.call["name"], "arguments": block.text}
         return {"type": "function_call", "id": f"fc_{answer_id}_{block.index}", "status": status, **call}
@@ -293,14 +294,14 @@ def _part(text: str) -> dict[str, Any]:
 
 
 class _Events(TypedEvents):
-    """The numbered events of a response."""
+    """Converts chat completion chunks to the numbered events of a response."""
 
     def __init__(self, body: ResponsesRequest) -> None:
         super().__init__()
         self._body = body
         self._numbers = count()
         self._last: Mapping[str, Any] = {}
-        """The chunk before."""
+        """Previous chunk; empty before the first."""
 
     def taken(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         [choice] = chunk["choices"]

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 def openai_router(current: Current) -> APIRouter:
-    """The routes below `/v1`."""
+    """Return OpenAI's routes below `/v1`."""
     router = APIRouter(prefix="/v1", tags=["openai"], route_class=BodyRoute)
 
     @router.get("/models", dependencies=[HAS_API_KEY])
     async def list_models(_caller: TheCaller) -> dict[str, Any]:
-        """List the served model, with Anthropic's names beside OpenAI's."""
+        """List the served model, with the fields of both OpenAI and Anthropic."""
         model = _model(current.version)
         return {"object": "list", "data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
 
     @router.get("/models/{model:path}", dependencies=[HAS_API_KEY])
     async def get_model(model: str, _caller: TheCaller) -> dict[str, Any]:
-        """The served model."""
+        """Describe the served model."""
         check_model(model, current.version)
         return _model(current.version)
 
@@ -75,7 +75,7 @@ def openai_router(current: Current) -> APIRouter:
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
-        """The assistant's next turn."""
+        """Generate the assistant's next turn."""
         turn = await Turn.begin(current, body, request, caller)
         return event_stream(events_of(turn.chunks())) if body.stream else await turn.whole(request)
 

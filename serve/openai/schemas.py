@@ -1,5 +1,5 @@
-"""The bodies of OpenAI's completion routes, as far as this server answers them, and what those of other routes share
-with them. Other keys are for `fields.py`.
+"""Request bodies of OpenAI's completion routes, with the fields served here, and the parts that other routes share with
+them. For all other fields see `fields.py`.
 
 Field names and meanings: https://platform.openai.com/docs/api-reference; extensions as in vLLM's server.
 """
@@ -30,13 +30,13 @@ from swiftkv_platform.specs.base import MAX_MESSAGES
 from swiftkv_platform.web.problems import short_value
 
 _WORDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Key of a part's words, by its type."""
+"""Key that holds the text of a content part, by the part's type."""
 _LEGACY_ID = "call_0"
-"""Id of a call in the form that had none."""
+"""Id given to a call in the legacy form `function_call`, which has none."""
 
 
 class Part(Nested):
-    """Part of a message's content that is text."""
+    """A text part of a message's content."""
 
     type: str
     text: str = ""
@@ -44,7 +44,7 @@ class Part(Nested):
 
     @property
     def words(self) -> str:
-        """The part's text."""
+        """Text of the part."""
         words: str = getattr(self, _WORDS[self.type])
         return words
 
@@ -70,14 +70,14 @@ def _part(number: int, part: Any) -> Part:
     raise ValueError(f"part {number} is of type {kind!r}; its {_WORDS[kind]} must be a string")
 
 
-# In place of pydantic's own check of the union, whose errors would name each of its types.
+# Replaces pydantic's check of the union, whose errors would name each member type.
 Content = Annotated[
     str | list[Part] | None, PlainValidator(_content, json_schema_input_type=str | list[Part | str] | None)
 ]
 
 
 def _written(arguments: Any) -> Any:
-    """Arguments as text; some clients send the object."""
+    """Return arguments as JSON text; some clients send the object itself."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
@@ -90,14 +90,14 @@ def _no_audio(audio: Any) -> Any:
 class FunctionCall(Nested):
     name: Annotated[str, Field(min_length=1)]
     arguments: Annotated[str, BeforeValidator(_written)] = ""
-    """JSON, as the answer had it."""
+    """Arguments as JSON text."""
 
     def for_template(self) -> dict[str, Any]:
         return {"name": self.name, "arguments": call_arguments(self.arguments)}
 
 
 class ToolCall(Nested):
-    """A call that an answer has made. Its number in a stream, `index`, has no effect."""
+    """A tool call of an earlier answer. Its `index` in a stream has no effect."""
 
     id: Annotated[str, Field(min_length=1)]
     type: Literal["function"] = "function"
@@ -105,45 +105,45 @@ class ToolCall(Nested):
 
 
 class ChatMessage(Nested):
-    """A turn. What an answer's message has is accepted, so that it can be sent back as it came; keys that no template
-    is told of are without effect."""
+    """A message. Accepts the keys of a response's message, so that it can be sent back unchanged; keys that are not
+    passed to the template have no effect."""
 
     role: Annotated[str, Field(min_length=1)]
-    """`system`, `developer`, `user`, `assistant` or `tool`; or another one that the template knows."""
+    """`system`, `developer`, `user`, `assistant`, `tool`, or another role that the template knows."""
     content: Content = None
-    """Text, or parts of type text; null in an assistant's turn that calls tools."""
+    """Text, or parts of type text; may be null in an assistant's message with tool calls."""
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
-    """Calls of an assistant's turn."""
+    """Tool calls of an assistant's message."""
     function_call: FunctionCall | None = None
-    """The call of an assistant's turn, in the form before `tool_calls`."""
+    """Tool call of an assistant's message, in the legacy form."""
     tool_call_id: str | None = None
-    """In a tool's turn: the call that it answers."""
+    """Id of the call that a tool's message answers."""
     reasoning_content: str | None = None
-    """Thoughts of an assistant's turn, where the template has a place for them."""
+    """Reasoning of an assistant's message, if the template uses it."""
     reasoning: Any = None
-    """The same under another name, where it is text."""
+    """Other name of `reasoning_content`; ignored unless it is text."""
     refusal: str | None = None
-    """Words of an assistant's turn that has no content."""
+    """Text of an assistant's message without content."""
     audio: Annotated[None, BeforeValidator(_no_audio)] = None
 
     @property
     def calls(self) -> list[ToolCall]:
-        """Calls of the turn, in whichever form."""
+        """Tool calls of the message, in either form."""
         if not self.tool_calls and self.function_call is not None:
             return [ToolCall(id=_LEGACY_ID, function=self.function_call)]
         return self.tool_calls or []
 
     @property
     def words(self) -> str | None:
-        """Text of the turn; None where it has calls or thoughts alone."""
+        """Text of the message; None if it has only calls or reasoning."""
         if isinstance(self.content, list):
             return "".join(part.words for part in self.content)
         return self.refusal if self.content is None else self.content
 
     @property
     def thoughts(self) -> str | None:
-        """Thoughts of the turn, by whichever name."""
+        """Reasoning of the message, under either name."""
         named = self.reasoning if isinstance(self.reasoning, str) else None
         return named if self.reasoning_content is None else self.reasoning_content
 
@@ -160,7 +160,7 @@ class ChatMessage(Nested):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as templates take it: arguments as objects, where they are."""
+        """Return the message as templates take it, with call arguments as objects if they are valid."""
         fields: dict[str, Any] = {"role": self.role, "content": self.words}
         others = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.thoughts}
         fields |= {name: value for name, value in others.items() if value is not None}
@@ -175,13 +175,14 @@ class StreamOptions(Nested):
     """Options of a stream."""
 
     include_usage: bool = False
-    """Send a last event that has usage and no choices."""
+    """Send a last event with usage and without choices."""
     continuous_usage_stats: bool = False
-    """Have the usage so far in every event, as in vLLM."""
+    """Send the usage so far in every event, as in vLLM."""
 
 
 def described(route: Route) -> Callable[[dict[str, Any]], None]:
-    """Change of a body's schema: it shows the fields without effect, and no others beside the body's own."""
+    """Return a `json_schema_extra` that limits a body's schema to the route's served fields and fields without
+    effect."""
 
     def extend(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = False
@@ -195,13 +196,13 @@ def described(route: Route) -> Callable[[dict[str, Any]], None]:
 
 
 class OpenAIFields(SamplingFields, extra="allow"):
-    """Fields that both completion routes take. `null` means the default, as with OpenAI's clients."""
+    """Fields that all routes below `/v1` share. `null` means the default, as with OpenAI's clients."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_logprobs: Whole | None = None
-    """Log-probabilities of the prompt's tokens and of this number of the most probable ones, in vLLM's shape."""
+    """Return log-probabilities of the prompt's tokens and of this many most probable ones, in vLLM's format."""
 
     @model_validator(mode="before")
     @classmethod
@@ -215,20 +216,19 @@ class OpenAIFields(SamplingFields, extra="allow"):
         return self
 
     def without_effect(self, route: Route, ignored: Collection[str], unread: Collection[str] = ()) -> tuple[str, ...]:
-        """Names of the fields that have no effect; `ignored`: those that the operator sets to be, `unread`: those
-        that the model has no use for. Raises `InvalidInputError`: a field that would change the answer, or an unknown
-        one."""
+        """Return the names of the fields that have no effect. `ignored`: fields that the operator wants ignored.
+        `unread`: fields that the model does not use. Raises `InvalidInputError` for a field that would change the
+        answer, or an unknown one."""
         nested = [*unknown_keys(self), *unread, *(self._unknown_constraints() if ANY in ignored else ())]
         others = {name: getattr(self, name) for name in self.given(type(self)) if name not in names_served(route)}
         return names_without_effect(route, {**(self.model_extra or {}), **others}, nested, self.n, ignored)
 
     def given(self, kind: type[OpenAIFields]) -> list[str]:
-        """Names of the fields of `kind` that the body has."""
+        """Return the names of the fields of `kind` that the body sets."""
         return [name for name in kind.model_fields if name in self.model_fields_set]
 
     def _unknown_constraints(self) -> Iterator[str]:
-        """Take the unknown keys, which else are refused since they would change the answer, out of
-        `structured_outputs`, and name them."""
+        """Remove unknown keys, which would otherwise be refused, from `structured_outputs`, and yield their names."""
         asked = self.structured_outputs or {}
         for key in asked.keys() - StructuredOutputs.keys():
             del asked[key]
@@ -243,10 +243,10 @@ class CompletionRequest(OpenAIFields, json_schema_extra=described("completions")
     """0, with `echo`, scores the prompt and generates nothing."""
     logprobs: Whole | None = None
     echo: bool = False
-    """Begin the answer with the prompt; with logprobs also the prompt's."""
+    """Begin the answer with the prompt, and logprobs with the prompt's."""
 
     def sampling_params(self) -> SamplingParams:
-        """Raises `InvalidInputError` for a value out of range."""
+        """Return the sampling parameters. Raises `InvalidInputError` for a value out of range."""
         if not self.echo and self.prompt_logprobs is None:
             check_generates(self.max_tokens, "echo")
         echoed = self.logprobs if self.echo else None
@@ -266,15 +266,15 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=described("chat/co
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
-    """Default: what the context leaves."""
+    """Default: the rest of the context."""
     logprobs: bool = False
     top_logprobs: Whole = 0
     add_generation_prompt: bool = True
-    """Let the assistant begin a turn of its own behind the messages."""
+    """Begin a new turn of the assistant after the messages."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template."""
+    """Variables for the chat template."""
     continue_final_message: bool = False
-    """Let the answer go on where the last message ends; `add_generation_prompt` is then false."""
+    """Continue the last message; needs `add_generation_prompt: false`."""
 
     @model_validator(mode="after")
     def _one_way_to_begin(self) -> Self:
@@ -283,7 +283,8 @@ class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=described("chat/co
         return self
 
     def sampling_params(self, room: int) -> SamplingParams:
-        """`room`: tokens that the context leaves for the answer. Raises `InvalidInputError`."""
+        """Return the sampling parameters. `room`: tokens that the context leaves for the answer. Raises
+        `InvalidInputError`."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidInputError("top_logprobs needs logprobs: true", field="top_logprobs", value=self.top_logprobs)
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]

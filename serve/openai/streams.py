@@ -1,4 +1,4 @@
-"""Streams of answers in OpenAI's shapes, chunk by chunk, and their beginnings. Knows no body."""
+"""Streams of answers as chunks in OpenAI's formats. Knows no body."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 DONE = "[DONE]"
 
 Chunk = Callable[[int, "RequestOutput", "RequestOutput | None"], Awaitable[dict[str, Any]]]
-"""(choice, output so far, the output before it) -> what is new."""
+"""(choice, output so far, previous output or None) -> the chunk's entry in `choices`."""
 
 
 def head_of(prefix: str, kind: str, answers: Answers, version: Version) -> dict[str, Any]:
-    """Keys that an answer and each of its chunks begin with."""
+    """Return the first fields of an answer and of each of its chunks: id, object, created, model."""
     request_id = f"{prefix}-{answers.id.removeprefix('gen_')}"
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": version.card.model}
 
@@ -35,7 +35,7 @@ def head_of(prefix: str, kind: str, answers: Answers, version: Version) -> dict[
 async def chunks_of(
     answers: Answers, head: dict[str, Any], chunk: Chunk, options: StreamOptions
 ) -> AsyncIterator[dict[str, Any]]:
-    """Chunks with what each output adds, and the usage if it is wanted. Raises as `Answers.as_they_come`."""
+    """Yield chunks with the additions of each output, and the usage if wanted. Raises as `Answers.as_they_come`."""
     outputs: dict[int, RequestOutput] = {}
 
     def usage_so_far() -> dict[str, Any]:
@@ -55,13 +55,13 @@ async def chunks_of(
 
 
 def event_stream(events: AsyncIterator[dict[str, str]]) -> Response:
-    """The answer that sends events as they come."""
+    """Return a response that streams server-sent events."""
     stream: Response = EventSourceResponse(events, sep="\n")
     return stream
 
 
 async def events_of(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, str]]:
-    """Events of completions and chats: the chunks, `[DONE]`; an error document if it fails."""
+    """Yield the events of a completion or chat: its chunks, then `[DONE]`; after a failure an error document."""
     try:
         async for chunk in chunks:
             yield {"data": json.dumps(chunk)}

@@ -1,1 +1,1 @@
-"""Tools: what a request says of them, answers that call them, and the constraint by which calls are valid."""
+"""Tool calling: fields of requests, parsing of calls in answers, and grammars that make calls valid."""

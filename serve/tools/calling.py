@@ -1,6 +1,6 @@
-"""A chat request's tools, and what they become: a constraint for the engine, a parser for the answer. Knows no route.
+"""Tools of a chat request, and the engine constraint and answer parser made from them. Knows no route.
 
-Names and meanings of fields are OpenAI's; unknown keys are without effect, and no template is told of them.
+Names and meanings of fields are OpenAI's; unknown keys have no effect and are not passed to the template.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class FunctionTool(Nested):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; null: there are none."""
+    """JSON schema of the arguments, of type object; null: no arguments."""
     strict: bool | None = None
-    """Arguments follow the schema also where the model chooses whether to call."""
+    """Whether arguments follow the schema even if the model chooses whether to call."""
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Schema that says at least that arguments are an object."""
+        """Schema of the arguments, with at least the type object."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
@@ -48,7 +48,7 @@ class Tool(Nested):
     function: FunctionTool
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as templates take it."""
+        """Return the tool as templates take it."""
         known = {name: getattr(self.function, name) for name in FunctionTool.model_fields}
         return {"type": self.type, "function": {name: value for name, value in known.items() if value is not None}}
 
@@ -68,14 +68,14 @@ class AllowedTools(Nested):
 
 
 class AllowedToolChoice(Nested):
-    """Some of the tools: the model sees all of them, and may call these."""
+    """Restriction to some of the tools: the model sees all, and may call only these."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 def choice_kind(value: Any) -> Any:
-    """The kind of a choice by its type, so that errors name the fields of that one alone."""
+    """Return the kind of a tool choice, so that errors name only the fields of that kind."""
     if isinstance(value, str):
         return "word" if value in ("none", "auto", "required") else None
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -100,10 +100,10 @@ class ToolFields(FrozenModel, strict=True):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the answer may call."""
     tool_choice: ToolChoice | None = None
-    """`auto`, the default with tools: the model chooses; `none`: the model does not see them; `required`: it calls one
-    or more; a function by name: it calls that one; `allowed_tools`: it chooses among these, or calls one or more."""
+    """`auto`, the default with tools: the model chooses; `none`: the model does not see the tools; `required`: it calls
+    at least one; a named function: it calls that one; `allowed_tools`: `auto` or `required`, among these only."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call."""
+    """False: at most one call per answer."""
 
 
 _ANY_OBJECT = {"type": "object"}
@@ -111,46 +111,46 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class ToolCalling:
-    """Rules by which one request's answers may call tools."""
+    """Rules for tool calls in one request's answers."""
 
     family: CallFormat
     tools: list[dict[str, Any]]
-    """The tools, as templates take them."""
+    """Tools, as templates take them."""
     names: frozenset[str]
     special: Mapping[str, int]
-    """Texts of the family that are special tokens, which the answer's text has to show."""
+    """Markers of the family that are special tokens, by text; the answer's text must then include special tokens."""
     constraint: StructuredOutputs | None
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The request's parameters with what calls need."""
+        """Return the request's parameters with the constraint and special tokens that calls need."""
         shown = params.skip_special_tokens and not self.special
         constraint = self.constraint or params.structured_outputs
         return replace(params, structured_outputs=constraint, skip_special_tokens=shown)
 
     def parser(self) -> ToolCallParser:
-        """A parser for one answer."""
+        """Return a new parser for one answer."""
         return self.family.parser(self.names)
 
 
 def tool_calling(
     fields: ToolFields, tokenizer: Any, parser: str | None = None, asked: StructuredOutputs | None = None
 ) -> ToolCalling | None:
-    """The rules that a request's tools come to; None where none may be called.
+    """Return the rules for a request's tools; None if none may be called.
 
     Args:
         parser: the deployment's `tool_call_parser`.
         asked: the request's own constraint on its text.
 
     Raises:
-        InvalidInputError: a choice among tools that there are not, a schema that is none, a model whose template has no
-            place for tools or is of no known family.
+        InvalidInputError: a choice that names a missing tool, a schema that is not valid, or a model whose template has
+            no place for tools or belongs to no known family.
     """
     functions, choice = _functions(fields), fields.tool_choice
     if not functions or choice == "none":
         return None
     tools = [tool.for_template() for tool in fields.tools or ()]
     family = _family(tokenizer, tools, parser)
-    from swiftkv_platform.model.tokenizers import special_ids  # imports torch, which Serve's controller can do without
+    from swiftkv_platform.model.tokenizers import special_ids  # imports torch, which Serve's controller does not need
 
     ids = special_ids(tokenizer)
     found = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
@@ -160,7 +160,7 @@ def tool_calling(
 
 
 def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
-    """The functions by name, each of them and the choice checked."""
+    """Return the functions by name, after checking each of them and the tool choice."""
     functions: dict[str, FunctionTool] = {}
     for number, tool in enumerate(fields.tools or ()):
         function, where = tool.function, f"tools.{number}.function"
@@ -170,7 +170,7 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
                 field=f"{where}.name",
                 value=function.name,
             )
-        # As deep and as long as what is compiled, whether it will be or not: a template writes it out.
+        # Limit depth and length as for compiled schemas even if it is not compiled, since the template writes it out.
         StructuredOutputs(json=function.schema_of_arguments, source=f"{where}.parameters")
         if function.schema_of_arguments["type"] != "object":
             raise InvalidInputError(
@@ -193,7 +193,7 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
 
 
 def _callable(choice: Any, functions: Mapping[str, FunctionTool]) -> list[str]:
-    """Names of the functions that may be called."""
+    """Return the names of the functions that may be called."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
     if isinstance(choice, AllowedToolChoice):
@@ -204,7 +204,7 @@ def _callable(choice: Any, functions: Mapping[str, FunctionTool]) -> list[str]:
 def _constraint(
     fields: ToolFields, functions: Mapping[str, FunctionTool], calls: CallGrammar, asked: StructuredOutputs | None
 ) -> StructuredOutputs | None:
-    """Grammar of the answer; None where the model writes as it likes."""
+    """Return the grammar that constrains the answer; None if the model may write anything."""
     choice, allowed = fields.tool_choice, _callable(fields.tool_choice, functions)
     part = choice.allowed_tools if isinstance(choice, AllowedToolChoice) else None
     must = choice == "required" or isinstance(choice, NamedTool) or (part is not None and part.mode == "required")
@@ -224,7 +224,7 @@ def _constraint(
 
 
 def _schema(asked: StructuredOutputs) -> dict[str, Any]:
-    """Schema of an answer that calls no tool."""
+    """Return the JSON schema for an answer without calls, from the request's own constraint."""
     if asked.kind not in ("json", "json_object"):
         raise InvalidInputError(
             f"{asked.name} constrains the whole answer, and calls of tools would not follow it; give JSON, or "

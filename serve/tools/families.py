@@ -1,5 +1,5 @@
-"""Model families by the way they write calls: which one a template is of, its parser, its layout of a call, and
-grammars of answers that call tools, in llguidance's dialect of Lark, which both engines compile."""
+"""Model families by their format of tool calls: detection by template, parser, layout of calls, and grammars of answers
+with calls, in llguidance's dialect of Lark, which both engines compile."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from swiftkv_platform.specs.json_schema import settled
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
-"""Stand for both in a layout."""
+"""Placeholders in a layout."""
 _LETTERS = string.ascii_letters + string.digits
 Schema = Mapping[str, Any]
 
 
 class HermesParser(ToolCallParser):
-    """Hermes 2 and 3, Qwen2.5 and Qwen3: an object, or a list of them (SmolLM2), between tags."""
+    """Parser for Hermes 2 and 3, Qwen2.5 and Qwen3: an object, or a list of objects (SmolLM2), between tags."""
 
     marker = "<tool_call>"
 
@@ -37,7 +37,7 @@ class HermesParser(ToolCallParser):
 
 
 class MistralParser(ToolCallParser):
-    """Mistral: a list of objects behind the marker, or from its tokenizers v11 on `name[ARGS]{...}` behind each."""
+    """Parser for Mistral: a list of objects after the marker, or since tokenizer v11 `name[ARGS]{...}` after each."""
 
     marker = "[TOOL_CALLS]"
 
@@ -62,7 +62,7 @@ class MistralParser(ToolCallParser):
 
 
 class Llama3Parser(ToolCallParser):
-    """Llama 3.1 and later: objects at the beginning of the answer, or behind the tag, with `;` between them."""
+    """Parser for Llama 3.1 and later: objects separated by `;`, at the beginning of the answer or after the tag."""
 
     marker = "<|python_tag|>"
 
@@ -91,34 +91,35 @@ def _call_id() -> str:
 
 
 def _mistral_id() -> str:
-    """Mistral's templates refuse ids of any other length."""
+    """Return a random id of 9 characters; Mistral's templates refuse other lengths."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Calls as a constrained answer writes them."""
+    """Format of calls in constrained answers."""
 
     call: str
-    """One call, with `NAME` and `ARGUMENTS`."""
+    """One call, with the placeholders `NAME` and `ARGUMENTS`."""
     begin: str = ""
-    """Text before the first of them."""
+    """Text before the first call."""
     between: str = "\n"
     end: str = ""
     marker: str | None = None
-    """Text by which they begin, and other text does not; None: a brace, at the beginning of the answer alone."""
+    """Text with which calls begin and other text may not; None: calls begin with a brace, only at the beginning of the
+    answer."""
     tag: str = ""
-    """Without a marker: text that may stand before them, where they are to be told from other JSON."""
+    """For a layout without marker: text before calls that distinguishes them from a JSON answer."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Models that write calls alike."""
+    """Format of calls shared by a family of models."""
 
     parser: type[ToolCallParser]
     layout: Layout
     tokens: tuple[str, ...]
-    """Texts that may be special tokens of a family's tokenizer."""
+    """Markers that may be special tokens of the family's tokenizers."""
     new_id: Callable[[], str] = _call_id
 
 
@@ -153,11 +154,11 @@ FAMILIES: Mapping[str, CallFormat] = {
         new_id=_mistral_id,
     ),
 }
-"""By the names that a deployment's `tool_call_parser` takes."""
+"""Families by name, as in a deployment's `tool_call_parser`."""
 
 
 def family_of(template: str) -> str | None:
-    """Return the family that a chat template tells to write calls, or shows those of earlier turns; None: unknown."""
+    """Return the family whose format of calls a chat template uses; None if unknown."""
     if "[TOOL_CALLS]" in template:
         return "mistral_v11" if "[ARGS]" in template else "mistral"
     if "<tool_call>" in template and "<function=" not in template:  # Qwen3-Coder writes XML between the tags
@@ -168,28 +169,29 @@ def family_of(template: str) -> str | None:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Grammar of calls by a family's layout."""
+    """Builds grammars of answers with calls in a family's layout."""
 
     layout: Layout
     schemas: Mapping[str, Schema]
-    """Schemas of arguments, by the names of the tools that may be called."""
+    """Schemas of arguments, by name of the tools that may be called."""
     special: Mapping[str, int]
-    """Ids of the layout's texts that are special tokens."""
+    """Token ids of the layout's markers that are special tokens."""
     parallel: bool = True
-    """Several calls may be made."""
+    """Whether several calls may be made."""
 
     def required(self) -> str:
-        """Calls, and nothing else."""
+        """Return the grammar of calls and nothing else."""
         return self._with_calls("start: calls")
 
     def or_answer(self, schema: Schema) -> str:
-        """Calls, or JSON that follows a schema."""
-        # Without a marker, what begins both is one brace, and a lexer does not go back.
+        """Return the grammar of either calls or JSON that follows a schema."""
+        # Without a marker both begin with a brace, and the lexer cannot backtrack.
         tag = self._literal(self.layout.tag) if self.layout.marker is None else ""
         return self._with_calls(f"start: {tag} calls | answer\nanswer: %json {_json(schema)}")
 
     def or_text(self) -> str:
-        """Calls among text, in which nothing else begins as they do; or a single one behind text."""
+        """Return the grammar of text with calls, in which text never begins like a call; without `parallel`, at most
+        one call, after text."""
         marker = self.layout.marker
         if marker is None:
             return self._with_calls("start: calls | TEXT\n" + r"TEXT: /\s*([^\s{](.|\n)*)?/")
@@ -202,7 +204,7 @@ class CallGrammar:
         return self._with_calls(f"start: {start}\n{lead}\n{text}", without=marker)
 
     def _with_calls(self, start: str, without: str = "") -> str:
-        """The grammar below a rule `start`. `without`: the marker, where that is read before the rule `calls`."""
+        """Return the grammar with a rule `start`. `without`: the marker, if `start` reads it before `calls`."""
         begin, call = self.layout.begin, self.layout.call
         several = self.parallel and not (without and not begin)  # each call behind a marker of its own
         begin = begin.removeprefix(without) if begin else begin
@@ -217,12 +219,12 @@ class CallGrammar:
         return "%llguidance {}\n" + "\n".join(rules) + "\n"
 
     def lines(self, grammar: str) -> dict[int, str]:
-        """Tools by the lines, counted from 1, of a grammar of these calls in which their arguments stand."""
+        """Return tools by the line numbers, from 1, of the rules for their arguments in a grammar of these calls."""
         numbers = {line.partition(":")[0]: number for number, line in enumerate(grammar.splitlines(), start=1)}
         return {numbers[f"arguments_{number}"]: name for number, name in enumerate(self.schemas)}
 
     def _literal(self, text: str) -> str:
-        """A text as the tokens and strings of a rule."""
+        """Return a text as the special tokens and strings of a grammar rule."""
         tokens = "|".join(map(re.escape, self.special))
         parts = re.split(f"({tokens})", text) if tokens else [text]
         return " ".join(f"<[{self.special[one]}]>" if one in self.special else json.dumps(one) for one in parts if one)

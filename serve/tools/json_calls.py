@@ -1,8 +1,8 @@
-"""Calls written as JSON objects, `{"name": ..., "arguments": {...}}`, read while they are written.
+"""Incremental parser for calls written as JSON objects, `{"name": ..., "arguments": {...}}`.
 
-A reader is a generator that yields where it needs more of the text. One that finds no call leaves it to its caller to
-go back; one that has begun a call stays before what does not belong to it. Arguments are handed on as they stand, so
-what a model gets wrong in them is for its caller to see.
+A reader is a generator that yields when it needs more text. If it finds no call, its caller must reset the position; if
+it has begun a call, it stops before text that does not belong to the call. Arguments are passed on unchanged, so that
+the client sees a model's mistakes in them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Reads on whenever there is more text, and returns what it has read."""
+"""Generator that is resumed when there is more text, and returns its result."""
 
 
 class GrowingText:
-    """Text so far, and the place up to which it has been read."""
+    """The text so far, and the position up to which it has been read."""
 
     def __init__(self) -> None:
         self._text = ""
         self.at = 0
         self.ended = False
-        """Nothing follows."""
+        """Whether the text is complete."""
 
     def grow(self, text: str) -> None:
-        """Append what has come."""
+        """Append new text."""
         self._text += text
 
     def since(self, start: int) -> str:
-        """The text from `start` to the present place."""
+        """Return the text from `start` to the current position."""
         return self._text[start : self.at]
 
     @property
@@ -38,7 +38,7 @@ class GrowingText:
         return self._text[self.at :]
 
     def peek(self) -> Reading[str]:
-        """The next character, empty at the end."""
+        """Return the next character; "" at the end."""
         while self.at >= len(self._text):
             if self.ended:
                 return ""
@@ -46,7 +46,7 @@ class GrowingText:
         return self._text[self.at]
 
     def skip(self, literal: str) -> Reading[bool]:
-        """Pass over `literal` if it comes next; else stay. No more is waited for than tells it apart."""
+        """Skip `literal` if it comes next, and return whether it did. Waits only until a character differs."""
         start = self.at
         for character in literal:
             if (yield from self.peek()) != character:
@@ -56,34 +56,34 @@ class GrowingText:
         return True
 
     def skip_space(self) -> Reading[None]:
-        """Pass over whitespace."""
+        """Skip whitespace."""
         while (yield from self.peek()).isspace():
             self.at += 1
 
 
 ARGUMENTS = ("arguments", "parameters")
-"""Keys under which families write arguments."""
+"""Keys that families use for arguments."""
 _OUTSIDE_STRINGS = frozenset("{}[],:+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
 class Calls(Protocol):
-    """Takes calls as they are read."""
+    """Receiver of calls as they are read."""
 
     def knows(self, name: str) -> bool:
-        """Whether there is such a tool."""
+        """Whether there is a tool with this name."""
         ...
 
     def begin(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         ...
 
     def argue(self, text: str) -> None:
-        """More of the arguments of the newest call."""
+        """Append to the arguments of the newest call."""
         ...
 
 
 def read_call(text: GrowingText, calls: Calls) -> Reading[bool]:
-    """Read one object; whether a call has begun in it."""
+    """Read one object. Returns whether a call has begun in it."""
     if not (yield from text.skip("{")):
         return False
     reader = _CallReader(text, calls)
@@ -92,7 +92,7 @@ def read_call(text: GrowingText, calls: Calls) -> Reading[bool]:
 
 
 def read_calls(text: GrowingText, calls: Calls) -> Reading[bool]:
-    """Read a list of such objects; whether a call has begun, or the list is empty."""
+    """Read a list of such objects. Returns whether a call has begun or the list is empty."""
     if not (yield from text.skip("[")):
         return False
     yield from text.skip_space()
@@ -114,7 +114,7 @@ def read_calls(text: GrowingText, calls: Calls) -> Reading[bool]:
 
 
 def read_arguments(text: GrowingText, calls: Calls, name: str) -> Reading[bool]:
-    """Read a call's arguments, an object, as far as they are JSON; whether a call has begun."""
+    """Read a call's arguments, an object, as far as they are JSON. Returns whether a call has begun."""
     if (yield from text.peek()) != "{":
         return False
     calls.begin(name)
@@ -123,7 +123,7 @@ def read_arguments(text: GrowingText, calls: Calls, name: str) -> Reading[bool]:
 
 
 class _CallReader:
-    """Reads what follows a call's opening brace."""
+    """Reads a call after its opening brace."""
 
     def __init__(self, text: GrowingText, calls: Calls) -> None:
         self._text = text
@@ -135,7 +135,7 @@ class _CallReader:
         self.begun = False
 
     def read(self) -> Reading[None]:
-        """Read members and the closing brace, and stay behind the last of them that fits."""
+        """Read members and the closing brace, and stop after the last one that is valid."""
         text = self._text
         while (yield from self._read_member()):
             self._end = text.at
@@ -149,7 +149,7 @@ class _CallReader:
         text.at = self._end
 
     def _read_member(self) -> Reading[bool]:
-        """Read a member; whether it was whole and one that a call may have."""
+        """Read a member. Returns whether it is complete and allowed in a call."""
         text = self._text
         yield from text.skip_space()
         key = yield from _read_string(text)
@@ -182,7 +182,7 @@ class _CallReader:
             whole = yield from _copy_value(self._text, self._calls.argue)
             self._end = self._text.at
             return whole
-        if first == '"':  # some models write the object's text
+        if first == '"':  # some models write the object as a JSON string
             arguments = yield from _read_string(self._text)
         else:
             written: list[str] = []
@@ -205,21 +205,21 @@ class _CallReader:
 
 
 def _read_string(text: GrowingText) -> Reading[str | None]:
-    """Read a string; None where there is none, or none that could be sent on."""
+    """Read a string. Returns None if there is none, or it is not valid or cannot be encoded."""
     start = text.at
     if (yield from text.peek()) != '"' or not (yield from _copy_string(text, lambda _: None)):
         return None
     try:
         value: str = json.loads(text.since(start), strict=False)
         value.encode()
-    except ValueError:  # UnicodeEncodeError, a lone surrogate, is one
+    except ValueError:  # includes UnicodeEncodeError, for a lone surrogate
         return None
     return value
 
 
 def _copy_string(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
-    """Hand on a string with its quotes; whether it was closed."""
-    escaped = True  # as the opening quote closes nothing
+    """Pass on a string with its quotes. Returns whether it is closed."""
+    escaped = True  # the opening quote does not close the string
     while character := (yield from text.peek()):
         text.at += 1
         put(character)
@@ -230,7 +230,8 @@ def _copy_string(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]
 
 
 def _copy_value(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
-    """Hand on a value, as far as its characters may be JSON's and its brackets are open; whether it was whole."""
+    """Pass on a value, as far as its characters may be JSON and its brackets are open. Returns whether it is
+    complete."""
     depth, size = 0, 0
     while character := (yield from text.peek()):
         if character == '"':
@@ -241,7 +242,7 @@ def _copy_value(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
                 return True
             continue
         if depth == 0 and size and (character in ",}]" or character.isspace()):
-            return True  # the end of a number, or of a name
+            return True  # the end of a number or of true, false or null
         if character not in _OUTSIDE_STRINGS or (depth == 0 and character in ",}]:"):
             return False
         text.at += 1

@@ -1,4 +1,4 @@
-"""Answers to text and calls, while they are written. A family's format is a subclass's."""
+"""Incremental parser that splits answers into text and tool calls. Subclasses implement the families' formats."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from swiftkv_platform.serve.tools.json_calls import GrowingText, Reading
 
 @dataclass(frozen=True)
 class Text:
-    """Text for the reader."""
+    """Text of the answer outside calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegin:
-    """Name of a call; its arguments follow."""
+    """Beginning of a call, with its name; its arguments follow."""
 
     index: int
     """Number of the call within the answer."""
@@ -28,7 +28,7 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of a call's arguments, which together are JSON."""
+    """Next part of a call's arguments; all parts together are JSON."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ Piece = Text | CallBegin | Arguments
 
 @dataclass
 class Call:
-    """Tool call, as far as it has been parsed."""
+    """Tool call as parsed so far."""
 
     name: str
     arguments: str = ""
@@ -47,13 +47,13 @@ class Call:
 
 @dataclass
 class Assembled:
-    """An answer put together from its pieces."""
+    """An answer assembled from its pieces."""
 
     text: str = ""
     calls: list[Call] = field(default_factory=list)
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Take the next pieces."""
+        """Append the next pieces."""
         for piece in pieces:
             if isinstance(piece, Text):
                 self.text += piece.text
@@ -64,61 +64,61 @@ class Assembled:
 
 
 class ToolCallParser(ABC):
-    """Takes one answer as it grows.
+    """Parses one answer as it grows.
 
-    Pieces put together are the same however the answer was cut. What looks like a call and is none, the name of no tool
-    among it, stays text; whitespace around calls is left out, and so are the markers. A beginning of a marker is held
-    back until it is known to be one.
+    The result does not depend on how the answer is split into pieces. Text that looks like a call but is not one, such
+    as with the name of an unknown tool, stays text. Markers and whitespace around calls are dropped. A possible
+    beginning of a marker is held back until it is decided.
 
     Args:
-        names: of the tools that may be called.
+        names: names of the tools that may be called.
     """
 
     marker: ClassVar[str]
-    """Text behind which calls may stand."""
+    """Text after which calls may follow."""
 
     def __init__(self, names: Set[str]) -> None:
         self._names = names
         self._text = GrowingText()
         self._pieces: list[Piece] = []
         self._space = ""
-        """Whitespace that is text unless a call, or the end behind one, follows."""
+        """Held-back whitespace; dropped if a call, or the end of an answer with calls, follows."""
         self._arguments: list[str] = []
-        """Arguments of the newest call that are no piece yet."""
+        """Arguments of the newest call that were not returned as a piece yet."""
         self.num_calls = 0
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Piece]:
-        """Return what follows from more text."""
+        """Append text, and return the new pieces."""
         self._text.grow(text)
         return self._advance()
 
     def finish(self) -> list[Piece]:
-        """Return what was held back; no text follows."""
+        """End the answer, and return the pieces that were held back."""
         self._text.ended = True
         return self._advance()
 
     def knows(self, name: str) -> bool:
-        """Whether there is such a tool."""
+        """Whether there is a tool with this name."""
         return name in self._names
 
     def begin(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         self._flush()
         self._space = ""
         self._pieces.append(CallBegin(self.num_calls, name))
         self.num_calls += 1
 
     def argue(self, text: str) -> None:
-        """More of the arguments of the newest call."""
+        """Append to the arguments of the newest call."""
         self._arguments.append(text)
 
     @abstractmethod
     def _read_calls(self) -> Reading[bool]:
-        """Read what stands behind the marker; whether calls do. If not, the reader may stay anywhere."""
+        """Read calls after the marker. Returns whether there are any; if not, the position may be anywhere."""
 
     def _read_opening(self) -> Reading[None]:
-        """Read calls at the beginning of an answer that have no marker."""
+        """Read calls without marker at the beginning of an answer."""
         yield from ()
 
     def _advance(self) -> list[Piece]:
@@ -139,7 +139,7 @@ class ToolCallParser(ABC):
             self._pieces.append(Text(self._space))
 
     def _read_text(self) -> Reading[bool]:
-        """Hand on text up to the marker; whether there is one."""
+        """Pass on text up to the marker. Returns whether there is one."""
         text = self._text
         while True:
             said, marker, _ = text.unread.partition(self.marker)
@@ -154,7 +154,7 @@ class ToolCallParser(ABC):
         self._say(text)
 
     def _say(self, text: str) -> None:
-        """Hand on text, the whitespace at its end apart."""
+        """Pass on text, holding back whitespace at its end."""
         self._flush()
         text = self._space + text
         said = text.rstrip()
@@ -168,7 +168,7 @@ class ToolCallParser(ABC):
             self._arguments = []
 
     def _skip_closing(self, marker: str) -> Reading[None]:
-        """Pass over a closing marker, cut off by the end or not; what is none stays."""
+        """Skip a closing marker, even if cut off by the end of the text; other text is not skipped."""
         start = self._text.at
         yield from self._text.skip_space()
         if (yield from self._text.skip(marker)):
@@ -180,6 +180,6 @@ class ToolCallParser(ABC):
 
 
 def _num_begun(text: str, marker: str) -> int:
-    """Return how many characters at the end of `text` begin the marker."""
+    """Return the number of characters at the end of `text` that begin the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

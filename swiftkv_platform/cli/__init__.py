@@ -1,4 +1,4 @@
-"""The `swiftkv` command. Its modules import neither Ray nor torch, so that `swiftkv --help` answers at once."""
+"""The `swiftkv` command. Its modules import neither Ray nor torch, so that `swiftkv --help` is fast."""
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""`swiftkv keys`, `audit` and `quota`: who may do what, and has done it. `keys` edits the file of API keys that control
-plane and replicas read and talks to no server; its `list` reads the last uses from the control plane's database.
+"""`swiftkv keys`, `audit` and `quota`: API keys, the audit trail and quotas. `keys` edits the file of API keys that
+control plane and replicas read, without a server; `keys list` reads last uses from the control plane's database.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST_S = 100 * 365 * 86400
 
 
 def duration(text: str) -> int:
-    """Seconds of `90d`, `12h`, `30m` or `45s`."""
+    """Convert `90d`, `12h`, `30m` or `45s` to seconds. Raises `typer.BadParameter`."""
     match = re.fullmatch(r"([0-9]{1,10})([smhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not 0 < seconds <= _LONGEST_S:
@@ -98,10 +98,10 @@ def rotate(
     file: KeyFile = None,
     json: Json = False,
 ) -> None:
-    """Add another key with the rights of the newest one; the keys before it hold on for the overlap.
+    """Add another key with the rights of the newest one; earlier keys stay valid for the overlap.
 
-    The new key is printed once. Hand it out, look at `swiftkv keys list` for the last use of the old one, and let that
-    end, or revoke it by its id.
+    The new key is printed once. Hand it out, watch the old one's last use in `swiftkv keys list`, and let the old one
+    expire, or revoke it by its id.
     """
     path, now = _path(file), int(time.time())
     token, key = rotate_key(
@@ -117,7 +117,7 @@ def rotate(
 
 @keys_app.command("list")
 def list_keys(file: KeyFile = None, json: Json = False) -> None:
-    """List ids, names, tenants, scopes, when keys begin and expire, and when control planes last saw them."""
+    """List keys with ids, tenants, scopes, times of validity, and last use at a control plane."""
     keys, last_used = KeyRing(_path(file)).read(), _last_used()
     if json:
         documents = [{"id": key.id, **key.model_dump(mode="json", exclude={"sha256"})} for key in keys]
@@ -139,7 +139,7 @@ def revoke(
     file: KeyFile = None,
     json: Json = False,
 ) -> None:
-    """Take all keys of a name away, or the one with an id; the next request with one is refused."""
+    """Revoke all keys of a name, or the one with an id; the next request with one is refused."""
     gone = revoke_key(_path(file), name)
     line = f"Revoked {name}." if len(gone) == 1 else f"Revoked {name}: {len(gone)} keys."
     tell({"revoked": name, "ids": [key.id for key in gone]}, line, json=json)
@@ -155,11 +155,11 @@ def _tell(key: ApiKey, token: str, path: Path, done: str, *, json: bool) -> None
 
 
 def _last_used() -> Mapping[str, int]:
-    """Last uses by key id, from the database of the control plane whose settings these are; empty where it has none."""
+    """Return last uses by key id from the control plane's database; empty if it cannot be read."""
     chosen = settings()
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
-        return {}  # opening an SQLite file would make it
-    from swiftkv_platform.control_plane.access.rows import SqlKeyUses  # other commands do without SQL
+        return {}  # opening an SQLite file would create it
+    from swiftkv_platform.control_plane.access.rows import SqlKeyUses  # other commands need no SQL
     from swiftkv_platform.control_plane.database.session import open_database
 
     try:
@@ -199,7 +199,7 @@ def audit(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """List the audit trail: what was changed, by whom and from where, and who was refused access."""
+    """List the audit trail: changes and refused accesses, with caller and address."""
     with connect(url) as client:
         entries = client.audit(
             limit=limit,
@@ -223,7 +223,7 @@ def _entry(each: AuditEntry) -> tuple[object, ...]:
 
 
 def quota(url: Url = None, json: Json = False) -> None:
-    """Show what your tenant may use of the cluster, and uses."""
+    """Show your tenant's limits and its current use."""
     with connect(url) as client:
         found = client.quota()
     tell_fields(found, _sentences(found), json=json)

@@ -1,5 +1,5 @@
-"""Parameters that commands share: addresses, the spec file, and ids, which the shell completes with what the control
-plane has. Prints nothing: where no answer comes in time, a shell has nothing to offer.
+"""Parameters shared by commands: addresses, the spec file, and ids, with shell completion from the control plane.
+Prints nothing; if no answer comes in time, the shell completes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swiftkv_platform.web.hostile_json import dotted
 Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_RETRIES = 2
-"""A person waits at the keyboard; the client's own patience is for programs."""
+"""Less than the client's default, which suits programs: here a user waits."""
 
 Json = Annotated[bool, JSON_OPTION]
 Url = Annotated[
@@ -55,7 +55,7 @@ Limit = Annotated[int, typer.Option(min=1, help="Most that are listed, newest fi
 
 
 def settings() -> Settings:
-    """The process's settings. Raises `InvalidInputError` for a variable that cannot be read."""
+    """Return the process's settings. Raises `InvalidInputError` for a variable that is not valid."""
     try:
         return Settings()
     except ValidationError as error:
@@ -65,7 +65,7 @@ def settings() -> Settings:
 
 
 def connect(url: str | None = None, serve_url: str | None = None, *, max_retries: int = _MAX_RETRIES) -> Client:
-    """A client of the control plane given, else of the local stack's, else of the one at the default address."""
+    """Return a client of the control plane at `url`, else of the local stack's, else of the one of the settings."""
     if url is None:
         chosen = settings()
         state = Stack(chosen).state()
@@ -74,8 +74,8 @@ def connect(url: str | None = None, serve_url: str | None = None, *, max_retries
 
 
 def read_spec(path: Path) -> JobSpec:
-    """The spec in a file, its relative paths seen from the caller's directory. Raises `InvalidInputError` naming each
-    field that is wrong."""
+    """Return the spec in a file, with relative paths made absolute from the working directory. Raises
+    `InvalidInputError` naming each field that is not valid."""
     try:
         return absolute_paths(load_spec(path))
     except ValidationError as error:
@@ -87,7 +87,7 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def checked(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """The model of these values, which are options. Raises `InvalidInputError` naming each that is wrong."""
+    """Validate options as `model`. Raises `InvalidInputError` naming each that is not valid."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -114,12 +114,12 @@ def _describe(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 TIMEOUT_S = 1.0
-"""Longest that a shell waits for ids."""
+"""Seconds that a shell waits for ids."""
 _MOST = 100
-"""Newest ids that are asked for."""
+"""Newest ids that are requested."""
 
 Offers = list[tuple[str, str]]
-"""Ids, each with words on it, which some shells show."""
+"""(id, description, which some shells show)"""
 
 
 def _completion(ask: Callable[[Client], Offers]) -> Callable[[typer.Context, str], Offers]:
@@ -140,7 +140,7 @@ def _answer(url: str | None, ask: Callable[[Client], Offers]) -> Offers:
     try:
         with connect(url, max_retries=0) as client:
             return ask(client)
-    except SwiftKVError:  # the command itself will say what is wrong
+    except SwiftKVError:  # the command itself will report it
         return []
 
 

@@ -1,5 +1,5 @@
-"""`swiftkv convert` and `swiftkv export`: a teacher's checkpoint into a student's, a student's into what is served, or
-into an adapter and back."""
+"""`swiftkv convert` and `swiftkv export`: convert a teacher's checkpoint to a student's, and a student's to one for
+serving, or to an adapter and back."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def convert(
     copy: Copy = False,
     json: Json = False,
 ) -> None:
-    """Make a student of a teacher's checkpoint, file by file; its projections start as copies, or calibrated."""
+    """Make a student from a teacher's checkpoint, file by file, with copied or calibrated projections."""
     if num_key_value_layers is not None and prefill_reduction is not None:
         raise InvalidInputError(
             "give --num-key-value-layers or --prefill-reduction, not both",
@@ -159,7 +159,7 @@ def export(
     copy: Copy = False,
     json: Json = False,
 ) -> None:
-    """Write a student for serving: without the projections that only its teacher runs, or as an adapter."""
+    """Write a student for serving, without the projections that only its teacher uses, or as an adapter."""
     with needs_extra("This"):
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import export as run
@@ -225,7 +225,7 @@ def _export_adapter(model: str, target: Path, base: str | None, revision: str | 
 
 @contextmanager
 def _base_directory(name: str | None, revision: str | None) -> Iterator[str | None]:
-    """The directory or hub id of a base model while it is read; None stays None."""
+    """Yield the directory or hub id of a base model, available within the context; None if `name` is None."""
     if name is None:
         yield None
         return
@@ -239,7 +239,7 @@ def _weight_bytes(directory: Path) -> int:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Report]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal, nothing elsewhere. Yields a callback for (done, total)."""
     console = err()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

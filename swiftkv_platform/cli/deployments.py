@@ -1,4 +1,4 @@
-"""`swiftkv deployments`, `deploy` and `generate`: models in service."""
+"""`swiftkv deployments`, `deploy` and `generate`: deployed models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> Non
 
 @deployments_app.command()
 def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
-    """Show what each replica has measured since it was started."""
+    """Show the metrics of each replica since its start."""
     with connect(url) as client:
         found = client.deployments.metrics(deployment_id)
     if json:
@@ -65,7 +65,7 @@ def metrics(deployment_id: DeploymentId, url: Url = None, json: Json = False) ->
 
 @deployments_app.command()
 def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> None:
-    """Stop serving; replicas finish what they have."""
+    """Delete a deployment; replicas finish their running requests."""
     with connect(url) as client:
         client.deployments.delete(deployment_id)
     tell({"id": deployment_id, "status": "deleting"}, f"{deployment_id} is being taken out of service.", json=json)
@@ -98,7 +98,7 @@ def _sentences(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replicas(found: Mapping[str, Any]) -> str | None:
-    """`1 of 1 to 4`; None where the control plane does not tell."""
+    """Return `1 of 1 to 4`; None if the control plane does not say."""
     least, most = found.get("min_replicas"), found.get("max_replicas")
     if least is None or most is None:
         return None
@@ -106,7 +106,7 @@ def _replicas(found: Mapping[str, Any]) -> str | None:
 
 
 def _cold_start(seconds: Mapping[str, float] | None) -> str | None:
-    """`2.53 s (fetch 1.20, load 1.31, check 0.02)`; None while no replica has told."""
+    """Return `2.53 s (fetch 1.20, load 1.31, check 0.02)`; None while no replica has reported it."""
     if not seconds:
         return None
     phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
@@ -156,7 +156,7 @@ def deploy(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Serve a distilled model, or serve it where another one is served now; what is not given then stays."""
+    """Deploy a distilled model, or swap it into an existing deployment, whose other options then stay."""
     if replace is not None and "route_prefix" in given:
         raise InvalidInputError(
             f"a deployment keeps its route prefix; leave out --route-prefix, or deploy {model} beside {replace}",
@@ -186,7 +186,7 @@ def generate(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Continue a text with the deployed model; the answer is streamed."""
+    """Continue a text with the deployed model, streaming the answer."""
     parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     parameters |= {name: value for name, value in {"seed": seed, "stop": stop}.items() if value is not None}
     with connect(url, serve_url) as client:

@@ -1,4 +1,4 @@
-"""`swiftkv distill` and `swiftkv evaluate`: a job and its measurement here, without a control plane."""
+"""`swiftkv distill` and `swiftkv evaluate`: run a job or an evaluation on this machine, without a control plane."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def distill(
     set_: SpecChanges = None,
     json: Json = False,
 ) -> None:
-    """Distil a model here and now, on a Ray of its own that ends with the command.
+    """Distil a model on this machine, on a Ray that ends with the command.
 
-    What to do is in a job spec (--file), or in a few options (--model and --data), whose spec is saved as DIR.yaml.
+    Takes a job spec (--file), or a few options (--model and --data), whose spec is saved as DIR.yaml.
     """
     output = output.expanduser().resolve()
     if (file is None) == (model is None) or (model is None) != (not data):
@@ -97,7 +97,7 @@ def distill(
 
 def _run(spec: JobSpec, output: Path) -> Path:
     with needs_extra("Distilling here", instead=", or `swiftkv jobs submit` to a cluster that has it"):
-        # Not before the command runs: torch and Ray take seconds to import.
+        # Imported only when the command runs: torch and Ray take seconds to import.
         from swiftkv_platform.jobs.distill import run_local
         from swiftkv_platform.jobs.failures import explain
     configure_logging()
@@ -109,7 +109,7 @@ def _run(spec: JobSpec, output: Path) -> Path:
     except Exception as error:
         failure = explain(error)
         if failure.code == SwiftKVError.code:
-            # Unforeseen: the traceback is what helps.
+            # An unforeseen error: show its traceback.
             raise
         cure = what_to_change(failure.code, failure.field, spec)
         raise TrainingError(f"{failure.code}: {failure.message}. {cure}", field=failure.field) from error
@@ -150,9 +150,9 @@ def evaluate(
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a student against its teacher.
+    """Evaluate a student against its teacher.
 
-    The exit code is 1 unless every limit of its job's spec is kept; a limit that the samples cannot decide is not.
+    The exit code is 1 unless every limit of its job's spec is met; a limit that the samples cannot decide is not met.
     """
     with needs_extra("Evaluating"):
         from swiftkv_platform.jobs.worker.measure import evaluate_directory
@@ -178,7 +178,7 @@ def evaluate(
 
 
 def _interval_rows(report: Report) -> list[tuple[str, ...]]:
-    """The 95% intervals below the figures that they are of; the perplexity's by its ratio to the teacher's."""
+    """Return table rows with the 95% intervals; the perplexity's is computed from its ratio to the teacher's."""
     found, teacher = report.intervals, report.teacher.perplexity
     if found is None:
         return []

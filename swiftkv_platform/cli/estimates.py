@@ -1,4 +1,4 @@
-"""Estimates of a job in words: what it would make and take, and its phases as a table with what dominates them."""
+"""Print estimates of a job: the student, memory, time and cost as sentences, and its phases as a table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SMALLER_ON_GPU = "does not fit; use more workers, or a smaller training.micro_b
 
 
 def describe_estimate(estimate: Estimate, spec: JobSpec, machine_bytes: int | None) -> dict[str, str | None]:
-    """Sentences by their subject, None where nothing is known. `machine_bytes` is the memory of the machine that runs
-    all workers, where it is known.
+    """Return sentences by subject, None if nothing is known. `machine_bytes`: memory of the machine that runs all
+    workers; None if it is not known.
     """
     known = {name: value for name, value in estimate.model_dump().items() if value is not None}
     return {
@@ -146,8 +146,8 @@ Phase = Mapping[str, Any]
 
 
 def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None) -> Estimate:
-    """Return the estimate of a spec as this process makes it, without network; `config` is the teacher's `config.json`
-    or its directory, `num_tokens` the tokens of an epoch. Raises as `Access.check` and `validate`.
+    """Estimate a spec in this process, without network. `config`: the teacher's `config.json` or its directory.
+    `num_tokens`: tokens of an epoch. Raises as `Access.check` and `validate`.
     """
     OPEN.check(spec)
     found = validate(spec, read_stored, config=config, machines=machines(settings()), num_tokens=num_tokens)
@@ -168,7 +168,8 @@ def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json:
 
 
 def print_gates(estimate: Mapping[str, Any]) -> None:
-    """Print what the samples of each task can decide, as `POST /jobs/validate` answers it; nothing without tasks."""
+    """Print what the samples of each task can decide, from the answer of `POST /jobs/validate`; nothing without
+    tasks."""
     gates: Sequence[Mapping[str, Any]] = estimate.get("gates") or ()
     if not gates:
         return
@@ -197,7 +198,7 @@ def print_gates(estimate: Mapping[str, Any]) -> None:
 
 
 def print_phases(estimate: Mapping[str, Any]) -> None:
-    """Print the phases of an estimate as `POST /jobs/validate` answers it; nothing where it has none."""
+    """Print the phases in an answer of `POST /jobs/validate`; nothing if it has none."""
     phases: Sequence[Phase] = estimate.get("phases") or ()
     if not phases:
         return

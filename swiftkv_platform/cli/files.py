@@ -1,4 +1,4 @@
-"""`swiftkv files`: rows that are kept for jobs to train on."""
+"""`swiftkv files`: uploaded rows for jobs to train on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def upload(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Upload rows; every row is looked at first, and the file is kept whole or not at all."""
+    """Upload rows; every row is checked first, and the file is stored completely or not at all."""
     with connect(url) as client, err().status(f"Uploading {path.name}"):
         file = client.files.upload(path, expires_after_s=None if expires_in is None else expires_in * _DAY_S)
     line = f"{file.id} has {file.rows} rows, read as {file.format}. A job names it as data.sources[].name_or_path."
@@ -73,7 +73,7 @@ def download(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Fetch the rows, and check them against their digest."""
+    """Download the rows, and check their digest."""
     if output.exists():
         message = f"{output} is there already; use the name of a new file"
         raise InvalidInputError(message, field="output", value=str(output))
@@ -85,7 +85,7 @@ def download(
 
 @files_app.command()
 def delete(file_id: FileId, url: Url = None, json: Json = False) -> None:
-    """Delete an uploaded file; refused while a job that has not ended uses it."""
+    """Delete an uploaded file; refused while an unfinished job uses it."""
     with connect(url) as client:
         client.files.delete(file_id)
     tell_deleted(file_id, json=json)

@@ -1,4 +1,4 @@
-"""`swiftkv jobs events`, `metrics`, `checkpoints`, `artifacts`, `download`, `wandb-sync`: a job's words and results."""
+"""`swiftkv jobs events`, `metrics`, `checkpoints`, `artifacts`, `download` and `wandb-sync`: outputs of a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def events(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """List what has happened to a job; `swiftkv jobs watch` follows it."""
+    """List the events of a job; `swiftkv jobs watch` follows them."""
     with connect(url) as client:
         found = list(client.jobs.events(job_id, follow=False, after=after))
     tell_table(
@@ -40,7 +40,7 @@ def events(
 
 
 def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """List the metrics of each step; with --json all of them."""
+    """List the main metrics of each step; with --json all of them."""
     with connect(url) as client:
         points = client.jobs.metrics(job_id)
     tell_table(
@@ -53,7 +53,7 @@ def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
 
 
 def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """List the complete checkpoints of all attempts, with held-out KL and the model that was made of one."""
+    """List the complete checkpoints of all attempts, with held-out KL and the model made from one."""
     with connect(url) as client:
         found = client.jobs.checkpoints(job_id)
     tell_table(
@@ -95,7 +95,7 @@ def download(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Fetch a job's model, or some of its files, and check each against its digest."""
+    """Download a job's model, or some of its files, and check their digests."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         message = f"{output} is there already; use a new or empty directory"
         raise InvalidInputError(message, field="output", value=str(output))
@@ -122,10 +122,9 @@ def wandb_sync(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Upload to W&B what it has not taken: runs recorded offline, or while it was away.
+    """Upload runs to W&B that were recorded offline or while it did not answer.
 
-    WANDB_API_KEY, and WANDB_BASE_URL for a server of your own, are read here. May be repeated: steps that W&B has are
-    left out.
+    Uses WANDB_API_KEY, and WANDB_BASE_URL for a server of your own. May be repeated: steps that W&B has are skipped.
     """
     with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
         wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
@@ -145,13 +144,13 @@ def wandb_sync(
 
 
 def _recorded_runs(files: Sequence[TrackingFile], workspace: Path) -> list[RecordedRun]:
-    """The recorded parts, in the order in which they began."""
+    """Return the recorded parts in the order of their start."""
     directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
     return sorted((RecordedRun(workspace / directory) for directory in directories), key=lambda part: part.started)
 
 
 def _upload(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
-    """Upload the parts; returns the pages of their runs."""
+    """Upload the parts. Returns the pages of their runs, by run id."""
     pages: dict[str, str | None] = {}
     steps: dict[str, int] = {}
     for part in parts:

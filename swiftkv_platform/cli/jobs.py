@@ -1,4 +1,4 @@
-"""`swiftkv jobs`: submit, look at, follow and end distillation jobs."""
+"""`swiftkv jobs`: submit, inspect, follow and control distillation jobs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def clone(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Submit the spec of another job again, with changes."""
+    """Submit a new job with the spec of another job and some changes."""
     changes = dict(map(spec_change, set_ or ()))
     with connect(url) as client:
         job = client.jobs.clone(job_id, changes, idempotency_key)
@@ -110,7 +110,7 @@ def validate(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check a spec as `submit` would, and say what it would make of the teacher; nothing is stored."""
+    """Check a spec as `submit` does, and estimate the student and the job's cost; nothing is stored."""
     spec = read_spec(file)
     if config is not None or url is None:
         estimate = foresee(spec, config=config)
@@ -158,7 +158,7 @@ def list_jobs(
 
 @jobs_app.command()
 def recipes(url: Url = None, json: Json = False) -> None:
-    """List the specs that ship with the platform, to begin from."""
+    """List the example specs that ship with the platform."""
     with connect(url) as client:
         found = client.jobs.recipes()
     columns = ("recipe", "purpose")
@@ -176,7 +176,7 @@ def get(job_id: JobId, url: Url = None, json: Json = False) -> None:
 
 @jobs_app.command()
 def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """Follow a job until it has finished; the exit code is not 0 unless it succeeded. Ctrl-C leaves the job alone."""
+    """Follow a job until it has finished. The exit code is 1 unless it succeeded. Ctrl-C does not stop the job."""
     with connect(url) as client:
         watch_job(client, client.jobs.get(job_id), json=json)
 
@@ -189,7 +189,7 @@ def logs(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Print a job's log; with --json one object a line."""
+    """Print a job's log; with --json one object per line."""
     with connect(url) as client:
         for line in client.jobs.logs(job_id, follow_, tail_lines=tail):
             if json:
@@ -200,7 +200,7 @@ def logs(
 
 @jobs_app.command()
 def cancel(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """End a job; its workers are freed."""
+    """Cancel a job and free its workers."""
     with connect(url) as client:
         _print_status(client.jobs.cancel(job_id), json=json)
 
@@ -219,14 +219,14 @@ def resume(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Queue a paused job again; it goes on from its last checkpoint."""
+    """Queue a paused job again; it continues from its last checkpoint."""
     with connect(url) as client:
         _print_status(client.jobs.resume(job_id, cost_cap=cost_cap), json=json)
 
 
 @jobs_app.command()
 def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
-    """Delete a job that has ended, with its model, checkpoints and logs; refused while something needs it."""
+    """Delete a finished job with its model, checkpoints and logs; refused while something uses it."""
     with connect(url) as client:
         client.jobs.delete(job_id)
     tell_deleted(job_id, json=json)
@@ -234,12 +234,12 @@ def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
 
 @jobs_app.command()
 def schema() -> None:
-    """Print the JSON schema of a job spec, for editors that complete and check YAML as it is written."""
+    """Print the JSON schema of a job spec, for completion and checks in editors."""
     print_schema(JobSpec)
 
 
 def chosen_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] | None) -> JobSpec:
-    """The spec of a file or a recipe, with changes. Raises `InvalidInputError`: neither is given, or both."""
+    """Return the spec of a file or a recipe, with changes. Raises `InvalidInputError` unless exactly one is given."""
     if (file is None) == (recipe_ is None):
         raise InvalidInputError("use --file with a job spec, or --recipe with a name, one of them", field="file")
     spec = read_spec(file if recipe_ is None else recipe(recipe_))  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def chosen_spec(file: Path | None, recipe_: str | None, changes: Sequence[str] |
 
 
 def spec_change(text: str) -> tuple[str, Any]:
-    """A field's path and its value, which is YAML. Raises `InvalidInputError`."""
+    """Parse `KEY=VALUE` to a field's path and its value, which is YAML. Raises `InvalidInputError`."""
     path, equals, value = text.partition("=")
     if not (path and equals):
         message = f"--set is {text!r}; expected KEY=VALUE, such as training.max_steps=100"
@@ -276,7 +276,7 @@ def _print_status(job: Job, *, json: bool) -> None:
 
 
 def watch_job(client: Client, job: Job, *, json: bool) -> None:
-    """Follow to the end; raises `typer.Exit` with 1 unless the job succeeded. With JSON: its events, then the job."""
+    """Show a job until it ends. Raises `typer.Exit(1)` unless it succeeded. `json`: print its events, then the job."""
     stream = client.jobs.events(job.id)
     try:
         if json:
@@ -297,7 +297,7 @@ def watch_job(client: Client, job: Job, *, json: bool) -> None:
 
 
 def _memory_here(url: str | None) -> int | None:
-    """Bytes of this machine, where the workers would run on it as far as can be told."""
+    """Return this machine's memory in bytes if the control plane, and so probably the workers, run on it; else None."""
     host = None if url is None else urlsplit(url).hostname
     return psutil.virtual_memory().total if host in (None, "localhost", "127.0.0.1", "::1") else None
 
@@ -354,7 +354,7 @@ def _cost(job: Job) -> str | None:
 
 
 def _quality(result: Mapping[str, Any] | None) -> str | None:
-    """The student beside its teacher; a sweep's report has no such figures."""
+    """Describe the student's quality next to its teacher's; None without figures, as in a sweep's report."""
     distilled, teacher = (result or {}).get("distilled"), (result or {}).get("teacher")
     if not distilled or not teacher:
         return None

@@ -1,5 +1,5 @@
-"""`swiftkv up`, `down`, `status` and `demo`: the platform on this machine; `prune`, `backup` and `restore`: an
-operator's work on the database and the store that the settings name.
+"""`swiftkv up`, `down`, `status` and `demo` for the platform on this machine; `prune`, `backup` and `restore` for
+operators, on the database and store of the settings.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def up(
     object_store_mib: Annotated[int, typer.Option(min=80, help="Shared memory of Ray's object store, MiB.")] = 200,
     json: Json = False,
 ) -> None:
-    """Start Ray and the control plane on this machine; what runs already is left alone, what has died is restarted."""
+    """Start Ray and the control plane on this machine. Running parts are kept; parts that died are restarted."""
     stack = Stack(settings())
     options = StackOptions(port=port, num_cpus=num_cpus, object_store_memory=object_store_mib << 20)
     console = err()
-    # What was begun is stopped, as by Ctrl-C: `timeout` and service managers send SIGTERM.
+    # On SIGTERM, which `timeout` and service managers send, stop what was started, as on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with console.status("Starting") as spinner:
 
@@ -57,14 +57,14 @@ def up(
 
 
 def down(json: Json = False) -> None:
-    """Stop what `swiftkv up` started, its children included, and nothing else on the machine."""
+    """Stop everything that `swiftkv up` started, including child processes."""
     with err().status("Stopping"):
         count = Stack(settings()).down()
     tell({"stopped_processes": count}, f"Stopped {count} processes." if count else "Nothing was running.", json=json)
 
 
 def status(json: Json = False) -> None:
-    """Show what runs. The exit code is not 0 unless Ray and the control plane are ready."""
+    """Show the state of each part. The exit code is 1 unless Ray and the control plane are ready."""
     parts = Stack(settings()).status()
     if json:
         print_json({"parts": [vars(part) for part in parts]})
@@ -95,7 +95,7 @@ def demo(
     keep_running: Annotated[bool, typer.Option("--keep-running", help="Leave everything up at the end.")] = False,
     json: Json = False,
 ) -> None:
-    """Distil a small model, serve it, ask it, and report, on a stack of its own that is stopped again."""
+    """Distil a small model, deploy it, generate with it and write a report, on a temporary stack."""
     from swiftkv_platform.local.demo.llm import NAMES, run_llm_demo
     from swiftkv_platform.local.demo.run import DemoOptions, run_demo
 
@@ -120,10 +120,10 @@ Directory = Annotated[Path, typer.Argument(metavar="DIR", file_okay=False)]
 
 @contextmanager
 def _database(chosen: Settings, *, new: bool = False) -> Iterator[Database]:
-    """The database that the settings name, at this program's schema, which `new` makes in an SQLite file. Raises
+    """Open the settings' database. `new`: upgrade an SQLite file to this program's schema first. Raises
     `InvalidInputError` for another schema.
     """
-    from swiftkv_platform.control_plane.database.session import open_database  # other commands do without SQL
+    from swiftkv_platform.control_plane.database.session import open_database  # other commands need no SQL
 
     with closing(open_database(chosen)) as database:
         if new and database.is_sqlite:
@@ -136,7 +136,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; tell what would go.")] = False,
     json: Json = False,
 ) -> None:
-    """Remove what is kept no longer (SWIFTKV_RETENTION_*), as the control plane does every hour."""
+    """Delete rows and objects past their retention (SWIFTKV_RETENTION_*), as the control plane does every hour."""
     from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
     from swiftkv_platform.control_plane.upkeep.retention import retention
     from swiftkv_platform.control_plane.upkeep.rows import RetainedRows
@@ -175,7 +175,7 @@ def backup(
     ] = True,
     json: Json = False,
 ) -> None:
-    """Copy database and store to a new directory, while everything runs."""
+    """Copy database and object store to a new directory, while everything runs."""
     from swiftkv_platform.local.backup import back_up
 
     chosen = settings()
@@ -195,7 +195,7 @@ def restore(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Put a backup back: objects into the store, rows into an empty database. Control planes must be stopped."""
+    """Restore a backup: objects to the store, rows to an empty database. Control planes must be stopped."""
     from swiftkv_platform.local.backup import restore as put_back
 
     chosen = settings()

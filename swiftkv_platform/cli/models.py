@@ -1,4 +1,4 @@
-"""`swiftkv models`: distilled models, which of them are in use, and why."""
+"""`swiftkv models`: distilled models, their aliases and promotions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swiftkv_platform.local.terminal import size
 from swiftkv_platform.specs.changes import with_changes
 
 _SECTIONS = ("evaluation", "resources", "metadata")
-"""Parts of a job's spec that may differ for a model of its checkpoint."""
+"""Sections of a job's spec that may be changed for a model made from its checkpoint."""
 
 AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; kept with who and when.")]
@@ -65,9 +65,9 @@ def import_model(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Bring in a student that `swiftkv distill` or `swiftkv convert` made, to deploy, compare and publish it.
+    """Import a student made by `swiftkv distill` or `swiftkv convert`, to deploy, compare and publish it.
 
-    The control plane reads the source itself: a directory of its own machine, or a bucket, that its jobs may read.
+    The control plane reads the source itself: a directory on its machine, or a bucket, that its jobs may read.
     """
     if "://" not in source:
         source = str(Path(source).expanduser().resolve())
@@ -90,7 +90,7 @@ def create(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint and publish it as a model, in a job of its own that trains nothing."""
+    """Evaluate a checkpoint and publish it as a model, in a new job without training."""
     with connect(url) as client:
         job = client.models.create(from_checkpoint=from_checkpoint, name=name, **_sections(set_ or ()))
         _tell(client, job, wait=wait, json=json)
@@ -107,14 +107,14 @@ def publish(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Copy a model, with its card, to a hub repository, a bucket or a directory that the operator opens."""
+    """Copy a model, with its card, to a hub repository, bucket or directory that the operator allows."""
     with connect(url) as client:
         _tell(client, client.models.publish(model, to=to, private=not public), wait=wait, json=json)
 
 
 @models_app.command()
 def lineage(model: ModelName, url: Url = None, json: Json = False) -> None:
-    """Show what a model came from, and where it is in use."""
+    """Show data, teacher and ancestors of a model, and where it is in use."""
     with connect(url) as client:
         found = client.models.lineage(model)
     tell_fields(found, found.model_dump(mode="json", exclude={"object", "spec"}), json=json)
@@ -129,7 +129,7 @@ def compare(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Show quality, prefill compute and cache of two models side by side, and how their jobs differ."""
+    """Compare quality, prefill compute and KV cache of two models, and the specs of their jobs."""
     with connect(url) as client:
         found = client.models.compare(model, other)
     if json:
@@ -152,7 +152,7 @@ def promote(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Let an alias stand for a model; deployments made of the alias swap it in."""
+    """Point an alias to a model; deployments of the alias swap it in."""
     with connect(url) as client:
         promotion = client.models.promote(model, alias=alias, reason=reason, accept_undecided=accept_undecided)
     tell(promotion, f"{promotion.alias} is {promotion.model}.", json=json)
@@ -160,7 +160,7 @@ def promote(
 
 @models_app.command()
 def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, json: Json = False) -> None:
-    """Let an alias stand for the model before its present one again."""
+    """Point an alias back to its previous model."""
     with connect(url) as client:
         promotion = client.models.rollback(alias, reason=reason)
     tell(promotion, f"{promotion.alias} is {promotion.model} again.", json=json)
@@ -168,7 +168,7 @@ def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, j
 
 @models_app.command()
 def delete(model_id: ModelId, url: Url = None, json: Json = False) -> None:
-    """Delete a model, whose job stays; refused while it is deployed, promoted or read by a job."""
+    """Delete a model but not its job; refused while it is deployed, promoted or read by a job."""
     with connect(url) as client:
         client.models.delete(model_id)
     tell_deleted(model_id, json=json)
@@ -180,7 +180,7 @@ def aliases(
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """List aliases with the models they stand for, and their promotions."""
+    """List the promotions of aliases, with their models."""
     with connect(url) as client:
         found = client.models.aliases() if alias is None else [client.models.alias(alias)]
     if json:
@@ -195,7 +195,7 @@ def aliases(
 
 
 def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:
-    """Follow a job that was submitted, or say how to."""
+    """Follow a submitted job, or print how to."""
     if wait:
         watch_job(client, job, json=json)
     else:
@@ -203,7 +203,7 @@ def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:
 
 
 def _sections(texts: Sequence[str]) -> dict[str, Any]:
-    """Parts of a spec from `--set` options. Raises `InvalidInputError`."""
+    """Return sections of a spec from `--set` options. Raises `InvalidInputError`."""
     changes = dict(map(spec_change, texts))
     for path in changes:
         if path.partition(".")[0] not in _SECTIONS:

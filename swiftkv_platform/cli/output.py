@@ -1,4 +1,4 @@
-"""Output of commands: JSON or tables on stdout, one readable block for an error on stderr. Knows no command."""
+"""Output of commands: JSON or tables on stdout, error messages on stderr. Knows no command."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Printable = BaseModel | Mapping[str, Any] | Iterable[BaseModel]
 
 
 def out() -> Console:
-    """The console of results. Made on demand: stdout may have been replaced since the import."""
+    """Return the console for results. Created on demand: stdout may have been replaced since the import."""
     return Console(emoji=False)
 
 
 def err() -> Console:
-    """The console of progress and errors."""
+    """Return the console for progress and errors."""
     return Console(stderr=True, emoji=False)
 
 
 def say(line: str) -> None:
-    """A line of results as it is: no width breaks it and no bracket in it is markup, so ids can be copied."""
+    """Print a line of results verbatim, without wrapping or markup, so that ids can be copied."""
     out().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -54,7 +54,7 @@ JSON_OPTION: Any = typer.Option("--json", help="Print JSON.", callback=_remember
 
 
 def print_json(value: Printable) -> None:
-    """One JSON document, on one line so that line-based tools can read a sequence of them."""
+    """Print a JSON document on one line, so that line-based tools can read a sequence of them."""
     if isinstance(value, BaseModel):
         document: Any = value.model_dump(mode="json")
     elif isinstance(value, Mapping):
@@ -65,13 +65,13 @@ def print_json(value: Printable) -> None:
 
 
 def print_schema(model: type[BaseModel]) -> None:
-    """The JSON schema of what a file may say, indented to be kept as a file."""
+    """Print the JSON schema of a model, indented to be kept as a file."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
     typer.echo(json.dumps(schema, indent=2, ensure_ascii=False))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
-    """A table, or `empty` without rows."""
+    """Print a table, or `empty` without rows."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     cells = [["" if cell is None else str(cell).expandtabs() for cell in row] for row in rows]
     console = out()
@@ -88,8 +88,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
 
 
 def _column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]:
-    """Widths that fit a terminal of `most` columns, if breaks at spaces alone are enough: identifiers are there to be
-    copied. Else, and in a pipe (None), each row is one line.
+    """Return column widths that fit a terminal of `most` characters if breaks at spaces suffice, so that identifiers
+    can be copied. Otherwise, and in a pipe (None), each row is one line.
     """
     by_column = list(zip(*rows, strict=True))
     widths = [max(cell_len(line) for cell in cells for line in cell.splitlines() or [""]) for cells in by_column]
@@ -103,7 +103,7 @@ def _column_widths(rows: Sequence[Sequence[str]], most: int | None) -> list[int]
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Names and values below each other, absent values left out; long values are not broken, so they can be copied."""
+    """Print names and values, one pair per line, without empty values. Long values are not wrapped, to be copied."""
     shown = {name: value for name, value in fields.items() if value not in (None, "", {}, [])}
     width = max((len(name) for name in shown), default=0)
     for name, value in shown.items():
@@ -112,7 +112,7 @@ def print_fields(fields: Mapping[str, object]) -> None:
 
 
 def tell(found: Printable, line: str, *, json: bool) -> None:
-    """Print an answer as JSON, or one line about it."""
+    """Print an answer as JSON, or `line`."""
     if json:
         print_json(found)
     else:
@@ -120,7 +120,7 @@ def tell(found: Printable, line: str, *, json: bool) -> None:
 
 
 def tell_fields(found: Printable, fields: Mapping[str, object], *, json: bool) -> None:
-    """Print an answer as JSON, or fields of it."""
+    """Print an answer as JSON, or `fields`."""
     if json:
         print_json(found)
     else:
@@ -130,7 +130,7 @@ def tell_fields(found: Printable, fields: Mapping[str, object], *, json: bool) -
 def tell_table(
     found: Iterable[Item], columns: Sequence[str], row: Callable[[Item], Sequence[object]], *, empty: str, json: bool
 ) -> None:
-    """Print a list as JSON, or as a table with a row an item."""
+    """Print a list as JSON, or as a table with one row per item."""
     if json:
         print_json(found)
     else:
@@ -138,18 +138,18 @@ def tell_table(
 
 
 def tell_deleted(identifier: str, *, json: bool) -> None:
-    """Say that something has been deleted."""
+    """Print that something was deleted."""
     tell({"id": identifier, "deleted": True}, f"{identifier} is deleted.", json=json)
 
 
 def local_time(seconds: float | None) -> str | None:
-    """Unix seconds as the clock on the wall shows them."""
+    """Format Unix seconds in local time; None stays None."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 @contextmanager
 def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterator[None]:
-    """Raises `InvalidInputError` with the extra to install, where an import finds no module."""
+    """Turn a missing module within the context into `InvalidInputError` with the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -158,8 +158,8 @@ def needs_extra(what: str, extra: str = "train", *, instead: str = "") -> Iterat
 
 
 class ReportingGroup(TyperGroup):
-    """Turns our own errors, and the system's about a file, into a block on stderr and exit code 1; anything else is a
-    defect with a traceback."""
+    """Prints our own errors, and the system's about files, on stderr with exit code 1. Anything else is a bug and shows
+    its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

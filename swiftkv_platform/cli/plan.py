@@ -1,5 +1,5 @@
-"""Figures before a job: `swiftkv plan`, from a config.json or a job spec alone, and `swiftkv analyze`, from what a
-model makes of real text.
+"""Figures before a job: `swiftkv plan`, from a config.json or a job spec only, and `swiftkv analyze`, from running the
+model on real text.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def plan(
     ] = None,
     json: Json = False,
 ) -> None:
-    """FLOPs per prompt token by component (paper, table 1) and KV bytes: students beside their teacher.
+    """Compare FLOPs per prompt token by component (paper, table 1) and KV bytes of students and teacher.
 
-    Of a job spec: memory, disk, bytes moved and time of each phase.
+    For a job spec: memory, disk, bytes moved and time of each phase.
     """
     if dry_run:
         _dry_run(model, config, json=json)
@@ -113,14 +113,14 @@ def plan(
 
 
 def _name(plan: Plan) -> str:
-    """The student's name in a table: l, the layers that prompts run through unless they are all below l, and g."""
+    """Return a student's name in a table: l, the layers that prompts run through if not all below l, and g."""
     bypasses = len(plan.prefill_layers) < plan.num_key_value_layers
     listed = f" ({format_layers(plan.prefill_layers)})" if bypasses else ""
     return f"l = {plan.num_key_value_layers}{listed}, g = {plan.key_value_group_size}"
 
 
 def _saved(plan: Plan) -> str:
-    """Sentence on what a student saves of one prompt."""
+    """Return a sentence on what a student saves for one prompt."""
     tokens = plan.sequence_length
     cached, dense = (size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token))
     cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"
@@ -130,7 +130,7 @@ def _saved(plan: Plan) -> str:
 
 
 def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows, the teacher's and one for each student: the paper's table 1 with KV bytes beside it."""
+    """Return columns and rows of the paper's table 1 with KV bytes: a row for the teacher and one for each student."""
     first = plans[0]
     dense = first.prefill["paper"].dense
     unit = next((name for name, size in _UNITS.items() if dense.total >= size), "MFLOPs")
@@ -224,12 +224,12 @@ def analyze(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw a picture (needs matplotlib).")] = None,
     json: Json = False,
 ) -> None:
-    """SimScore of each layer's input over real text (paper, equation 1), and which l to cut at.
+    """Measure the SimScore of each layer's input on real text (paper, equation 1), and recommend l.
 
-    Or, with --num-prefill-layers, which layers prompts run through.
+    With --num-prefill-layers, recommend the layers that prompts run through.
     """
     if plot is not None:
-        with needs_extra("a picture", "plot"):  # before the work, not after it
+        with needs_extra("a picture", "plot"):  # fail before the work
             import matplotlib  # noqa: F401
     config = model_config(model)
     path = model_path(model)
@@ -260,7 +260,7 @@ def analyze(
 
 
 def _print_lists(analysis: Analysis) -> None:
-    """Print the cost of bypassing each layer, and the lists that were made of it."""
+    """Print the KL of bypassing each layer, and the measured lists of layers."""
     chosen = analysis.recommended_prefill_layers
     assert chosen is not None, "a list was measured"
     print_table(
@@ -322,8 +322,8 @@ def _print_analysis(analysis: Analysis) -> None:
 
 
 def _plot(analysis: Analysis, path: Path) -> None:
-    """SimScore by layer (paper, figure 2) and, where it was measured, the KL of each depth; PNG or SVG by suffix."""
-    # The figure alone, without pyplot: no display, no global state.
+    """Plot the SimScore by layer (paper, figure 2) and the KL of each l if measured; PNG or SVG by suffix."""
+    # `Figure` instead of pyplot: no display, no global state.
     from matplotlib.figure import Figure
 
     measured = [(depth.num_key_value_layers, depth.kl) for depth in analysis.depths if depth.kl is not None]

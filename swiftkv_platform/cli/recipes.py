@@ -1,4 +1,4 @@
-"""Job specs to begin from: `swiftkv recipes`, and the spec of a few options (a model, a file and a machine)."""
+"""Job specs to start from: `swiftkv recipes`, and a spec made from a few options (model, data, machine)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ recipes_app = typer.Typer(no_args_is_help=True, help="Job specs that ship with t
 
 @recipes_app.command("list")
 def list_recipes(json: Json = False) -> None:
-    """List them; docs/recipes.md has what is known of their results."""
+    """List the recipes; docs/recipes.md has their known results."""
     found = {name: _model(path) for name, path in recipes().items()}
     if json:
         print_json({"recipes": found})
@@ -40,7 +40,7 @@ def copy(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Copy a recipe to a file of your own, with its comments."""
+    """Copy a recipe, with its comments, to a new file."""
     target = to or Path(f"{name}.yaml")
     text = recipe(name).read_text(encoding="utf-8")
     try:
@@ -71,19 +71,19 @@ def job_document(
     prefill_layers: Sequence[int] | None = None,
     key_value_group_size: int,
 ) -> dict[str, Any]:
-    """A job spec that distils `model` on `data` with what this machine has.
+    """Return a job spec that distils `model` on `data` with this machine's resources.
 
     Rows are as long as the model's context, at most 512 tokens on a CPU and 4,096 on a GPU. Quality is measured and
-    reported; no gate refuses the result. Paths become absolute, so that the spec means the same from elsewhere.
+    reported; no gate refuses the result. Paths are made absolute, so that the spec works from any directory.
 
     Args:
         data: files, directories or hub data sets.
-        gpus: one worker each; 0 trains on all CPUs, in one worker.
-        steps: None: 200 on a CPU, else two epochs.
+        gpus: number of GPUs, with one worker each; 0 trains on all CPUs in one worker.
+        steps: training steps; None: 200 on a CPU, else two epochs.
 
     Raises:
-        InvalidInputError: a name of no model or no data.
-        ModelError: no configuration of the model is to be had.
+        InvalidInputError: a name of a model or data set is not valid.
+        ModelError: the model's configuration cannot be read.
     """
     context = Fields(model_config(model)).optional_count("max_position_embeddings", "n_positions")
     longest = _GPU_ROW if gpus else _CPU_ROW
@@ -116,7 +116,7 @@ def job_document(
 
 
 def save_beside(output: Path, text: str) -> Path:
-    """Write the spec to `{output}.yaml`, which is returned. Raises `ConflictError` where another one is there."""
+    """Write the spec to `{output}.yaml`, and return that path. Raises `ConflictError` if it holds another spec."""
     path = output.with_name(f"{output.name}.yaml")
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise ConflictError(

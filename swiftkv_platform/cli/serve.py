@@ -1,4 +1,4 @@
-"""`swiftkv serve`: a model behind `/generate` and OpenAI's routes on this machine, without a control plane."""
+"""`swiftkv serve`: serve a model at `/generate` and OpenAI's routes on this machine, without a control plane."""
 
 from __future__ import annotations
 

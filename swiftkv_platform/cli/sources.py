@@ -1,4 +1,4 @@
-"""Models by any name that a command takes: built-in, directory, GGUF file, object store or hub."""
+"""Find models by any name that commands accept: built-in, directory, GGUF file, object store or hub."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from swiftkv_platform.storage.downloads import download_model
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """The configuration of a directory, a GGUF file, a `config.json`, an `s3://` prefix, a built-in teacher or a hub
-    id. Reads no weights. Raises `ModelError` or `StorageError` where there is none, or no answer.
+    """Return the configuration of a directory, a GGUF file, a `config.json`, an `s3://` prefix, a built-in teacher or a
+    hub id. Reads no weights. Raises `ModelError` if there is none, and `StorageError` if the store does not answer.
     """
     if Path(name).suffix == ".json":
         return read_config(name)
@@ -26,7 +26,7 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def model_path(name: str) -> str:
-    """A name that transformers loads: that of a built-in teacher or a GGUF file becomes a directory, another stays."""
+    """Return a name that transformers can load: a directory for a built-in teacher or a GGUF file, else `name`."""
     path = builtin_teacher(name, field="model") if name.startswith("builtin:") else Path(name)
     if path.suffix == SUFFIX:
         from swiftkv_platform.model.gguf import gguf_directory
@@ -36,12 +36,12 @@ def model_path(name: str) -> str:
 
 
 def read_stored(store: str, key: str) -> bytes:
-    """An object of any store, for checking a spec's sources."""
+    """Read an object of any store, for checking a spec's sources."""
     return open_store(store, patient=False).get_bytes(key)
 
 
 def base_directory(name: str, revision: str | None, workspace: Path) -> str:
-    """The base model of an adapter as a directory or a hub id; one in an object store is fetched to `workspace`."""
+    """Return an adapter's base model as a directory or a hub id; one in an object store is fetched to `workspace`."""
     from swiftkv_platform.model.bases import model_directory
 
     def download(uri: str) -> Path:
@@ -51,7 +51,7 @@ def base_directory(name: str, revision: str | None, workspace: Path) -> str:
 
 
 def artifact_teacher(directory: str) -> tuple[str, str | None]:
-    """Name and revision of the teacher that a job's artifact was made from. Raises `InvalidInputError`."""
+    """Return name and revision of the teacher that a job's artifact was made from. Raises `InvalidInputError`."""
     manifest = Path(directory) / MANIFEST
     if not manifest.is_file():
         raise InvalidInputError(
@@ -64,7 +64,8 @@ def artifact_teacher(directory: str) -> tuple[str, str | None]:
 
 
 def adapter_base(directory: str) -> str | None:
-    """Base of the adapter in a directory where only the command line reads it: one in an object store."""
+    """Return the base of the adapter in a directory if it is in an object store, else None: only the command line can
+    fetch such a base."""
     from swiftkv_platform.configs.adapter import read_adapter
 
     adapter = read_adapter(Path(directory))

@@ -1,4 +1,4 @@
-"""Options of a command made from the fields of a spec, with their bounds and descriptions. Knows no command."""
+"""Make options of a command from the fields of a spec, with their bounds and descriptions. Knows no command."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SCALARS = (str, int, float, bool)
 def spec_options(
     spec: type[BaseModel], *, without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator that replaces a command's parameter `given` by one option for each field of `spec`.
+    """Decorator that replaces a command's parameter `given` by one option per field of `spec`, except `without`.
 
-    The command gets, as `given`, the values of those options that were used.
+    The command gets the values of the options that were used as `given`.
     """
     fields = {name: field for name, field in spec.model_fields.items() if name not in without}
     options = [
@@ -65,7 +65,7 @@ def _annotation(field: FieldInfo) -> Any:
 
 
 def _several(annotation: Any) -> Any:
-    """The type of several words, in an optional annotation too; None where it is something else."""
+    """Return `list[item]` for a tuple annotation, optional or not; None for any other."""
     if typing.get_origin(annotation) is tuple:
         return types.GenericAlias(list, _scalar(typing.get_args(annotation)[0]))
     members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
@@ -73,7 +73,7 @@ def _several(annotation: Any) -> Any:
 
 
 def _scalar(annotation: Any) -> Any:
-    """The type of one word, in an optional annotation too; None for an object."""
+    """Return the type of a scalar annotation, optional or not; None for an object."""
     if annotation in _SCALARS:
         return annotation
     if typing.get_origin(annotation) is Literal:

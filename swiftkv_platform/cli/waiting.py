@@ -1,4 +1,4 @@
-"""Reasons why a watched job waits, and its phase: its events tell neither."""
+"""Print why a watched job waits, and its phase, neither of which is in its events."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from swiftkv_platform.local.terminal import count, duration, size
 
 _ASKED_EVERY_S = 5.0
 _PASSING = re.compile(r"[\d.]+ s\b")
-"""Seconds that are left, which change at each look."""
+"""Remaining seconds in a text, which change at each poll."""
 
 
 @contextmanager
 def telling_of_waits(client: Client, job: Job, console: Console) -> Iterator[None]:
-    """Print why `job` is queued, or its phase, now and whenever that has changed, until the context ends."""
+    """Print why `job` is queued, or its phase, now and at each change until the context ends."""
     done = threading.Event()
     told = _print(job, console, None)
     thread = threading.Thread(target=_tell, args=(client, job.id, console, told, done), daemon=True)
@@ -37,12 +37,12 @@ def _tell(client: Client, job_id: str, console: Console, told: str | None, done:
     while not done.wait(_ASKED_EVERY_S):
         try:
             told = _print(client.jobs.get(job_id), console, told)
-        except SwiftKVError:  # a server that is away is told of by the events
+        except SwiftKVError:  # following the events reports it
             continue
 
 
 def _print(job: Job, console: Console, told: str | None) -> str | None:
-    """Print what the job waits for, or the phase that it is in, unless that was `told`; returns it."""
+    """Print what the job waits for, or its phase, unless it equals `told`, printed before. Returns it."""
     if job.status == "queued":
         reason = job.status_reason.message if job.status_reason else "no reason was told"
         line = ": ".join(filter(None, ("queued", describe_queue(job), reason)))
@@ -56,7 +56,7 @@ def _print(job: Job, console: Console, told: str | None) -> str | None:
 
 
 def describe_phase(job: Job) -> str | None:
-    """Phase of a job on the cluster, and how far it is: `calibrate, layers 3 of 32, 20 s left`."""
+    """Return the phase of a job and its progress: `calibrate, layers 3 of 32, 20 s left`; None without a phase."""
     told = job.phase_progress
     if job.phase is None or told is None:
         return job.phase
@@ -66,11 +66,11 @@ def describe_phase(job: Job) -> str | None:
 
 
 def describe_queue(job: Job) -> str | None:
-    """Place of a queued job in its tenant's queue, and since when it has waited for resources."""
+    """Describe a queued job's place in its tenant's queue, and the time since which it waits for resources."""
     since = local_time(job.waiting_since)
     return ", ".join(filter(None, (describe_place(job), since and f"waits for resources since {since}"))) or None
 
 
 def describe_place(job: Job) -> str | None:
-    """Place of a queued job in its tenant's queue."""
+    """Describe a queued job's place in its tenant's queue; None if it is not known."""
     return f"place {job.queue_place}" if job.queue_place else None

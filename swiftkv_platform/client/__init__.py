@@ -1,4 +1,4 @@
-"""HTTP client of the control plane and `/generate`: typed, synchronous, torch-free. Knows the wire, no server code."""
+"""HTTP client of the control plane and `/generate`: typed, synchronous, without torch. Imports no server code."""
 
 from swiftkv_platform.client.client import Client
 from swiftkv_platform.client.errors import (

@@ -1,4 +1,4 @@
-"""`Client`: one object for the control plane's routes and for generation. Knows addresses, keys and routes."""
+"""`Client`: one object for the control plane's routes and for generation."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 _ANSWERING = ("running", "swapping", "refused")
-"""Statuses of a deployment that answers."""
+"""Statuses of a deployment that answers requests."""
 _CONTROL_PLANE_AWAY = "Is the control plane running? `swiftkv status` tells, `swiftkv up` starts one on this machine."
 _SERVE_AWAY = "Is a model deployed? `swiftkv deploy MODEL` serves one."
 
 
 class Client:
-    """A control plane and the Ray Serve in front of its models.
+    """Client of a control plane and of the models that it serves.
 
     Args:
         base_url: address of the control plane.
-        api_key: key of both; None where the server runs without keys.
-        serve_url: where `/generate` answers; None asks the control plane for the newest running deployment.
-        timeout: seconds without a byte before a connection counts as broken.
-        max_retries: further tries of a call after a connection error or a 503 that asks to wait.
-        outage_s: how long `jobs.wait` and `jobs.events` put up with a control plane that is away.
+        api_key: key for both; None if the servers need none.
+        serve_url: address below which `/generate` answers; None: that of the newest running deployment.
+        timeout: seconds without data after which a connection counts as broken.
+        max_retries: retries of a call after a connection error or a 503 with `Retry-After`.
+        outage_s: seconds for which `jobs.wait` and `jobs.events` tolerate a control plane that does not answer.
         transport: replaces the network, for tests.
 
     Raises:
-        InvalidInputError: an address that is none, or a key with a character that no HTTP header takes.
+        InvalidInputError: an address that is not valid, or a key with a character that no HTTP header may have.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Client:
             self._serve.close()
 
     def health(self) -> dict[str, Any]:
-        """The answer of `/healthz`: the process lives."""
+        """Return the answer of `/healthz`: the process runs."""
         answer: dict[str, Any] = self._control.request("GET", "/healthz", repeatable=True).json()
         return answer
 
     def ready(self) -> dict[str, Any]:
-        """The answer of `/readyz`: database, Ray and object store answer.
+        """Return the answer of `/readyz`: database, Ray and object store answer.
 
         Raises:
-            ServiceUnavailableError: one of them does not; the message says which.
+            ServiceUnavailableError: one of them does not answer; the message says which.
         """
         answer: dict[str, Any] = self._control.request("GET", "/readyz", repeatable=True).json()
         return answer
@@ -106,11 +106,12 @@ class Client:
         return self._control.get(Quota, "/quota")
 
     def audit(self, *, limit: int | None = 100, **wanted: Any) -> list[AuditEntry]:
-        """Entries of the audit trail, newest first: an operator's key sees those of all tenants, `admin` its own.
+        """Return entries of the audit trail, newest first: for an operator's key those of all tenants, for the scope
+        `admin` those of its own.
 
         Args:
-            limit: at most as many; None: all.
-            wanted: what `GET /audit` selects by: `tenant`, `actor`, `credential`, `address`, `route`, `about`,
+            limit: most entries; None: all.
+            wanted: filters of `GET /audit`: `tenant`, `actor`, `credential`, `address`, `route`, `about`,
                 `request_id`, `status`, `since`, `until`.
         """
         params = {name: value for name, value in wanted.items() if value is not None}
@@ -128,14 +129,14 @@ class Client:
         """Continue a prompt (text or token ids) with the deployed model.
 
         Args:
-            stream: return an iterator of pieces instead of the whole answer.
-            parameters: what `POST /generate` takes: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, ...
+            stream: return an iterator over pieces instead of the whole answer.
+            parameters: other fields of `POST /generate`: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, ...
         """
         body = {"prompt": prompt, "stream": stream, **parameters}
         serve = self._found_serve()
         if stream:
             return _generate_stream(serve, body)
-        # Sampling without a seed gives another text, but nothing is done twice that anyone could notice.
+        # A retry may sample another text, but has no other effect.
         return Generation.model_validate(serve.request("POST", "/generate", json=body, repeatable=True).json())
 
     def _found_serve(self) -> Transport:
@@ -154,7 +155,7 @@ def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/gener
                 return
             document = json.loads(message.data)
             if "choices" not in document:
-                # The status line has long been sent when generation fails midway: the stream carries the problem.
+                # If generation fails midway the status line has been sent already: the stream carries the problem.
                 problem = Problem.model_validate({"status": 500, **document})
                 raise ServerError(problem, request=f"POST {serve.base_url}{path}")
             yield Generation.model_validate(document)
@@ -173,7 +174,7 @@ class Models:
         self._jobs = jobs
 
     def list(self, *, limit: int | None = None) -> list[Model]:
-        """Models, newest first."""
+        """List models, newest first."""
         return self._transport.list(Model, "/models", limit=limit)
 
     def get(self, model_id: str) -> Model:
@@ -189,14 +190,14 @@ class Models:
         metadata: dict[str, str] | None = None,
         idempotency_key: str | None = None,
     ) -> Job:
-        """Submit a job that evaluates a checkpoint and makes a model of it, its `distilled_model`.
+        """Submit a job that evaluates a checkpoint and turns it into a model, its `distilled_model`.
 
         Args:
             from_checkpoint: `job_...:STEP`.
             name: name of the model.
-            evaluation: fields to measure otherwise than its job does; `resources` alike.
-            metadata: instead of its job's.
-            idempotency_key: as of `jobs.create`.
+            evaluation: fields that override those of the checkpoint's job; `resources` likewise.
+            metadata: replaces that of the checkpoint's job.
+            idempotency_key: as in `jobs.create`.
 
         Raises:
             InvalidRequestError: there is no such checkpoint.
@@ -214,27 +215,27 @@ class Models:
         return self._jobs.adopt(response.json())
 
     def import_(self, source: str, *, name: str | None = None, timeout_s: float = 3600.0) -> Model:
-        """Copy a student that no job made into the control plane's store, and register it.
+        """Copy a student that was not made by a job of this platform into the control plane's store, and register it.
 
         Args:
             source: directory on the control plane's machine, or `s3://` prefix, that the tenant's jobs may read.
             name: name of the model. Default: that of the spec that trained it, or its directory's.
-            timeout_s: seconds that the copy may take.
+            timeout_s: most seconds for the copy.
 
         Raises:
-            InvalidRequestError: not to be read there, no student, or different from its manifest.
+            InvalidRequestError: the source cannot be read, is not a student, or differs from its manifest.
         """
         body = {"source": source} if name is None else {"source": source, "name": name}
         answer = self._transport.request("POST", "/models/import", json=body, repeatable=False, timeout_s=timeout_s)
         return Model.model_validate(answer.json())
 
     def publish(self, model_id: str, *, to: str, private: bool = True, idempotency_key: str | None = None) -> Job:
-        """Submit a job that copies a model, with its card, to where the operator allows it.
+        """Submit a job that copies a model, with its card, to a target that the operator allows.
 
         Args:
             to: `hf://organization/name`, `s3://bucket/prefix` or a directory.
-            private: visibility of a repository of the hub that is made for it.
-            idempotency_key: as of `jobs.create`.
+            private: visibility of a hub repository that is created.
+            idempotency_key: as in `jobs.create`.
         """
         headers = idempotent(idempotency_key)
         body = {"to": to, "private": private}
@@ -244,11 +245,11 @@ class Models:
         )
 
     def lineage(self, model_id: str) -> Lineage:
-        """Return the lineage from data and teacher to deployments."""
+        """Return a model's lineage from data and teacher to deployments."""
         return self._transport.get(Lineage, f"/models/{model_id}/lineage")
 
     def compare(self, model_id: str, other_id: str) -> Comparison:
-        """Quality, prefill compute and cache of two models, and how their jobs differ."""
+        """Compare quality, prefill compute and KV cache of two models, and the specs of their jobs."""
         return self._transport.get(Comparison, f"/models/{model_id}/compare/{other_id}")
 
     def promote(
@@ -260,18 +261,18 @@ class Models:
         version: int | None = None,
         accept_undecided: bool = False,
     ) -> Promotion:
-        """Let `alias` stand for the model; deployments made of the alias swap it in.
+        """Point `alias` to a model. Deployments of the alias swap it in.
 
         Args:
-            version: change that version of the alias, and no other; 0 is that of a new one.
-            accept_undecided: promote a model although its samples do not decide every quality gate.
+            version: expected version of the alias; 0 for a new alias. None: any.
+            accept_undecided: promote a model although its evaluation does not decide every quality gate.
 
         Raises:
-            RequestConflictError: it is at another version, another model was promoted at the same time, or a gate of
-                the model is undecided.
+            RequestConflictError: the alias has another version, another model was promoted at the same time, or a
+                quality gate of the model is undecided.
         """
         body: dict[str, Any] = {"alias": alias, "reason": reason}
-        if accept_undecided:  # which an older control plane does not know
+        if accept_undecided:  # older control planes do not know this field
             body["accept_undecided"] = True
         response = self._transport.request(
             "POST", f"/models/{model_id}/promote", json=body, headers=_if_match(version), repeatable=version is None
@@ -279,26 +280,25 @@ class Models:
         return Promotion.model_validate(response.json())
 
     def delete(self, model_id: str) -> None:
-        """Delete a model; its job stays. Deleting what is gone already is no error.
+        """Delete a model; its job stays. Deleting a missing model is not an error.
 
         Raises:
-            RequestConflictError: it is held by what the message names.
+            RequestConflictError: the model is in use; the message says by what.
         """
         with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"/models/{model_id}", repeatable=True)
 
     def aliases(self) -> builtins.list[Alias]:
-        """List the model that each alias stands for, and the newest changes of it; `alias` has them all."""
+        """List aliases with their models and newest changes; `alias` returns all changes of one."""
         return self._transport.list(Alias, "/aliases")
 
     def alias(self, alias: str) -> Alias:
         return self._transport.get(Alias, f"/aliases/{alias}")
 
     def rollback(self, alias: str = "production", *, reason: str, version: int | None = None) -> Promotion:
-        """Let `alias` stand for the model before its present one again.
+        """Point `alias` back to its previous model. `version`: as in `promote`.
 
-        Not repeated after a broken connection, since a second call would go back one model more. `version` as in
-        `promote`.
+        Not retried after a broken connection, since a second call would go back one model further.
         """
         path = f"/aliases/{alias}/rollback"
         response = self._transport.request(
@@ -314,11 +314,11 @@ class Deployments:
         self._transport = transport
 
     def create(self, model: str | None, **options: Any) -> Deployment:
-        """Serve a model; returns at once, `wait_ready` waits.
+        """Deploy a model. Returns at once; `wait_ready` waits until it answers.
 
         Args:
             model: a `mdl_...` id, such as a succeeded job's `distilled_model`, its job's id, an alias, or a name that
-                one model alone has.
+                only one model has.
             options: other fields of `swiftkv_platform.specs.deployment.DeploymentSpec`.
         """
         if model is None:
@@ -336,16 +336,16 @@ class Deployments:
         return self._transport.get(Deployment, f"/deployments/{deployment_id}")
 
     def update(self, deployment_id: str, *, version: int | None = None, **changes: Any) -> Deployment:
-        """Serve another model, or with other options, without a failed request; returns at once, `wait_ready` waits.
+        """Change a deployment's model or options without failing requests. Returns at once; `wait_ready` waits.
 
         Args:
-            version: change that version of the deployment, and no other. Without it changes that others make at the
-                same time stay, and one that contradicts this one refuses it.
-            changes: fields of `swiftkv_platform.specs.deployment.DeploymentSpec` but `route_prefix`, and of `engine`,
-                `candidate` and `shadow` what is to change (None takes an engine option back); the rest stays as it is.
+            version: expected version of the deployment. None: any; concurrent changes of other fields are kept, and a
+                concurrent change of the same field makes this call fail.
+            changes: fields of `swiftkv_platform.specs.deployment.DeploymentSpec` except `route_prefix`; of `engine`,
+                `candidate` and `shadow` only the keys to change (None resets an engine option).
 
         Raises:
-            RequestConflictError: it is at another version, or a field was changed at the same time.
+            RequestConflictError: the deployment has another version, or a field was changed at the same time.
         """
         path = f"/deployments/{deployment_id}"
         response = self._transport.request(
@@ -354,14 +354,14 @@ class Deployments:
         return Deployment.model_validate(response.json())
 
     def metrics(self, deployment_id: str) -> DeploymentMetrics:
-        """Return the present metrics of its replicas; totals grow, so that two answers give a rate."""
+        """Return the current metrics of its replicas. Totals only grow, so two calls give a rate."""
         return self._transport.get(DeploymentMetrics, f"/deployments/{deployment_id}/metrics")
 
     def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
-        """Ask one deployment through the control plane, which alone needs to be reachable; yields pieces as they come.
+        """Generate with one deployment through the control plane, so that only that must be reachable. Yields pieces.
 
         Args:
-            parameters: what `POST /generate` takes.
+            parameters: other fields of `POST /generate`.
         """
         body = {"prompt": prompt, "stream": True, **parameters}
         return _generate_stream(self._transport, body, f"/deployments/{deployment_id}/generate")
@@ -370,16 +370,16 @@ class Deployments:
         return self._transport.list(Deployment, "/deployments")
 
     def delete(self, deployment_id: str) -> None:
-        """Stop serving; deleting what is gone already is no error."""
+        """Delete a deployment. Deleting a missing one is not an error."""
         with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"/deployments/{deployment_id}", repeatable=True)
 
     def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Deployment:
-        """Block until the deployment answers requests with what it was last told to serve.
+        """Block until the deployment serves the version that was last requested.
 
         Raises:
-            SwiftKVError: it failed, or refused a new version; the message says why.
-            WaitTimeoutError: time is up.
+            SwiftKVError: it failed, or refused the new version; the message says why.
+            WaitTimeoutError: it is not ready within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while True:

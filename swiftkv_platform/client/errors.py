@@ -1,4 +1,4 @@
-"""Errors that a failed call raises, from the server's problem details (RFC 9457). Knows status codes, no transport.
+"""Errors of failed calls, made from the server's problem details (RFC 9457). Knows status codes, no transport.
 
 SwiftKVError
 ├── UnreachableError             nothing answers at the address
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 
 _EXCERPT = 500
-"""Characters of an answer that is no problem document shown in the message."""
+"""Most characters that a message shows of an answer that is not a problem document."""
 
 
 class FieldError(BaseModel):
@@ -36,7 +36,7 @@ class FieldError(BaseModel):
     message: str = ""
 
     def __str__(self) -> str:
-        # The server's message usually names the field already; saying it twice does not help.
+        # The server's message usually names the field already.
         if not self.field or self.field in self.message:
             return self.message
         return f"{self.field}: {self.message}"
@@ -55,13 +55,13 @@ class Problem(BaseModel):
 
 
 class UnreachableError(SwiftKVError):
-    """Failure to connect, or a connection that broke; the message says what would start or find the server."""
+    """No connection, or one that broke; the message says how to find or start the server."""
 
     code = "unreachable"
 
 
 class WaitTimeoutError(SwiftKVError):
-    """`jobs.wait` ran out of time; the job goes on."""
+    """A wait ran out of time; the job or deployment goes on."""
 
     code = "wait_timeout"
 
@@ -76,29 +76,29 @@ class APIError(SwiftKVError):
         """HTTP status code."""
         self.code = problem.code
         self.errors = problem.errors
-        """One entry a refused field: `field`, `value`, `message`."""
+        """One entry per refused field: `field`, `value`, `message`."""
         self.retry_after = retry_after
-        """Seconds the server asks to wait, where it does."""
+        """Seconds that the server asks to wait; None if it does not."""
 
 
 class InvalidRequestError(APIError, InvalidInputError):
-    """The request cannot be accepted as it is."""
+    """The request is not valid."""
 
 
 class AuthenticationError(APIError):
-    """Refusal of a request without a key, with a wrong one, or with one that lacks the scope."""
+    """The key is missing, wrong, or lacks the scope."""
 
 
 class ResourceNotFoundError(APIError, NotFoundError):
-    """Request for a job, model, deployment or file that does not exist."""
+    """The job, model, deployment or file does not exist."""
 
 
 class RequestConflictError(APIError, ConflictError):
-    """A legal request at the wrong moment."""
+    """The request conflicts with the current state, such as a job's status or a version."""
 
 
 class RateLimitedError(APIError):
-    """A quota or a full queue."""
+    """A rate limit or quota is exceeded, or a queue is full."""
 
 
 class ServerError(APIError):
@@ -106,7 +106,7 @@ class ServerError(APIError):
 
 
 class ServiceUnavailableError(ServerError):
-    """Ray, the database or the model is away for a while."""
+    """Ray, the database or the model is temporarily unavailable."""
 
 
 _BY_STATUS: dict[int, type[APIError]] = {
@@ -132,7 +132,7 @@ _NEXT_STEP: dict[int, str] = {
 
 
 def error_from(response: httpx.Response) -> APIError:
-    """The exception of an unsuccessful response, whose body must have been read."""
+    """Return the exception for an unsuccessful response, whose body must have been read."""
     request = f"{response.request.method} {response.request.url}"
     problem = _problem_of(response)
     default = ServerError if response.status_code >= 500 else APIError
@@ -141,7 +141,7 @@ def error_from(response: httpx.Response) -> APIError:
 
 
 def retry_after_of(response: httpx.Response) -> float | None:
-    """Seconds of the `Retry-After` header; None if absent or a date."""
+    """Return the seconds of the `Retry-After` header; None if it is absent or a date."""
     try:
         return max(float(response.headers["retry-after"]), 0.0)
     except (KeyError, ValueError):
@@ -156,7 +156,7 @@ def _problem_of(response: httpx.Response) -> Problem:
             document = {"detail": refused["message"], "code": refused["code"], "errors": fields}
         return Problem.model_validate({"status": response.status_code, **document})
     except (ValueError, TypeError, KeyError, AttributeError, ValidationError):
-        # A proxy in between, or Ray Serve itself, answers in plain text.
+        # A proxy in between, or Ray Serve itself, may answer in plain text.
         detail = response.text[:_EXCERPT].strip()
         return Problem(status=response.status_code, title=response.reason_phrase, detail=detail)
 

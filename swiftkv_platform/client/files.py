@@ -1,4 +1,4 @@
-"""The `/v1/files` routes: rows that jobs train on, kept by the control plane."""
+"""The `/v1/files` routes: uploaded rows for jobs to train on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Files:
         self._transport = transport
 
     def upload(self, path: Path, *, expires_after_s: int | None = None) -> File:
-        """Upload rows as JSON Lines; the file's id then stands for them in `data.sources` of a job.
+        """Upload a JSON Lines file of rows. Its id can be used as `name_or_path` in `data.sources` of a job.
 
         Args:
-            expires_after_s: seconds that the file is kept; None keeps it until it is deleted.
+            expires_after_s: seconds for which the file is kept; None keeps it until it is deleted.
 
         Raises:
-            InvalidRequestError: a row that no format reads; the message names its line.
+            InvalidRequestError: no row format reads a row; the message names its line.
         """
         form = {"purpose": "fine-tune"}
         if expires_after_s is not None:
@@ -31,20 +31,20 @@ class Files:
         return File.model_validate(answer.json())
 
     def list(self, *, limit: int | None = None) -> list[File]:
-        """Files, newest first; all of them without `limit`."""
+        """List files, newest first; all of them without `limit`."""
         return self._transport.list(File, "/v1/files", limit=limit)
 
     def get(self, file_id: str) -> File:
         return self._transport.get(File, f"/v1/files/{file_id}")
 
     def download(self, file_id: str, destination: Path, *, sha256: str | None = None) -> Path:
-        """Write the rows to `destination`, whole or not at all, and return it.
+        """Download the rows to `destination`, which is written completely or not at all, and return it.
 
         Raises:
-            ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
+            ArtifactCorruptError: `sha256` is given and the content has another digest.
         """
         return self._transport.save(f"/v1/files/{file_id}/content", destination, name=file_id, sha256=sha256)
 
     def delete(self, file_id: str) -> None:
-        """Delete a file. Refused while a job that has not ended uses it."""
+        """Delete a file. Refused while an unfinished job uses it."""
         self._transport.request("DELETE", f"/v1/files/{file_id}", repeatable=True)

@@ -1,4 +1,4 @@
-"""The `/jobs` routes. Knows how to submit once, follow and wait; starts nothing itself."""
+"""The `/jobs` routes: submit, follow and wait for jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Jobs:
     """Distillation jobs.
 
     Args:
-        outage_s: how long `wait` and `events` put up with a server that is away (a restart, say).
+        outage_s: seconds for which `wait` and `events` tolerate a server that does not answer, such as in a restart.
     """
 
     def __init__(self, transport: Transport, *, outage_s: float) -> None:
@@ -50,8 +50,8 @@ class Jobs:
     def create(self, spec: JobSpec | dict[str, Any], idempotency_key: str | None = None) -> Job:
         """Submit a job.
 
-        Without a key one is made up, so a retry after a broken connection cannot submit the job twice. Pass your own to
-        be safe over restarts of your program as well.
+        Without an idempotency key one is generated, so a retry after a broken connection cannot submit the job twice.
+        Pass your own to be safe across restarts of your program as well.
 
         Raises:
             InvalidRequestError: the spec is refused; `errors` names field, value and what is accepted.
@@ -61,40 +61,40 @@ class Jobs:
         return self.adopt(response.json())
 
     def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
-        """Submit the spec of another job again, changed.
+        """Submit a new job with the spec of another job and some changes.
 
         Args:
             changes: values by dotted path, such as `{"training.max_steps": 100, "data.sources.0.weight": 2.0}`.
-            idempotency_key: as of `create`.
+            idempotency_key: as in `create`.
 
         Raises:
             InvalidRequestError: the changed spec is refused; `errors` names field, value and what is accepted.
-            InvalidInputError: a path that leads nowhere.
+            InvalidInputError: a path does not exist in the spec.
         """
         return self.create(with_changes(self.get(job_id).spec, changes or {}), idempotency_key)
 
     def validate(self, spec: JobSpec | dict[str, Any]) -> Estimate:
-        """Check a spec as `create` would and estimate what it costs; stores nothing."""
+        """Check a spec as `create` does and estimate its cost, without submitting it."""
         response = self._transport.request("POST", "/jobs/validate", json=_document(spec), repeatable=True)
         return Estimate.model_validate(response.json())
 
     def recipes(self) -> builtins.list[Recipe]:
-        """List the specs that ship with the platform, to begin from."""
+        """List the example specs that ship with the platform."""
         return self._transport.list(Recipe, "/recipes")
 
     def get(self, job_id: str) -> Job:
         return self.adopt(self._transport.request("GET", f"/jobs/{job_id}", repeatable=True).json())
 
     def cancel(self, job_id: str) -> Job:
-        """Ask for the end of a job; asking twice is the same."""
+        """Ask a job to end. Idempotent."""
         return self.adopt(self._transport.request("POST", f"/jobs/{job_id}/cancel", repeatable=True).json())
 
     def pause(self, job_id: str) -> Job:
-        """Ask a job to checkpoint and free the cluster; asking twice is the same."""
+        """Ask a job to checkpoint and free the cluster. Idempotent."""
         return self.adopt(self._transport.request("POST", f"/jobs/{job_id}/pause", repeatable=True).json())
 
     def resume(self, job_id: str, *, cost_cap: float | None = None) -> Job:
-        """Queue a paused job again; it goes on from its last checkpoint.
+        """Queue a paused job again; it continues from its last checkpoint.
 
         Args:
             cost_cap: replaces `limits.cost_cap`, for a job that was paused because of its cost.
@@ -103,22 +103,22 @@ class Jobs:
         return self.adopt(self._transport.request("POST", f"/jobs/{job_id}/resume", json=body, repeatable=True).json())
 
     def delete(self, job_id: str) -> None:
-        """Delete a job that has ended, with its model and its logs; deleting what is gone already is no error.
+        """Delete a finished job with its model and its logs. Deleting a missing job is not an error.
 
         Raises:
-            RequestConflictError: it is held by what the message names.
+            RequestConflictError: the job is in use; the message says by what.
         """
         with suppress(ResourceNotFoundError):
             self._transport.request("DELETE", f"/jobs/{job_id}", repeatable=True)
 
     def wait(self, job_id: str, timeout: float | None = None, *, poll_interval: float = 1.0) -> Job:
-        """Block until the job has finished, well or not, and return it.
+        """Block until the job has finished, successfully or not, and return it.
 
         Args:
-            timeout: seconds; None waits for as long as it takes.
+            timeout: seconds; None: no limit.
 
         Raises:
-            WaitTimeoutError: time is up; the job goes on.
+            WaitTimeoutError: the job has not finished in time; it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         patience = Patience(self._outage_s)
@@ -141,7 +141,7 @@ class Jobs:
         """Yield a job's events in order, each once.
 
         Args:
-            follow: go on until the job has finished, over broken connections and restarts of the server.
+            follow: continue until the job has finished, across broken connections and restarts of the server.
             after: id of the last event already seen.
         """
         if not follow:
@@ -154,7 +154,7 @@ class Jobs:
                     patience.answered()
                     after = event.id
                     yield event
-                # The stream's end may be the job's end or a proxy's time limit: the job itself tells which.
+                # The stream ends with the job, or at a proxy's time limit: the job's status tells which.
                 finished = self.get(job_id).finished
                 patience.answered()
             except (UnreachableError, ServiceUnavailableError) as error:
@@ -166,11 +166,11 @@ class Jobs:
             time.sleep(_RECONNECT_PAUSE_S)
 
     def metrics(self, job_id: str) -> list[MetricPoint]:
-        """The time series, by ascending step."""
+        """Return the metrics of all steps, by ascending step."""
         return sorted(self._transport.list(MetricPoint, f"/jobs/{job_id}/metrics"), key=lambda point: point.step)
 
     def logs(self, job_id: str, follow: bool = False, *, tail_lines: int | None = None) -> Iterator[str]:
-        """Yield the log's lines; with `follow` as they are written, until the job has finished.
+        """Yield the lines of the log; with `follow`, as they are written until the job has finished.
 
         Args:
             tail_lines: only the last lines of the newest attempt; not with `follow`.
@@ -182,29 +182,29 @@ class Jobs:
             yield from iter_lines(response.iter_bytes())
 
     def checkpoints(self, job_id: str) -> list[Checkpoint]:
-        """Complete checkpoints of all attempts, by step."""
+        """List the complete checkpoints of all attempts, by step."""
         return self._transport.list(Checkpoint, f"/jobs/{job_id}/checkpoints")
 
     def artifacts(self, job_id: str) -> list[ArtifactFile]:
-        """The files of the distilled model."""
+        """List the files of the distilled model."""
         return self._transport.list(ArtifactFile, f"/jobs/{job_id}/artifacts")
 
     def download(self, job_id: str, path: str, destination: Path, *, sha256: str | None = None) -> Path:
-        """Write one file of the artifact to `destination`, whole or not at all, and return it.
+        """Download one file of the artifact to `destination`, which is written completely or not at all, and return it.
 
         Raises:
-            ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
+            ArtifactCorruptError: `sha256` is given and the content has another digest.
         """
         return self._transport.save(
             f"/jobs/{job_id}/artifacts/{path}", destination, name=f"{path} of {job_id}", sha256=sha256
         )
 
     def tracking_files(self, job_id: str) -> list[TrackingFile]:
-        """Files of W&B runs that W&B has not taken yet."""
+        """List files of W&B runs that have not been uploaded to W&B."""
         return self._transport.list(TrackingFile, f"/jobs/{job_id}/tracking")
 
     def download_tracking_file(self, job_id: str, path: str, destination: Path) -> Path:
-        """Write one file of a W&B run to `destination`, whole or not at all, and return it."""
+        """Download one file of a W&B run to `destination`, completely or not at all, and return it."""
         return self._transport.save(
             f"/jobs/{job_id}/tracking/{path}", destination, name=f"{path} of {job_id}", sha256=None
         )
@@ -217,13 +217,13 @@ class Jobs:
         metadata: dict[str, str] | None = None,
         limit: int | None = None,
     ) -> list[Job]:
-        """Jobs, newest first; all of them without `limit`."""
+        """List jobs, newest first; all of them without `limit`."""
         params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
         params = {name: value for name, value in params.items() if value is not None}
         return [self.adopt(row) for row in self._transport.rows("/jobs", params, limit)]
 
     def adopt(self, row: dict[str, Any]) -> Job:
-        """The one object of this job, brought up to date."""
+        """Return this client's one object for the job, updated from `row`."""
         fresh = self._transport.read(Job, row)
         known = self._seen.get(fresh.id)
         if known is None:
@@ -242,11 +242,11 @@ class Jobs:
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
         with self._transport.stream("GET", f"/jobs/{job_id}/events", headers=headers) as response:
             for message in iter_events(response):
-                # Anything else on the stream (a keep-alive, a newer server's own) is not ours.
+                # Skip anything else on the stream, such as messages of a newer server.
                 with suppress(ValidationError):
                     yield JobEvent.model_validate_json(message.data)
 
 
 def _document(spec: JobSpec | dict[str, Any]) -> dict[str, Any]:
-    # Only what was said: the server fills in its own defaults, and a JobSpec's must not override a newer server's.
+    # Only fields that were set: the defaults are the server's, which may be newer than this client.
     return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else spec

@@ -1,4 +1,4 @@
-"""The control plane's and `/generate`'s objects as a client sees them. Fields that a newer server adds are kept."""
+"""Objects that the control plane and `/generate` return. Fields added by a newer server are kept."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class JobError(_Answer):
     code: str
     message: str = ""
     param: str | None = None
-    """Dotted path of the field to blame, where one is."""
+    """Dotted path of the field that caused the error, if one did."""
     cure: str = ""
-    """Advice on what to change: fields with their values and what to use instead."""
+    """Advice on which fields to change, with their values and what to use instead."""
 
 
 class Recipe(_Answer):
@@ -57,7 +57,7 @@ class Recipe(_Answer):
 class Job(_Answer):
     """A distillation job.
 
-    Live: a client hands out one object per id, and every later answer about that job updates it.
+    Live: a client has one object per id, and every later answer about that job updates it.
     """
 
     id: str
@@ -68,11 +68,11 @@ class Job(_Answer):
     phase: str | None = None
     """Phase of a job on the cluster: `write`, `prepare`, `calibrate`, `train`, `evaluate` or `publish`."""
     phase_progress: JobPhaseProgress | None = None
-    """Progress of that phase; `progress` has the steps of `train`."""
+    """Progress of that phase; for steps of `train` see `progress`."""
     queue_place: int | None = None
-    """Place of a queued job among its tenant's; the first has 1."""
+    """Position of a queued job among its tenant's, from 1."""
     waiting_since: int | None = None
-    """Time since which a queued job waits for places on the cluster; `status_reason` says for which."""
+    """Time since which a queued job waits for resources of the cluster; `status_reason` says for which."""
     created_at: int
     """Unix seconds, as all times here."""
     started_at: int | None = None
@@ -85,7 +85,7 @@ class Job(_Answer):
     """Id of the model (`mdl_...`) to deploy."""
     result: dict[str, Any] | None = None
     verdict: str | None = None
-    """Sentence on what was measured of its model."""
+    """Sentence that sums up the evaluation of its model."""
     tracking: dict[str, Any] | None = None
     artifact_uri: str | None = None
     submission_id: str | None = None
@@ -97,7 +97,7 @@ class Job(_Answer):
 
     @property
     def finished(self) -> bool:
-        """Whether no further status can follow."""
+        """Whether the job has reached a final status."""
         return self.status in FINISHED
 
 
@@ -113,7 +113,7 @@ class JobEvent(_Answer):
 
     @property
     def time(self) -> float:
-        """Unix seconds, by its writer's clock."""
+        """Unix seconds, by the clock of the machine that wrote the event."""
         return float(self.created_at)
 
 
@@ -130,11 +130,11 @@ class MetricPoint(_Answer):
 
 
 class Estimate(_Answer):
-    """Estimate that `POST /jobs/validate` returns."""
+    """Answer of `POST /jobs/validate`."""
 
 
 class AuditEntry(_Answer):
-    """A request that changed something, or was to, or was refused access."""
+    """A request that changed something, tried to, or was refused access."""
 
     id: str
     created_at: float
@@ -151,7 +151,7 @@ class AuditEntry(_Answer):
 
 
 class ClusterUse(_Answer):
-    """GPUs and CPUs of the cluster of jobs, and those in use by all tenants together."""
+    """GPUs and CPUs of the jobs' cluster, and those in use by all tenants together."""
 
     gpus: float
     total_gpus: float
@@ -160,7 +160,7 @@ class ClusterUse(_Answer):
 
 
 class Quota(_Answer):
-    """Limits of a tenant, None where there is no limit, and their use."""
+    """Limits of a tenant (None: no limit) and their use."""
 
     tenant: str
     weight: float
@@ -173,7 +173,7 @@ class Quota(_Answer):
     """Jobs that wait or are paused."""
     running_jobs: int
     replicas: int = 0
-    """Replicas of its deployments, which count with the most they may grow to."""
+    """Replicas of its deployments, each deployment counted with its maximum."""
     gpus: float
     """GPUs of jobs and deployments together."""
     cpus: float
@@ -184,7 +184,7 @@ class Quota(_Answer):
     """`gpus` and `cpus`."""
     held_by_deployments: dict[str, float] = {}
     cluster: ClusterUse | None = None
-    """None where Ray does not answer, or does not tell its nodes."""
+    """None if Ray does not answer or does not report its nodes."""
 
 
 class File(_Answer):
@@ -195,11 +195,11 @@ class File(_Answer):
     bytes: int
     rows: int
     format: str
-    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+    """Row format of its first row; `prompts` for rows that the teacher has to answer."""
     sha256: str
     created_at: int
     expires_at: int | None = None
-    """From then on no new job may use it."""
+    """Time from which no new job may use it."""
 
 
 class Checkpoint(_Answer):
@@ -213,9 +213,9 @@ class Checkpoint(_Answer):
     size: int
     sha256: str
     held_out_kl: float | None = None
-    """Held-out KL of its state, in nats; None where it was not measured."""
+    """Held-out KL of its state, in nats; None if it was not measured."""
     distilled_model: str | None = None
-    """The job's model where it is made of this checkpoint."""
+    """The job's model, if it was made from this checkpoint."""
 
 
 class ArtifactFile(_Answer):
@@ -229,7 +229,7 @@ class ArtifactFile(_Answer):
 
 
 class TrackingFile(_Answer):
-    """One file of a W&B run that W&B has not taken yet."""
+    """One file of a W&B run that has not been uploaded to W&B."""
 
     path: str
     size: int
@@ -243,15 +243,15 @@ class Model(_Answer):
     id: str
     name: str | None = None
     job_id: str | None = None
-    """None of an imported model."""
+    """None for an imported model."""
     created_at: int | None = None
     metrics: dict[str, Any] | None = None
     verdict: str | None = None
-    """Sentence on what was measured of it."""
+    """Sentence that sums up its evaluation."""
 
 
 class Promotion(_Answer):
-    """One change of what an alias stands for."""
+    """One change of an alias's model."""
 
     id: str
     alias: str
@@ -262,30 +262,30 @@ class Promotion(_Answer):
     by: str
     created_at: int
     version: int = 0
-    """Version of the alias from then on."""
+    """Version of the alias after the change."""
 
 
 class Alias(_Answer):
-    """Model that an alias stands for, and its history."""
+    """An alias, its model, and its history."""
 
     id: str
     version: int = 0
-    """Rises with every promotion and rollback."""
+    """Increases with every promotion and rollback."""
     model: str
     history: list[Promotion] = []
 
 
 class Lineage(_Answer):
-    """Lineage from data and teacher to deployments."""
+    """Lineage of a model from data and teacher to deployments."""
 
     model: str
     job_id: str | None = None
-    """None of an imported model."""
+    """None for an imported model."""
     imported_from: str | None = None
     data_fingerprint: str | None = None
     teacher: str | None = None
     ancestors: list[dict[str, Any]] = []
-    """`{name, job_id}` of what it continued from, the nearest first."""
+    """`{name, job_id}` of the models it was continued from, the nearest first."""
     aliases: list[str] = []
     deployments: list[dict[str, Any]] = []
 
@@ -298,7 +298,7 @@ class Comparison(_Answer):
     figures: list[dict[str, Any]]
     """`{name, a, b, better}`."""
     differences: list[dict[str, Any]] = []
-    """Differences of teacher, revision and data: where there are any, quality was not measured alike."""
+    """Differences of teacher, revision and data; if there are any, the quality figures are not comparable."""
     spec_differences: list[dict[str, Any]] = []
 
 
@@ -307,26 +307,26 @@ class Deployment(_Answer):
 
     id: str
     version: int = 0
-    """Rises with every change."""
+    """Increases with every change."""
     model: str
     status: str
     message: str | None = None
     load_seconds: dict[str, float] = {}
     """Seconds by phase (`fetch`, `load`, `check`) of the replica that took longest to serve the model."""
     url: str | None = None
-    """Address below which `/generate` answers."""
+    """Base URL of `/generate` and the other routes."""
 
 
 class ReplicaMetrics(_Answer):
-    """Measurements of a replica since it was started."""
+    """Metrics of a replica since its start."""
 
     replica: str
     values: dict[str, float] = {}
-    """Values by the names of its `/metrics` without the prefix `swiftkv:`."""
+    """Values by their names in its `/metrics`, without the prefix `swiftkv:`."""
 
 
 class DeploymentMetrics(_Answer):
-    """The metrics of a deployment's replicas."""
+    """Metrics of a deployment's replicas."""
 
     time: float
     """Unix seconds."""
@@ -356,7 +356,7 @@ class Timings(_Answer):
 
 
 class Generation(_Answer):
-    """An answer of `/generate`, or one event of a streamed one (whose texts are what is new)."""
+    """An answer of `/generate`, or one event of a stream, whose texts are the new parts."""
 
     id: str = ""
     model: str = ""

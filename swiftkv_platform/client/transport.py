@@ -1,4 +1,4 @@
-"""Requests with retries and typed errors, and bodies read as they come. Knows HTTP, none of the routes."""
+"""HTTP requests with retries and typed errors, and streamed bodies. Knows none of the routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PAGE = 100
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_PAUSE_S = 30.0
 
-# Raised before the request has left, so repeating it can do nothing twice.
+# Raised before the request is sent, so that a retry cannot repeat its effect.
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -40,12 +40,12 @@ class _Page(BaseModel):
 
 
 class Transport:
-    """One server: its address, key, retries and errors.
+    """Connection to one server.
 
     Args:
-        when_away: what to do when nothing answers, appended to the error's message.
-        max_retries: further tries after a connection error or a 503 that carries `Retry-After`; pauses double from
-            0.25 s.
+        when_away: advice for when nothing answers, appended to the error's message.
+        max_retries: retries after a connection error or a 503 with `Retry-After`; pauses double from 0.25 s unless the
+            server names one.
         transport: replaces the network, for tests.
     """
 
@@ -91,14 +91,14 @@ class Transport:
         """Send one request and return its successful response.
 
         Args:
-            form: fields of a form, which is sent in the place of `json`.
-            file: name and content of the form's field `file`; read as it is sent.
+            form: fields of a form, sent instead of `json`.
+            file: name and content of the form's field `file`; read while it is sent.
             timeout_s: replaces the client's timeout.
-            repeatable: whether a request that may have arrived can be sent again without doing its work twice.
+            repeatable: whether the request may be sent again even if it may have arrived already.
 
         Raises:
-            APIError: the server refused.
-            UnreachableError: no connection, after the retries, or a server of something else.
+            APIError: the server answered with an error.
+            UnreachableError: no connection after all retries, or the answer is not this API's.
         """
         files = None if file is None else {"file": file}
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
@@ -126,18 +126,18 @@ class Transport:
         raise AssertionError("the last attempt returns or raises")
 
     def get(self, kind: type[Item], path: str, params: dict[str, Any] | None = None) -> Item:
-        """The object at a path. Raises as `request`."""
+        """Get the object at a path. Raises as `request`."""
         return self.read(kind, self.request("GET", path, params=params, repeatable=True).json())
 
     def read(self, kind: type[Item], document: Any) -> Item:
-        """The object that an answer is. Raises `UnreachableError` for another document: another server gave it."""
+        """Parse an answer. Raises `UnreachableError` if it is not a `kind`, since it then comes from another server."""
         try:
             return kind.model_validate(document)
         except ValidationError as error:
             raise self._other_server(f"its answer is no {kind.__name__.lstrip('_')}") from error
 
     def rows(self, path: str, params: dict[str, Any] | None = None, limit: int | None = None) -> Iterator[Any]:
-        """Yield the entries of a list over all its pages, at most `limit`. Those that the server cannot read are
+        """Yield the entries of a list across its pages, at most `limit`. Ids of entries that the server cannot read are
         logged. Raises as `request`."""
         left = limit
         params = dict(params or {})
@@ -155,7 +155,7 @@ class Transport:
     def list(
         self, kind: type[Item], path: str, params: dict[str, Any] | None = None, limit: int | None = None
     ) -> builtins.list[Item]:
-        """The objects of a list, as `rows` has them."""
+        """Return the entries of a list as objects, see `rows`."""
         return [self.read(kind, row) for row in self.rows(path, params, limit)]
 
     @contextmanager
@@ -169,10 +169,10 @@ class Transport:
         headers: dict[str, str] | None = None,
         follow_redirects: bool = False,
     ) -> Iterator[httpx.Response]:
-        """Open a response whose body is read as it comes; not retried.
+        """Open a streaming response. Not retried.
 
         Raises:
-            APIError: the server refused.
+            APIError: the server answered with an error.
             UnreachableError: no connection, or one that broke while the body was read.
         """
         try:
@@ -187,13 +187,13 @@ class Transport:
             raise self.unreachable(error) from error
 
     def save(self, path: str, destination: Path, *, name: str, sha256: str | None) -> Path:
-        """Write an answer's body to `destination`, whole or not at all, and return it.
+        """Download a body to `destination`, which is written completely or not at all, and return it.
 
         Args:
             name: name of the body in messages.
 
         Raises:
-            ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
+            ArtifactCorruptError: `sha256` is given and the body has another digest.
         """
         destination.parent.mkdir(parents=True, exist_ok=True)
         partial = destination.with_name(destination.name + ".part")
@@ -225,7 +225,7 @@ class Transport:
 
 
 class Patience:
-    """Forgives failures while the server is away for no longer than `outage_s` seconds at a stretch."""
+    """Tolerates failures until the server has not answered for `outage_s` seconds without a break."""
 
     def __init__(self, outage_s: float) -> None:
         self._outage_s = outage_s
@@ -235,7 +235,7 @@ class Patience:
         self._away_since = None
 
     def forgive(self, error: UnreachableError | ServiceUnavailableError, pause: float) -> None:
-        """Sleep before the next try, or raise `error` when the server has been away for too long."""
+        """Sleep before the next try, or raise `error` if the outage has lasted too long."""
         now = time.monotonic()
         self._away_since = self._away_since or now
         if now - self._away_since >= self._outage_s:
@@ -244,7 +244,8 @@ class Patience:
 
 
 def _header(name: str, value: str) -> str:
-    """The value, if an HTTP header takes it. Raises `InvalidInputError` without the value, which may be secret."""
+    """Return `value` if an HTTP header may have it. Raises `InvalidInputError`, without the value, which may be
+    secret."""
     if not (value.isascii() and value.isprintable()):
         message = f"{name} has a line break or another character that no HTTP header takes; use printable ASCII"
         raise InvalidInputError(message, field=name)
@@ -252,8 +253,7 @@ def _header(name: str, value: str) -> str:
 
 
 def idempotent(key: str | None) -> dict[str, str]:
-    """The header by which a request that comes twice is answered once, of a key that is made up where none is given.
-    Raises `InvalidInputError`."""
+    """Return the `Idempotency-Key` header, with a generated key if none is given. Raises `InvalidInputError`."""
     return {"Idempotency-Key": _header("idempotency_key", key) if key else str(ULID())}
 
 
@@ -272,13 +272,13 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-# `str.splitlines` and httpx would also break at U+2028 and its like, which a log may hold. A final \r is held back: it
-# may be the first half of \r\n.
+# `str.splitlines` and httpx also break lines at U+2028 and similar characters, which a log may contain. A final \r is
+# held back, since \n may follow.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 def iter_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the lines of a UTF-8 byte stream without their ends; an unfinished last line counts as one."""
+    """Yield the lines of a UTF-8 byte stream without line ends, including an unfinished last line."""
     buffer = b""
     for chunk in chunks:
         *lines, buffer = _LINE_END.split(buffer + chunk)
@@ -289,9 +289,9 @@ def iter_lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def iter_events(response: httpx.Response) -> Iterator[ServerSentEvent]:
-    """Yield the events that carry data, without one that is cut off; keep-alive comments end in events without data.
+    """Yield complete events with data; keep-alive comments give events without data.
 
     Raises:
-        httpx_sse.SSEError: the response is no event stream. It is an `httpx.TransportError`.
+        httpx_sse.SSEError: the response is not an event stream. It is an `httpx.TransportError`.
     """
     return (event for event in EventSource(response).iter_sse() if event.data)

@@ -1,8 +1,8 @@
-"""Conversations as text, with the character spans that the assistant wrote. Training, evaluation and served requests
-lay out their conversations here, so that a student is served what it was trained on. Knows chat templates, no tensor.
+"""Conversations as text, with the character spans that the assistant wrote. Training, evaluation and serving all render
+conversations here, so that a student is served the layout it was trained on. Knows chat templates, no tensor.
 
-A tokenizer's own chat template is used where it has one and then owns every special token. Otherwise `PLAIN_TEMPLATE`
-writes each message under a heading, and the caller frames the document with BOS and EOS like any text.
+If the tokenizer has a chat template, it is used and writes every special token. Otherwise `PLAIN_TEMPLATE` writes each
+message under a heading, and the caller adds BOS and EOS as for any text.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TELLS_NO_CONTENT = re.compile(r"""\bcontent['"\])]*\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _TEMPLATE_DATE = datetime(2024, 7, 26)  # a day, nowhere
-"""Templates print today's date, and data must not change overnight; this is the default of Llama 3's."""
+"""Date given to templates that print today's, since data must not change overnight; the default of Llama 3's."""
 _PLACEHOLDER = "\u241e\u2063\u241f"
-"""Stands for what a message says; no text has it."""
+"""Replaces the content of a message in order to find its place in a rendered text; no real text contains it."""
 
 _REFUSALS = (TypeError, ValueError, KeyError, RecursionError)
-"""Errors of a template that a conversation does not fit, beside jinja2's own."""
+"""Errors, apart from jinja2's own, that a template raises for a conversation that it does not accept."""
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text to train on, which a template has written."""
+    """A rendered text to train on."""
 
     text: str
     spans: list[Span] | None
@@ -54,8 +54,8 @@ class Passage:
 
 
 def chat_template(tokenizer: Any, tools: object = None) -> str | None:
-    """The template that lays out a conversation, which with tools may be another one; None where there is none. Raises
-    `ModelError`: a tokenizer with several templates, none of which is the default."""
+    """Return the tokenizer's chat template, which may be another one if there are `tools`; None if it has none. Raises
+    `ModelError` if it has several templates and no default one."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return None
     try:
@@ -75,7 +75,7 @@ class ChatRenderer:
 
     tokenizer: Any
     tells_today: bool = False
-    """Whether a template that prints the date is told today's: where a model is served. Data has one date for ever."""
+    """Whether templates print today's date, as in serving. Data always has the same date."""
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Any, *, tells_today: bool = False) -> ChatRenderer:
@@ -87,8 +87,8 @@ class ChatRenderer:
         return not getattr(self.tokenizer, "chat_template", None)
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as text. Raises `RowError`: the template refuses the messages; `ModelError`: the tokenizer
-        has no default template."""
+        """Return the conversation as text. Raises `RowError` if the template refuses the messages, and `ModelError` if
+        the tokenizer has no default template."""
         layout = self._layout(conversation)
         return layout.write(layout.fitted(conversation.messages))
 
@@ -100,20 +100,20 @@ class ChatRenderer:
         goes_on: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The conversation up to where the assistant's answer begins, or where its last message goes on (`goes_on`, and
-        not `asks`). `variables`: of the template, beside those that are always there. Raises as `render`."""
+        """Return the conversation up to where the assistant's answer begins, or with `goes_on` (and not `asks`) with
+        its last message left open. `variables`: further variables of the template. Raises as `render`."""
         layout = replace(self._layout(conversation), requested=variables)
         return layout.write(layout.fitted(conversation.messages), asks=asks, goes_on=goes_on)
 
     def passages(self, conversation: Conversation, train_on: Literal["assistant", "all"]) -> list[Passage]:
-        """Texts to train on; what stands in them before each answer that counts is what `render_prompt` writes before
-        it.
+        """Return texts to train on, in which each counted answer follows exactly the text that `render_prompt` writes
+        before it.
 
-        That is one text, the whole conversation, unless the template writes earlier turns in another way once others
-        follow (some give the tools before the last question alone): then an answer has a text of its own, which ends
-        with it. Turns of `weight` 0 are not counted. Where the template marks what counts by `{% generation %}`, that
-        is counted of a turn; otherwise the turn, its closing marker included. Raises as `render`; `RowError` also for
-        calls that the template leaves out.
+        Usually that is one text, the whole conversation. If the template renders earlier turns differently once others
+        follow (some write the tools before the last question only), an answer gets a text of its own, which ends with
+        it. Turns of `weight` 0 are not counted. If the template marks the assistant's text by `{% generation %}`, that
+        is counted of a turn; otherwise the whole turn, including its closing marker. Raises as `render`, and `RowError`
+        for calls that the template leaves out.
         """
         layout = self._layout(conversation)
         messages = layout.fitted(conversation.messages)
@@ -137,22 +137,22 @@ class ChatRenderer:
 
 @dataclass(frozen=True)
 class _Layout:
-    """A template with everything it reads but the messages."""
+    """A template with all of its variables except the messages."""
 
     template: str
     tools: list[dict[str, Any]] | None
     variables: dict[str, str]
     requested: Mapping[str, Any] = field(default_factory=dict)
-    """Variables that a request sets."""
+    """Variables set by a request; they do not override `variables`."""
 
     @property
     def marks(self) -> bool:
-        """Whether it marks what the assistant writes."""
+        """Whether the template marks the assistant's text by `{% generation %}`."""
         return _MARKS_ASSISTANT.search(self.template) is not None
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Messages in words that the template knows: most have no developer, join content to other text unseen, and
-        write arguments as JSON themselves."""
+        """Adapt messages to the template: most know no `developer` role, concatenate `content` without a check for
+        None, and convert call arguments to JSON themselves."""
         fitted = template_messages(messages)
         as_text = any("tool_calls" in message for message in fitted) and _takes_text(
             self.template, tuple(self.variables.items())
@@ -170,7 +170,7 @@ class _Layout:
         return fitted
 
     def check_calls(self, messages: list[Message]) -> None:
-        """Refuse to train on calls that the template leaves out. Raises `RowError`."""
+        """Raise `RowError` if there are tool calls and the template leaves them out."""
         calling = [message for message in messages if message.get("tool_calls")]
         if calling and "tool_calls" not in self.template:
             silent = [{key: value for key, value in m.items() if key != "tool_calls"} for m in messages]
@@ -180,11 +180,11 @@ class _Layout:
                 )
 
     def write(self, messages: Sequence[Message], *, asks: bool = False, goes_on: bool = False) -> str:
-        """The text of fitted messages. Raises `RowError`."""
+        """Render fitted messages. Raises `RowError`."""
         return self._write(messages, asks=asks, goes_on=goes_on)[0]
 
     def write_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of fitted messages, and the spans that the template marks as the assistant's. Raises `RowError`."""
+        """Render fitted messages. Returns the text and the spans marked as the assistant's. Raises `RowError`."""
         return self._write(messages, with_spans=self.marks)
 
     def _write(
@@ -198,7 +198,7 @@ class _Layout:
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # declared as returning str; what it returns is a text and the marked spans for each conversation
+        # declared as returning str, but returns a text and the marked spans for each conversation
         render = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
         try:
             texts, spans = render(
@@ -218,8 +218,8 @@ class _Layout:
 
 @lru_cache(maxsize=64)
 def _takes_text(template: str, variables: tuple[tuple[str, str], ...]) -> bool:
-    """Whether a template writes arguments of calls as they come, as DeepSeek's does, which then have to be JSON; others
-    make JSON of objects."""
+    """Whether a template writes call arguments unchanged, as DeepSeek's does, so that they must be JSON text; others
+    convert objects to JSON."""
     function = {"name": "look", "arguments": {"at": "it"}}
     call = {"id": "call00000", "type": "function", "function": function}
     messages: list[Message] = [
@@ -236,12 +236,12 @@ def _takes_text(template: str, variables: tuple[tuple[str, str], ...]) -> bool:
 
 
 def _undated(template: str) -> str:
-    """The template with our date in the place of today's."""
+    """Return the template with calls for today's date replaced by `_TEMPLATE_DATE`."""
     return _TODAY.sub(lambda call: json.dumps(_TEMPLATE_DATE.strftime(call[2])), template)
 
 
 class _Turns:
-    """The assistant's turns of one conversation, in the texts that a template writes of it and of its beginnings."""
+    """Finds the assistant's turns of one conversation in renderings of it and of its first messages."""
 
     def __init__(self, layout: _Layout, messages: list[Message]) -> None:
         self._layout = layout
@@ -250,25 +250,26 @@ class _Turns:
         self._prompts: dict[int, str] = {}
 
     def answers(self, turns: Sequence[int]) -> list[Passage]:
-        """The whole conversation with those of `turns` that it asks for as `_prompt` does, and `apart` for others."""
+        """Return the whole conversation, with those of `turns` counted whose `_prompt` it begins with, and passages
+        from `apart` for the others."""
         text, marks = self._layout.write_marked(self._messages)
         found = self._found(turns, text, marks, len(self._messages))
         spans = _in_order(found)
         return [Passage(text, spans)] * bool(spans) + self.apart([turn for turn in turns if turn not in found])
 
     def everything(self, turns: Sequence[int]) -> list[Passage]:
-        """The whole conversation, all of which counts but the assistant's turns that are not in `turns`, and `apart`
-        for those of `turns` that it asks for in another way."""
+        """Return the whole conversation, with everything counted except assistant turns not in `turns`, and passages
+        from `apart` for those of `turns` whose `_prompt` it does not begin with."""
         text = self._layout.write(self._messages)
         left_out = [self._hole(turn, text) for turn in self._turns if turn not in turns]
         try:
             others = [turn for turn in turns if self._begin(turn, text) is None]
-        except RowError:  # no question for the template, which is one to train on
+        except RowError:  # the template refuses a beginning of the conversation, not the whole
             others = []
         return [Passage(text, _outside(left_out, len(text)) if left_out else None), *self.apart(others)]
 
     def apart(self, turns: Sequence[int]) -> list[Passage]:
-        """Texts that end with an answer and show each of `turns` once."""
+        """Return texts that each end with an answer, in which each of `turns` is counted once."""
         left, passages = list(turns), list[Passage]()
         while left:
             text, found = self._ending_with(left)
@@ -277,20 +278,21 @@ class _Turns:
         return passages
 
     def _ending_with(self, turns: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
-        """A text whose end is the last of `turns`, and those of them that it shows."""
+        """Return a text that ends with the last of `turns`, and the counted spans of those of `turns` found in it."""
         last = turns[-1]
         text, marks = self._layout.write_marked(self._messages[: last + 1])
         found = self._found(turns, text, marks, last + 1)
         if last in found:
             return text, found
-        # The template asks by words that it leaves out of what was answered, such as the beginning of a thought.
+        # The generation prompt has text that the rendered answer lacks, such as the beginning of a thought.
         begin, prompt = self._first_word(last, text, last + 1), self._prompt(last)
         text, moved = prompt + text[begin:], len(prompt) - begin
         shown = [(first + moved, end + moved) for first, end in marks] if self._layout.marks else [(0, len(text))]
         return text, {last: _within(shown, len(prompt), len(text))}
 
     def _found(self, turns: Sequence[int], text: str, marks: list[Span], end: int) -> dict[int, list[Span]]:
-        """Counted characters of those of `turns` that `text`, of the messages up to `end`, asks for by `_prompt`."""
+        """Return the counted spans, by turn, of those of `turns` whose `_prompt` begins `text`, the rendered messages
+        up to `end`."""
         begins = {turn: begin for turn in self._turns if turn < end and (begin := self._begin(turn, text)) is not None}
         found = dict[int, list[Span]]()
         for turn in (turn for turn in turns if turn in begins):
@@ -304,36 +306,36 @@ class _Turns:
         return found
 
     def _prompt(self, turn: int) -> str:
-        """The text that asks for message `turn`."""
+        """Return the rendered messages before `turn`, with the generation prompt."""
         if turn not in self._prompts:
             self._prompts[turn] = self._layout.write(self._messages[:turn], asks=True)
         return self._prompts[turn]
 
     def _begin(self, turn: int, text: str) -> int | None:
-        """The place in `text` behind what asks for message `turn`; None where it asks in another way."""
-        if not turn:  # no one asks
+        """Return the index in `text` at which message `turn` begins; None if `text` does not begin with its prompt."""
+        if not turn:  # it has no prompt
             return self._first_word(turn, self._layout.write(self._messages[:1]), 1)
         prompt = self._prompt(turn)
         return len(prompt) if text.startswith(prompt) else None
 
     def _end(self, turn: int, text: str, begin: int, end: int) -> int | None:
-        """The place in `text` behind message `turn` and what closes it; None where it is not found."""
+        """Return the index in `text` after message `turn` and its closing marker; None if it is not found."""
         closed = self._layout.write(self._messages[: turn + 1])
         if text.startswith(closed):
             return len(closed)
-        # Some templates write the last turn unlike earlier ones (Qwen3 adds an empty thinking block, and takes the
-        # thoughts out of earlier turns), so no rendering of a part is a prefix of the whole. What closes a turn is then
-        # read off one that says something else, and what follows it off a whole that says something else there.
+        # Some templates write the last turn unlike earlier ones (Qwen3 adds an empty thinking block, and removes the
+        # thoughts of earlier turns), so that no rendering of a part is a prefix of the whole. The closing marker and
+        # the text after the turn are then found by renderings with a placeholder as the turn's content.
         closing = self._layout.write(self._otherwise(turn, turn + 1)).rpartition(_PLACEHOLDER)[2]
         content_end = len(text) - self._follows(turn, text, end)
-        ends = self._layout.variables.get("eos_token", "")  # which some (Phi's) write behind the last turn alone
+        ends = self._layout.variables.get("eos_token", "")  # some templates (Phi's) write it after the last turn only
         for each in (closing, closing.removesuffix(ends)):
             if content_end > begin and text.startswith(each, content_end):
                 return content_end + len(each)
         return None
 
     def _hole(self, turn: int, text: str) -> Span:
-        """Characters of message `turn` in the whole conversation, its closing marker included where it is found."""
+        """Return the span of message `turn` in the whole conversation, with its closing marker if that is found."""
         whole, begin = len(self._messages), self._begin(turn, text)
         end = None if begin is None else self._end(turn, text, begin, whole)
         if begin is not None and end is not None:
@@ -342,15 +344,15 @@ class _Turns:
         return begin, max(len(text) - self._follows(turn, text, whole), begin)
 
     def _first_word(self, turn: int, text: str, end: int) -> int:
-        """The place at which `text`, of the messages up to `end`, says what message `turn` says."""
+        """Return the index in `text`, the rendered messages up to `end`, where the content of message `turn` begins."""
         return _common_prefix_length(text, self._layout.write(self._otherwise(turn, end)))
 
     def _follows(self, turn: int, text: str, end: int) -> int:
-        """Characters of `text` behind what message `turn` says."""
+        """Return the number of characters of `text` after the content of message `turn`."""
         return _common_prefix_length(text[::-1], self._layout.write(self._otherwise(turn, end))[::-1])
 
     def _otherwise(self, turn: int, end: int) -> list[Message]:
-        """The messages up to `end` with words in message `turn` that are in no other, and nothing beside words."""
+        """Return the messages up to `end` with message `turn` reduced to its role and the placeholder as content."""
         other = {"role": self._messages[turn]["role"], "content": _PLACEHOLDER}
         return [*self._messages[:turn], other, *self._messages[turn + 1 : end]]
 
@@ -360,13 +362,13 @@ def _in_order(found: Mapping[int, list[Span]]) -> list[Span]:
 
 
 def _within(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
-    """The parts of `spans` in [begin, end)."""
+    """Return the parts of `spans` within [begin, end)."""
     cut = ((max(first, begin), min(last, end)) for first, last in spans)
     return [(first, last) for first, last in cut if first < last]
 
 
 def _outside(spans: Sequence[Span], length: int) -> list[Span]:
-    """The parts of [0, length) outside `spans`, which are in order."""
+    """Return the parts of [0, length) outside `spans`, which are in order."""
     edges = [0, *(edge for span in spans for edge in span), length]
     return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 

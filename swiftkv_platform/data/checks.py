@@ -1,6 +1,6 @@
-"""Whether data sources are there, hold something and have columns that a row format reads. Reads first rows only.
+"""Early checks that data sources exist, are not empty and have columns that a row format reads. Reads first rows only.
 
-The worker reads the same sources in full and has the last word; this tells the obvious before a cluster is asked for.
+They report obvious mistakes before a cluster is used; the worker reads the same sources in full and decides.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
 _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
 _HEAD_BYTES = 1 << 20
-"""Bytes at the beginning of a JSON file that are looked at."""
+"""Bytes read at the beginning of a JSON file."""
 _FOOTER_BYTES = 16 << 20
-"""Longest footer of a Parquet file that is looked at."""
+"""Longest footer of a Parquet file that is parsed, in bytes."""
 _MOST_LOOKED_AT = 100
-"""Files of a source whose first rows are looked at."""
+"""Most files of a source whose first rows are read."""
 
 
 @dataclass(frozen=True)
 class SourceEstimate:
-    """Results of a first look at a data source; none for a source that is not on this machine."""
+    """Size and formats of a data source, as far as known; None for a source that is not on this machine."""
 
     name_or_path: str
     num_files: int | None = None
     num_bytes: int | None = None
     formats: tuple[str, ...] = ()
-    """Row formats that the first rows of its files have."""
+    """Row formats of the first rows of its files."""
 
 
 def check_sources(sources: Sequence[DataSourceSpec], access: Access = OPEN) -> tuple[SourceEstimate, ...]:
-    """Raises `DataError`, naming the source, for the first one that cannot be trained on or leads to what is closed."""
+    """Check sources and estimate their size. Raises `DataError` for the first one that cannot be used or read."""
     return tuple(_check_source(source, f"data.sources[{index}]", access) for index, source in enumerate(sources))
 
 
@@ -76,7 +76,7 @@ def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceE
         case PathSource(path=path):
             try:
                 return _check_path(access.boundary.check(path, field), source, where, access)
-            except OSError as error:  # it may be there, for others
+            except OSError as error:  # it may exist, but not for this user
                 raise _unusable(where, name, f"it cannot be read ({error.strerror})") from error
         case _:
             return SourceEstimate(name)
@@ -116,7 +116,7 @@ def _check_laid_out(path: Path, field: str) -> None:
 
 
 def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:
-    """The row format of the file's first row; None where its columns cannot be seen."""
+    """Return the row format of the file's first row; None if its columns cannot be read here."""
     if kind_of(file.name) in (".csv", ".tsv", ".parquet"):
         columns = _columns(file, f"{where}.name_or_path")
         return None if columns is None else _format_of(columns, file.name, source, where)
@@ -129,7 +129,7 @@ def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:
 def _format_of(
     columns: Collection[str], origin: str, source: DataSourceSpec, where: str, holdings: Holdings | None = None
 ) -> str:
-    """The row format of rows with these columns."""
+    """Return the name of the row format that reads these columns. Raises `DataError`."""
     formats = FORMATS if source.complete is None else PROMPT_FORMATS
     wanted = [each for each in formats if source.format in ("auto", each.name)]
     matched = match_format(columns, wanted, holdings)
@@ -143,10 +143,10 @@ def _format_of(
 
 
 def _json_row(file: Path, source: DataSourceSpec, where: str) -> Row | None:
-    """The first row; None if it is longer than what is looked at."""
+    """Return the first row; None if there is none, or if it is longer than `_HEAD_BYTES`."""
     with opened(file, f"{where}.name_or_path") as stream:
         head = stream.read(_HEAD_BYTES)
-    # A character cut in two at the end is not the file's fault.
+    # The last character may be cut in two.
     text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
     if text.rstrip() in {"", "]"}:  # without rows; other files may have some
         return None
@@ -162,7 +162,8 @@ def _json_row(file: Path, source: DataSourceSpec, where: str) -> Row | None:
 
 
 def _columns(file: Path, field: str) -> Collection[str] | None:
-    """Columns of every row of a file; None where nothing installed here reads it, as in the control plane's image."""
+    """Return the columns of every row of a file; None if no installed package reads it, as in the control plane's
+    image, or if reading them would take too long."""
     if _is_closed(file) or _is_described_at_length(file):
         return None
     reader = reader_for(file, field)
@@ -171,21 +172,21 @@ def _columns(file: Path, field: str) -> Collection[str] | None:
 
 
 def _is_closed(file: Path) -> bool:
-    """Whether it takes a package to look into the file that is not installed here."""
+    """Whether a package that is needed to read the file is not installed."""
     if compression_of(file.name) == ".zst":
         return not reads_zstandard()
     return kind_of(file.name) == ".parquet" and find_spec("pyarrow") is None
 
 
 def _is_described_at_length(file: Path) -> bool:
-    """Whether more would be parsed to see a Parquet file's columns than is looked at."""
+    """Whether a Parquet file's footer, which lists its columns, is longer than `_FOOTER_BYTES`."""
     if kind_of(file.name) != ".parquet" or compression_of(file.name):
         return False
     return _FOOTER_BYTES < _footer_bytes(file) <= file.stat().st_size
 
 
 def _footer_bytes(file: Path) -> int:
-    """Length that the end of a Parquet file gives for its description, all of which is parsed to see the columns."""
+    """Return the footer length in bytes recorded at the end of a Parquet file."""
     with file.open("rb") as stream:
         stream.seek(-min(8, file.stat().st_size), os.SEEK_END)
         return int.from_bytes(stream.read(4), "little")

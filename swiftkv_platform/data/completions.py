@@ -1,8 +1,8 @@
-"""Teacher-written data: prompts of a source, and the answers the teacher gives them, in shards that are named by what
-they hold. Knows no storage: answers go to and come from an `AnswerStore`.
+"""Teacher-written data: prompts of a source and the teacher's answers to them, in content-addressed shards. Knows no
+storage: answers are read from and written to an `AnswerStore`.
 
-A shard's key is a hash of the teacher, the settings and the prompts' tokens, and every answer is drawn with a seed of
-its own prompt. So whatever worker or attempt writes a shard writes the same, and what one has written no other writes
+A shard's key is a hash of the teacher, the settings and the prompts' tokens, and every answer is sampled with a seed
+derived from its prompt. So every worker and attempt writes the same shard, and a shard that exists is not written
 again.
 """
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from swiftkv_platform.data.documents import DocumentEncoder
 
 _PROMPTS_PER_SHARD = 64
-"""Prompts of a shard, the unit that is written again when a worker dies."""
+"""Prompts of a shard, which is what is lost and written again when a worker dies."""
 
 
 class AnswerStore(Protocol):
-    """Shards of answers by their key."""
+    """Shards of answers by key."""
 
     def get(self, key: str) -> bytes | None:
-        """Return the shard; None where it has not been written."""
+        """Return a shard; None if it has not been written."""
 
     def put(self, key: str, data: bytes) -> None: ...
 
@@ -60,30 +60,30 @@ class WrittenBy:
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and one answer to it; without tokens where the prompt left no room for one."""
+    """A prompt and one answer to it, which is empty if the prompt left no room for one."""
 
     format: str
     """Row format of the prompt."""
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...] = ()
-    """The end of sequence included, where the teacher came to it."""
+    """Tokens of the answer, with EOS if the teacher generated it."""
     text: str = ""
 
     @property
     def digest(self) -> int:
-        """64 bits of the prompt: all of its answers are on one side of the hold-out."""
+        """64-bit hash of the prompt, by which all of its answers are held out together or not at all."""
         return int.from_bytes(_hash(self.prompt_token_ids)[:8], "big")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Some prompts of a source that are answered together."""
+    """Prompts of a source that are answered together."""
 
     key: str
     prompts: tuple[Answer, ...]
-    """Each without its answer."""
+    """Prompts, without answers yet."""
     seeds: tuple[int, ...]
-    """[num_completions x prompts]: prompt by prompt."""
+    """[num_prompts * num_completions]: sampling seeds, prompt by prompt."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class PromptSource:
     encoder: DocumentEncoder
     teacher: Teacher
     seed: int
-    """Chooses `sample_count` prompts."""
+    """Seed that chooses `sample_count` prompts."""
     remote: RemoteFiles | None
     access: Access = OPEN
     """Sources that may be read."""
@@ -106,7 +106,7 @@ class PromptSource:
         return self.source.complete
 
     def shards(self) -> Iterator[Shard]:
-        """All of them, in the same order every time. Raises as `source_rows`."""
+        """Yield all shards, in the same order every time. Raises as `source_rows`."""
         description = [asdict(self.teacher), self.settings.model_dump(mode="json")]
         waiting = self._prompts()
         while prompts := tuple(islice(waiting, _PROMPTS_PER_SHARD)):
@@ -119,7 +119,7 @@ class PromptSource:
             yield Shard(key, prompts, seeds)
 
     def answers(self, store: AnswerStore) -> Iterator[Answer]:
-        """Yield the answers that have been written, prompt by prompt. Raises `StorageError`: a shard is missing."""
+        """Yield all answers, prompt by prompt. Raises `StorageError` if a shard has not been written."""
         for shard in self.shards():
             data = store.get(shard.key)
             if data is None:

@@ -1,4 +1,4 @@
-"""Files as streams of bytes, decompressed where their names say so. Zstandard needs a package that reads it."""
+"""Open files as byte streams, decompressed according to their names. Zstandard needs an optional package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from swiftkv_platform.sources.layout import compression_of
 
 @contextmanager
 def opened(file: Path, field: str) -> Iterator[BinaryIO]:
-    """The bytes of a file. Raises `DataError`, then and while they are read: damage, or no package that reads it."""
+    """Open a file for reading. Raises `DataError`, on opening or within the context, if the file cannot be read or
+    decompressed."""
     compression = compression_of(file.name)
     if compression == ".zst" and not reads_zstandard():
         raise DataError(
@@ -40,7 +41,7 @@ def opened(file: Path, field: str) -> Iterator[BinaryIO]:
 
 
 def reads_zstandard() -> bool:
-    """Whether a package that reads it is installed: its own, or the one that reads Parquet."""
+    """Whether a package that reads Zstandard is installed: `zstandard`, or `pyarrow`."""
     return any(find_spec(package) is not None for package in ("zstandard", "pyarrow"))
 
 
@@ -52,7 +53,7 @@ def _zstandard(file: Path) -> Any:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """Errors of the readers."""
+    """Return the exceptions that readers raise for damaged files."""
     package = sys.modules.get("zstandard")
     known = OSError, EOFError, lzma.LZMAError, zlib.error
     return known if package is None else (*known, package.ZstdError)

@@ -1,6 +1,4 @@
-"""Documents as token ids: rendering, BOS and EOS, which tokens are targets, cutting to length. Knows no file and no row
-format.
-"""
+"""Documents as token ids: rendering, BOS and EOS, loss targets, cutting to length. Knows no file and no row format."""
 
 from __future__ import annotations
 
@@ -24,19 +22,19 @@ if TYPE_CHECKING:
 
 TokenIds = npt.NDArray[np.int32]
 _LONG_TEXT = 1 << 20
-"""Characters of a text that are tokenized at a time."""
+"""Characters above which a text is tokenized in pieces of at most this length."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A document before its tokens."""
+    """A rendered document, not yet tokenized."""
 
     passages: list[Passage]
-    """Its texts; a conversation may have several."""
+    """Texts of the document; a conversation may have several."""
     digest: int
     is_conversation: bool
     is_framed: bool
-    """Whether BOS and EOS are added: not where a chat template writes its own."""
+    """Whether BOS and EOS are added; False if a chat template writes them."""
 
     @property
     def num_characters(self) -> int:
@@ -45,25 +43,25 @@ class Draft:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document's samples, none longer than `max_length`. Without a position that counts there are none."""
+    """A document's samples of at most `max_length` tokens each; empty if the loss would count no position."""
 
     samples: list[tuple[TokenIds, BoolArray]]
     """Token ids, and which positions the loss counts (see `packing.Samples.counts`)."""
     num_tokens: int
     """Tokens of the whole document."""
     was_cut: bool
-    """A text was split into windows, or a conversation lost its end."""
+    """Whether a text was split into windows, or the end of a conversation was cut off."""
     num_lost: int = 0
-    """Tokens of such ends."""
+    """Tokens cut off the end."""
 
 
 class DocumentEncoder:
     """Turns samples into token ids for one tokenizer and data spec.
 
     Args:
-        splits: let no sample count as a whole. One of which all tokens are targets begins with a prompt, of a length
-            that its content decides, and what the teacher wrote counts without its prompt: for students of which
-            counted tokens keep their own K and V, and prompts do not.
+        splits: begin samples with an uncounted prompt, for students whose counted tokens keep their own K and V while
+            prompt tokens do not. If all tokens are targets, the prompt's length (which may be 0) is drawn by the
+            content's digest; a teacher-written sample has a prompt already.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class DocumentEncoder:
         self._assistant_only = train_on == "assistant"
 
     def draft(self, content: Content) -> Draft:
-        """Render a sample. Raises `RowError`: the chat template refuses it, or it holds what is no text."""
+        """Render a sample. Raises `RowError` if the chat template refuses it, or if it has lone surrogates."""
         digest = content_digest(content)
         if isinstance(content, str):
             return Draft([Passage(content, None)], digest, is_conversation=False, is_framed=True)
@@ -89,8 +87,8 @@ class DocumentEncoder:
         return Draft(passages, digest, is_conversation=True, is_framed=self._renderer.is_plain)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
-        """Tokenize many documents at once. Raises `DataError`: assistant tokens are asked for and the tokenizer cannot
-        tell where its tokens stand in the text."""
+        """Tokenize many documents at once. Raises `DataError` if assistant tokens must be found and the tokenizer has
+        no offset mapping."""
         passages = [passage for draft in drafts for passage in draft.passages]
         with_offsets = any(passage.spans is not None for passage in passages)
         if with_offsets and not self._tokenizer.is_fast:
@@ -116,7 +114,7 @@ class DocumentEncoder:
         return [_joined([self._encode(draft, each, *next(tokens)) for each in draft.passages]) for draft in drafts]
 
     def _in_pieces(self, text: str) -> TokenIds:
-        """Tokens of a long text, which is cut at line ends: tokenizers take a hundred bytes for each character."""
+        """Tokenize a long text in pieces cut at line ends, since tokenizers need about 100 bytes per character."""
         pieces, begin = list[TokenIds](), 0
         while begin < len(text):
             end = text.rfind("\n", begin, begin + _LONG_TEXT) + 1 or begin + _LONG_TEXT
@@ -125,7 +123,7 @@ class DocumentEncoder:
         return np.concatenate(pieces)
 
     def _tokenize(self, texts: list[str], with_offsets: bool) -> Any:
-        if not texts:  # which some tokenizers refuse
+        if not texts:  # some tokenizers refuse an empty list
             return {"input_ids": [], "offset_mapping": []}
         return self._tokenizer(
             texts,
@@ -137,9 +135,9 @@ class DocumentEncoder:
         )
 
     def encode_prompt(self, content: Content) -> TokenIds:
-        """The tokens that the teacher goes on from: of a text itself, of a conversation up to where the answer begins.
-        Raises `RowError`: the chat template refuses it, or it holds what is no text."""
-        content_digest(content)  # for what it refuses
+        """Return the tokens that the teacher continues: of a text, or of a conversation up to where the answer begins.
+        Raises as `draft`."""
+        content_digest(content)  # raises for lone surrogates
         if isinstance(content, str):
             text, is_framed = content, True
         else:
@@ -149,7 +147,7 @@ class DocumentEncoder:
         return np.insert(ids, 0, bos) if is_framed and bos is not None and (not len(ids) or ids[0] != bos) else ids
 
     def encode_written(self, prompt: Sequence[int], answer: Sequence[int]) -> Encoded:
-        """A prompt with the answer the teacher wrote to it, token for token."""
+        """Encode a prompt and the teacher's answer to it from their token ids, unchanged."""
         ids = np.array([*prompt, *answer], dtype=np.int32)
         is_target = np.ones(len(ids), dtype=np.bool_)
         if self._assistant_only or self._splits:
@@ -181,9 +179,7 @@ class DocumentEncoder:
         return Encoded(samples, num_tokens, was_cut=num_tokens > self.max_length, num_lost=num_tokens - len(ids))
 
     def _frame(self, ids: TokenIds, is_target: BoolArray) -> tuple[TokenIds, BoolArray]:
-        """BOS in front and EOS behind, where the tokenizer has them and the text does not. EOS counts if what it ends
-        does.
-        """
+        """Add BOS and EOS if the tokenizer has them and the text does not. EOS is a target if its predecessor is."""
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         ends_in_target = bool(is_target[-1]) if len(is_target) else False
         if bos is not None and (not len(ids) or ids[0] != bos):
@@ -194,7 +190,7 @@ class DocumentEncoder:
 
 
 def _joined(parts: Sequence[Encoded]) -> Encoded:
-    """The passages of one document."""
+    """Join the encoded passages of one document."""
     if len(parts) == 1:
         return parts[0]
     return Encoded(
@@ -206,14 +202,14 @@ def _joined(parts: Sequence[Encoded]) -> Encoded:
 
 
 def _prompt_length(digest: int, begin: int, num_tokens: int) -> int:
-    """Tokens of a sample before its first counted one: any number that leaves one to count, as likely as any other."""
+    """Draw, uniformly, the number of leading positions of a sample that are not counted; at least one stays counted."""
     draw = np.random.default_rng((digest, begin))
     return int(draw.integers(max(num_tokens - 1, 1)))
 
 
 def _inside(offsets: IntArray, spans: Sequence[Span]) -> BoolArray:
-    """Mask the tokens whose [begin, end) characters [T, 2] overlap a span. Byte-level tokenizers may give a token of
-    blanks no width; it then counts by the character it stands at.
+    """Mask the tokens whose [begin, end) characters [T, 2] overlap a span. Byte-level tokenizers may give blanks a
+    width of zero; such a token is taken to cover the character at its position.
     """
     begin, end = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     inside = np.zeros(len(offsets), dtype=np.bool_)
@@ -234,9 +230,9 @@ class Documents:
     sources: IntArray
     """[num_documents]: index of the source in the spec."""
     held_out: BoolArray
-    """[num_documents]: held out by the source itself."""
+    """[num_documents]: whether the source itself marks the document as held out."""
     is_settled: BoolArray
-    """[num_documents]: whether the source decided that."""
+    """[num_documents]: whether the source marks the document at all, as held out or as training data."""
 
     @property
     def num_samples(self) -> IntArray:
@@ -246,7 +242,7 @@ class Documents:
         return len(self.digests)
 
     def samples_of(self, documents: IntArray) -> IntArray:
-        """Indices of the samples of `documents`, in their order."""
+        """Return the indices of the samples of `documents`, in their order."""
         first = self.first_samples[documents]
         counts = self.num_samples[documents]
         before = np.cumsum(counts) - counts
@@ -254,8 +250,8 @@ class Documents:
 
 
 class DocumentCollector:
-    """Writes documents to the token files of `directory` while sources are read. In memory it keeps some 20 bytes of
-    each.
+    """Writes documents to the token files of `directory` while sources are read. Keeps about 20 bytes per document in
+    memory.
     """
 
     def __init__(self, directory: Path, *, vocab_size: int) -> None:
@@ -268,10 +264,10 @@ class DocumentCollector:
         self._num_samples = array("i")
         self._digests = array("Q")
         self._sources = array("i")
-        self._sides = array("b")  # what the source says of the hold-out: -1 nothing, 0 train, 1 held out
+        self._sides = array("b")  # the source's mark: -1 none, 0 train, 1 held out
 
     def add(self, encoded: Encoded, *, digest: int, source: int, held_out: bool | None) -> None:
-        """`held_out` is the source's own word, None where it has none."""
+        """Add a document. `held_out`: whether the source marks it as held out; None if the source does not say."""
         for tokens, counts in encoded.samples:
             self._tokens.write(tokens.astype(self._dtype).tobytes())
             self._counts.write(counts.tobytes())
@@ -282,7 +278,7 @@ class DocumentCollector:
         self._sides.append(-1 if held_out is None else int(held_out))
 
     def finish(self) -> Documents:
-        """Everything gathered; the tokens are mapped from their files."""
+        """Close the files and return all documents, with tokens memory-mapped."""
         self._tokens.close()
         self._counts.close()
         sides = np.array(self._sides, dtype=np.int8)
@@ -299,5 +295,5 @@ class DocumentCollector:
 
 
 def _starts(lengths: array[int]) -> IntArray:
-    """[len(lengths) + 1]: where each begins, and where the last ends."""
+    """Return [len(lengths) + 1]: the start of each item, then the end of the last."""
     return np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])

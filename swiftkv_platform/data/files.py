@@ -1,5 +1,5 @@
-"""Rows of sources as tables, and those of local files, read one after another: JSON Lines, JSON arrays, CSV, Parquet,
-plain text, compressed or not. Knows no format of rows and no tokenizer. No file is held in memory whole, however large.
+"""Tables of rows, and streaming readers of local files: JSON Lines, JSON arrays, CSV, Parquet and plain text,
+compressed or not. Knows no row format and no tokenizer. Never holds a whole file in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swiftkv_platform.sources.layout import kind_of
 
 Row = dict[str, Any]
 NumberedRow = tuple[int, Row]
-"""A row with its line or its number in the file, from 1."""
+"""(line or row number in the file from 1, row)"""
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,24 @@ class Table:
     origin: str
     """Name of the origin in messages: a hub id, or a file."""
     columns: tuple[str, ...] | None
-    """Columns of every row; None where each row has its own."""
+    """Columns of every row; None if each row has its own."""
     rows: Callable[[Sequence[str] | None], Iterator[NumberedRow]]
-    """The rows with these columns, or all."""
+    """(columns, or None for all) -> the rows with these columns."""
     count: Callable[[], int]
-    """Number of rows; not asked of a streamed source."""
+    """Return the number of rows; not called for a streamed source."""
     unit: str = "row"
     """Unit that rows are counted in."""
     held_out: bool | None = None
-    """The side of the hold-out the source itself puts these rows on; None leaves it to `validation_fraction`."""
+    """Whether the source itself marks these rows as held out; None leaves it to `validation_fraction`."""
 
 
 MAX_DOCUMENT_CHARACTERS = 1 << 24
-"""A text file longer than this is several documents, cut at line ends."""
+"""A text file longer than this becomes several documents, cut at line ends."""
 _BYTES_PER_READ = 1 << 20
 _LONGEST_ELEMENT = 1 << 26
-"""Characters of one element of a JSON array; a longer one is taken for damage."""
+"""Most characters of one element of a JSON array; a longer one is treated as damage."""
 _LONGEST_LINE = 1 << 26
-"""Bytes of a line; a longer one is taken for damage, such as an archive that goes on for ever."""
+"""Most bytes of a line; a longer one is treated as damage, such as an archive that decompresses endlessly."""
 _ROWS_PER_BATCH = 512
 _BLANKS = " \t\r\n"
 
@@ -60,15 +60,15 @@ class FileReader:
     unit: str
     """Unit that rows are counted in: `line` or `row`."""
     rows: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]
-    """(file, columns or None for all, field)"""
+    """(file, columns or None for all, field) -> rows"""
     count: Callable[[Path, str], int]
     columns: Callable[[Path, str], tuple[str, ...] | None]
-    """Columns of every row; None where each row has its own."""
+    """(file, field) -> columns of every row; None if each row has its own."""
 
 
 def reader_for(file: Path, field: str) -> FileReader | None:
-    """Choose by the name's ending, and for JSON by the first character; None for a kind that is not read. Raises
-    `DataError`: a compressed file that cannot be read."""
+    """Return the reader for a file, by its name's ending and for JSON by its first character; None if no reader fits.
+    Raises `DataError` if the file cannot be read or decompressed."""
     reader = READERS.get(kind_of(file.name) or "")
     if reader is _JSON_LINES and _is_array(file, field):
         return _JSON_ARRAY
@@ -81,7 +81,7 @@ def _is_array(file: Path, field: str) -> bool:
 
 
 def _lines(file: Path, field: str) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers."""
+    """Yield the lines that are not blank, with their numbers."""
     with opened(file, field) as stream:
         number = 0
         while line := stream.readline(_LONGEST_LINE + 1):
@@ -101,8 +101,8 @@ def parse_line(line: bytes, file: str, number: int, field: str) -> Row:
     """Return the row in a line of JSON Lines. Raises `DataError`.
 
     Args:
-        file: its name in messages.
-        number: line, from 1.
+        file: name of the file in messages.
+        number: line number, from 1.
     """
     try:
         row = json.loads(line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
@@ -129,7 +129,7 @@ def _array_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Itera
 
 
 def _elements(file: Path, field: str) -> Iterator[Any]:
-    """The elements of a JSON array, parsed as they are read."""
+    """Yield the elements of a JSON array, parsing while reading."""
     window = _Window(file, field)
     window.expect("[")
     if window.peek() == "]":
@@ -146,7 +146,7 @@ def _elements(file: Path, field: str) -> Iterator[Any]:
 
 
 class _Window:
-    """Part of a JSON file that has been read and not yet used."""
+    """The part of a JSON file that has been read and not yet parsed."""
 
     def __init__(self, file: Path, field: str) -> None:
         self._file = file
@@ -159,7 +159,7 @@ class _Window:
         self._decoder = json.JSONDecoder()
 
     def peek(self) -> str:
-        """The next character that is no blank; "" at the end."""
+        """Return the next character that is not white space; "" at the end."""
         while True:
             begin = self._at
             while begin < len(self._text) and self._text[begin] in _BLANKS:
@@ -188,7 +188,7 @@ class _Window:
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
                 self.fail(str(error))
             else:
-                # A number at the end of the window may go on.
+                # A number at the end of the window may continue.
                 if end == len(self._text) and self._read():
                     continue
                 self._advance(end)
@@ -211,7 +211,7 @@ class _Window:
 
 
 def _text_chunks(file: Path, field: str) -> Iterator[str]:
-    """The file's characters, some million bytes at a time, every line end as "\\n"."""
+    """Yield the file's text in chunks of about a million bytes, with every line end as "\\n"."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     line, size = 1, 0
     with opened(file, field) as stream:
@@ -237,7 +237,7 @@ def _count_rows(read: Callable[[Path, Sequence[str] | None, str], Iterator[Numbe
 
 
 def _text_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
-    """The file as one document, or as several where it is longer than `MAX_DOCUMENT_CHARACTERS`."""
+    """Yield the file as one document, or as several if it is longer than `MAX_DOCUMENT_CHARACTERS`."""
     number, pieces, size = 1, list[str](), 0
     for chunk in _text_chunks(file, field):
         pieces.append(chunk)
@@ -252,7 +252,7 @@ def _text_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterat
 
 
 def _csv_rows(delimiters: str, file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
-    """Rows under the names of the first, every cell a text, with the line on which each ends."""
+    """Yield rows named by the first record, all cells as text, each with the line on which it ends."""
     with opened(file, field) as stream:
         records = _csv_records(stream, file, delimiters, field)
         _, header = next(records, (0, []))
@@ -271,8 +271,8 @@ def _csv_rows(delimiters: str, file: Path, columns: Sequence[str] | None, field:
 
 
 def _csv_records(stream: BinaryIO, file: Path, delimiters: str, field: str) -> Iterator[tuple[int, list[str]]]:
-    """Records with the lines on which they end. The first of `delimiters` that stands in the first line divides."""
-    csv.field_size_limit(_LONGEST_ELEMENT)  # of the process; its default is too short for a text
+    """Yield records with the lines on which they end. The delimiter is the first of `delimiters` in the first line."""
+    csv.field_size_limit(_LONGEST_ELEMENT)  # process-wide; the default is too short for texts
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
 
     def lines() -> Iterator[str]:
@@ -391,4 +391,4 @@ READERS = {
     ".txt": _TEXT,
     ".py": _TEXT,
 }
-"""Readers by `layout.kind_of` a file's name."""
+"""Readers by `layout.kind_of` of a file's name."""

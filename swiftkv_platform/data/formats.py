@@ -1,4 +1,4 @@
-"""Meaning of a row: a text, or a conversation of messages, by its columns. Knows no file and no tokenizer."""
+"""Row formats: which columns make a row a text or a conversation. Knows no file and no tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Conversation:
         return bool(self.messages)
 
     def as_json(self) -> str:
-        """Return the conversation as JSON, the same for equal conversations, whatever of them is counted."""
+        """Return the conversation as canonical JSON, without the weights of its messages."""
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in self.messages]
         said = messages if self.tools is None else {"messages": messages, "tools": self.tools}
         return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
@@ -41,14 +41,14 @@ class RowFormat:
 
     name: str
     columns: tuple[tuple[str, ...], ...]
-    """Sets of columns, any one of which is enough."""
+    """Alternative sets of required columns."""
     parse: Callable[[list[Any], Row], Content]
-    """Reads a row: the values of the matched set of columns in its order, and the whole row."""
+    """(values of the matched set of columns, whole row) -> content"""
     optional: tuple[str, ...] = ()
-    """Columns read where they exist."""
+    """Columns that are read if they exist."""
 
     def matches(self, columns: Collection[str]) -> list[tuple[str, ...]]:
-        """Those of its sets of columns that are all there."""
+        """Return the sets of required columns that `columns` contains."""
         return [group for group in self.columns if set(group) <= set(columns)]
 
 
@@ -59,11 +59,10 @@ class RowReader:
     format: RowFormat
     required: tuple[str, ...]
     columns: tuple[str, ...]
-    """Every column the reader looks at."""
+    """Every column that is read."""
 
     def __call__(self, row: Row) -> Content:
-        """The row's text or conversation; "" where it holds none. Raises `RowError`: a value of another type than the
-        format has."""
+        """Return the row's text or conversation, which may be empty. Raises `RowError` for a value of a wrong type."""
         try:
             return self.format.parse([row[column] for column in self.required], row)
         except RecursionError as error:
@@ -71,10 +70,10 @@ class RowReader:
 
 
 class Holdings:
-    """Columns that hold something in the rows of a table, which are read as far as it takes to know.
+    """Tells which columns of a table are not empty, reading only as many rows as needed.
 
     Args:
-        read: the rows from the beginning.
+        read: returns the rows from the beginning.
     """
 
     def __init__(self, read: Callable[[], Iterator[Row]]) -> None:
@@ -83,7 +82,7 @@ class Holdings:
         self._held: dict[frozenset[str], set[str]] = {}
 
     def hold(self, layout: Collection[str], columns: Collection[str]) -> bool:
-        """Whether each of `columns` holds something in some row that has the columns `layout`."""
+        """Whether each of `columns` has a value that is not empty in some row with the columns `layout`."""
         wanted = _known(layout)
         held = self._held.setdefault(wanted, set())
         while not held.issuperset(columns):
@@ -100,7 +99,7 @@ class Holdings:
 
 
 _LAYOUTS_KEPT = 256
-"""Sets of columns of which is remembered what they hold."""
+"""Most sets of columns that a `Holdings` keeps track of."""
 
 
 def _known(columns: Iterable[str]) -> frozenset[str]:
@@ -114,8 +113,8 @@ def _is_nothing(value: Any) -> bool:
 def match_format(
     columns: Collection[str], formats: Sequence[RowFormat], holdings: Holdings | None = None
 ) -> tuple[RowFormat, tuple[str, ...], bool] | None:
-    """The first of `formats` that fits, the set of its columns that does, and whether those hold something. One whose
-    columns are there and hold nothing comes behind all others; without `holdings`, all hold something."""
+    """Return the first of `formats` that fits, its matched set of columns, and whether those are not empty. Formats
+    whose columns are all empty are tried last; without `holdings`, no column counts as empty."""
     found = [(candidate, group) for candidate in formats for group in candidate.matches(columns)]
     for candidate, group in found:
         if holdings is None or holdings.hold(columns, group):
@@ -132,8 +131,8 @@ def find_format(
     formats: Sequence[RowFormat] | None = None,
     holdings: Holdings | None = None,
 ) -> RowReader:
-    """The reader for rows with `columns`: of the format `name`, or the first of `formats` (all) that fits where it is
-    `auto`, as `match_format`. Raises `DataError`: the columns of no format, or not those of `name`, are there."""
+    """Return the reader for rows with `columns`: of the format `name`, or if that is `auto` of the first of `formats`
+    (default: `FORMATS`) that fits, see `match_format`. Raises `DataError` if none fits."""
     formats = FORMATS if formats is None else formats
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
     matched = match_format(columns, candidates, holdings)
@@ -150,8 +149,8 @@ def find_format(
 
 
 def content_digest(content: Content) -> int:
-    """64 bits of what a sample says, whatever file, format or tokenizer it comes through. Raises `RowError`: half of a
-    surrogate pair, which JSON can write but no text holds."""
+    """Return a 64-bit hash of a sample's content, the same for every file, format and tokenizer. Raises `RowError` for
+    a lone surrogate, which JSON can express but UTF-8 cannot encode."""
     data = content if isinstance(content, str) else content.as_json()
     try:
         return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")
@@ -168,8 +167,8 @@ def _text(value: Any, what: str) -> str:
 
 
 def _conversation(messages: list[Message], row: Row) -> Conversation:
-    """Return a conversation with the row's other columns: `system`, unless a message has it, and `tools`, which OpenAI
-    once called `functions`."""
+    """Return a conversation with the row's `system`, unless its first message is one, and its `tools`, formerly called
+    `functions` by OpenAI."""
     system = _text(row.get("system"), "system")
     if system and messages and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system}, *messages]
@@ -201,7 +200,7 @@ def _parse_prompt_completion(values: list[Any], row: Row) -> Content:
 
 
 def _both(prompt: Any, completion: Any) -> list[Message]:
-    """Messages of a prompt and its completion, either of which may be a text."""
+    """Return the messages of a prompt and its completion, each a list of messages or a text."""
     sides = (("prompt", "user", prompt), ("completion", "assistant", completion))
     return read_messages(
         [
@@ -221,7 +220,7 @@ def _parse_alpaca(values: list[Any], row: Row) -> Content:
 
 
 def _history(row: Row) -> list[Message]:
-    """Earlier pairs of instruction and output."""
+    """Return the messages of `history`, pairs of instruction and output."""
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output is accepted")
@@ -250,7 +249,7 @@ def _prompt_of_alpaca(values: list[Any], row: Row) -> Content:
 
 
 _BESIDE = ("system", "tools", "functions")
-"""Columns beside those of any conversation."""
+"""Optional columns of every conversation."""
 _SHAREGPT = (("conversations",), ("conversation",))
 _OF_ALPACA = ("input", "context", "history", *_BESIDE)
 
@@ -273,7 +272,7 @@ FORMATS = (
     RowFormat("alpaca", (("instruction", "output"), ("instruction", "response")), _parse_alpaca, optional=_OF_ALPACA),
     RowFormat("text", (("text",),), _parse_text),
 )
-"""Row formats in the order `auto` tries them: what says most about a sample first."""
+"""Row formats in the order in which `auto` tries them, the most specific first."""
 
 PROMPT_FORMATS = (
     RowFormat("messages", (("messages",),), _unanswered_chats("messages"), optional=_BESIDE),
@@ -284,9 +283,9 @@ PROMPT_FORMATS = (
     RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=_OF_ALPACA),
     RowFormat("text", (("text",),), _parse_text),
 )
-"""The same for rows of which only the prompt is read, because the teacher answers it."""
+"""Row formats that read only the prompt, for the teacher to answer; in the same order."""
 
 COLUMNS = frozenset(
     column for formats in (FORMATS, PROMPT_FORMATS) for each in formats for group in each.columns for column in group
 )
-"""Columns that decide a format."""
+"""Columns that decide which format fits."""

@@ -1,5 +1,5 @@
-"""Messages of a conversation, whatever convention they come in, as chat templates read them. Rows, uploads, evaluation
-and served requests go through the same rules. Knows no row, no template and no route.
+"""Normalize messages of any convention to the form that chat templates read. Rows, uploads, evaluation and served
+requests follow the same rules. Knows no row, no template and no route.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from swiftkv_platform.specs.base import MAX_SCHEMA_DEPTH
 
 Message = dict[str, Any]
-"""`role`, `content` (str; None of a call without words) and whatever else a chat template may read, as `tool_calls`;
-`weight` 0 where the loss leaves it out."""
+"""`role`, `content` (str; None for a call without text) and other keys that chat templates read, such as `tool_calls`;
+`weight` is 0 if the loss leaves the message out."""
 
 MAX_DEPTH = 100
-"""Lists and objects inside each other in a message or a tool."""
+"""Most nested lists and objects in a message or a tool."""
 
 ROLES = {
     "system": "system",
@@ -37,30 +37,30 @@ ROLES = {
     "tool_response": "tool",
     "function_response": "tool",
 }
-"""Role that a name of any convention stands for."""
+"""Roles by their names in any convention."""
 _CALLS = frozenset({"function_call", "tool_call"})
-"""Names of an assistant's turn whose content is a call, as JSON."""
+"""Role names of an assistant's turn whose content is a call as JSON."""
 _CONTENTS = ("content", "value", "text")
 _READ = frozenset({"role", "from", *_CONTENTS, "weight", "tool_calls", "function_call"})
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Key of the text, by a content part's type."""
+"""Key that holds the text of a content part, by the part's type."""
 
 
 class RowError(ValueError):
-    """A row, or a message, that cannot be read; the caller knows which one of what it is."""
+    """A row or message that cannot be read; the caller adds its place."""
 
 
 def read_messages(turns: Any, what: str) -> list[Message]:
-    """Messages to train on: a list of turns, or JSON of one. `what`: its name in messages.
+    """Return messages to train on. `turns`: a list, or a JSON list as text. `what`: its name in error messages.
 
-    Raises `RowError`: no such list, an unknown role, a turn without content, an assistant that neither says nor calls
-    anything, arguments that are no object.
+    Raises `RowError` if it is not a list, or for an unknown role, a turn without content, an assistant turn without
+    content and calls, or call arguments that are not an object.
     """
     return _checked(turns_of(turns, what))
 
 
 def read_prompt(turns: Any, what: str) -> list[Message]:
-    """Messages up to the last one that is not the assistant's, whose answers are left out unread. Raises as
+    """Return the messages up to the last one that is not the assistant's; answers after it are not checked. Raises as
     `read_messages`."""
     found = turns_of(turns, what)
     end = next((i for i in range(len(found), 0, -1) if _role_of(found[i - 1])[1] != "assistant"), 0)
@@ -68,7 +68,8 @@ def read_prompt(turns: Any, what: str) -> list[Message]:
 
 
 def turns_of(turns: Any, what: str) -> list[Mapping[str, Any]]:
-    """The turns as they came. Raises `RowError` for what is no list of them, nor JSON of one."""
+    """Return the turns unchanged except for null values. Raises `RowError` if `turns` is neither a list nor JSON of
+    one."""
     if turns is None:
         return []
     found = parse_json(turns, what) if isinstance(turns, str) and turns.lstrip().startswith("[") else turns
@@ -78,9 +79,9 @@ def turns_of(turns: Any, what: str) -> list[Mapping[str, Any]]:
 
 
 def template_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Messages as chat templates read them, those of this form already included. Calls without an id get one, and so
-    do the results that follow: some templates write it. Raises `RowError`: content or a call of a form that no
-    convention has."""
+    """Return messages as chat templates read them; those in this form already stay the same. Calls without an id get
+    one, and so do the results that follow them, since some templates write it. Raises `RowError` for content or a call
+    in an unknown form."""
     messages = [_message(turn) for turn in turns]
     unanswered, number = list[str](), 0
     for message in messages:
@@ -96,8 +97,8 @@ def template_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """Functions that may be called: a list, or JSON of one, of functions bare or within a tool. None where there is
-    none. Raises `RowError`."""
+    """Return the tools of a row as chat templates read them; None if there are none. `value`: a list, or JSON of one,
+    of functions or tools. Raises `RowError`."""
     if not value or (isinstance(value, str) and not value.strip()):
         return None
     found = parse_json(value, "tools") if isinstance(value, str) else without_nulls(value)
@@ -108,7 +109,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 
 def template_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as chat templates read them, their keys in one order: templates write them in the order they come in."""
+    """Return tools as chat templates read them, with keys in a fixed order, in which templates write them."""
     return [_tool(tool) for tool in tools]
 
 
@@ -136,7 +137,7 @@ def _message(turn: Mapping[str, Any]) -> Message:
 
 
 def _role_of(turn: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The name that a turn gives its role, and the role; another name stands for itself."""
+    """Return the role name of a turn in lower case (None if it is not text), and the role; an unknown one unchanged."""
     name = turn.get("role") if turn.get("from") is None else turn["from"]
     known = name.lower() if isinstance(name, str) else None
     return known, ROLES.get(known or "", name)
@@ -171,7 +172,7 @@ def _check(message: Message, where: str) -> None:
 
 
 def _content(turn: Mapping[str, Any]) -> str | None:
-    """The words of a message: a string, or a list of text parts."""
+    """Return the text of a message, given as a string or a list of text parts; None if it has none."""
     found = [(key, turn[key]) for key in _CONTENTS if turn.get(key) is not None]
     if len(found) > 1:
         raise RowError(f"a message has {' and '.join(key for key, _ in found)}; one of them is accepted")
@@ -210,7 +211,7 @@ def _listed_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A call in OpenAI's present form; its arguments are an object wherever they are one, or JSON of one."""
+    """Return a call in OpenAI's current form, with arguments as `call_arguments` returns them."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
@@ -225,8 +226,8 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def call_arguments(value: Any) -> Any:
-    """Arguments of a call as templates take them: an object, where they are one or JSON of one that is not too deep for
-    a template; others as they came, as what a model wrote that was cut off. None and "" are no arguments."""
+    """Return arguments of a call as templates take them: an object if they are one, or JSON of one, that templates can
+    nest; {} for None and ""; anything else unchanged, such as a model's text that was cut off."""
     if value in (None, ""):
         return {}
     found = value
@@ -239,8 +240,7 @@ def call_arguments(value: Any) -> Any:
 
 
 def _is_deep(value: Any, most: int = MAX_SCHEMA_DEPTH) -> bool:
-    """Whether a value has lists and objects more than `most` inside each other, by default more than templates can
-    follow safely."""
+    """Whether a value has more than `most` nested lists and objects; by default, more than templates can follow."""
     level: list[Any] = [value]
     for _ in range(most):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
@@ -249,7 +249,7 @@ def _is_deep(value: Any, most: int = MAX_SCHEMA_DEPTH) -> bool:
 
 
 def _weight(turn: Mapping[str, Any]) -> int:
-    """0 where the loss leaves the message out, else 1: `weight` of 0 or 1, `train` or `loss` of true or false."""
+    """Return 0 if the loss leaves the message out (`weight` is 0, or `train` or `loss` is false), else 1."""
     weight = turn.get("weight")
     if weight is not None and weight not in (0, 1):
         raise RowError(f"a message has the weight {shown(weight)}; 0 and 1 are accepted")
@@ -257,8 +257,8 @@ def _weight(turn: Mapping[str, Any]) -> int:
 
 
 def without_nulls(value: Any, depth: int = 0) -> Any:
-    """The value without keys that hold null: columns give every message the keys of all messages. Raises `RowError`:
-    a number that JSON has no word for, and what templates could not walk."""
+    """Return the value without keys that hold null, which tables add to give every message the same keys. Raises
+    `RowError` for NaN and infinities, and for values nested too deeply."""
     if depth > MAX_DEPTH:
         raise _too_deep()
     if isinstance(value, Mapping):
@@ -271,12 +271,12 @@ def without_nulls(value: Any, depth: int = 0) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a message; numbers that are none by the names that JSON files give them."""
+    """Return a value as error messages show it, with NaN and infinities by their names in JSON files."""
     return json.dumps(value) if isinstance(value, float) else f"{value!r:.80}"
 
 
 def parse_json(text: str, what: str) -> Any:
-    """The value that JSON says. Raises `RowError`."""
+    """Parse JSON. Raises `RowError`, also for NaN and infinities and for deep nesting."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"it holds {constant}, which JSON has no word for")

@@ -1,5 +1,5 @@
-"""Sources of rows: hub data sets, local files, objects of a store, the standard library, each as tables that are
-read row by row. Knows no tokenizer and no row format.
+"""Open sources as tables that are read row by row: hub data sets, local files, stored objects and built-in data. Knows
+no tokenizer and no row format.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ class RemoteFile:
     store: str
     """Address of the store, such as `s3://bucket`."""
     key: str
-    """Key in it, character by character."""
+    """Key in the store, unescaped."""
 
     @property
     def origin(self) -> str:
-        """Name in messages."""
+        """Name of the object in messages."""
         return f"{self.store}/{self.key}"
 
 
 class RemoteFiles(Protocol):
-    """Objects of stores, brought to this machine."""
+    """Lists and downloads objects of stores."""
 
     def list(self, source: S3Source) -> Sequence[RemoteFile]:
-        """The object that `source` names, or those below it, sorted. Raises `DataError` if there are none."""
+        """Return the object that `source` names, or those below it, sorted. Raises `DataError` if there are none."""
 
     def fetch(self, file: RemoteFile) -> Path:
-        """Download one object; the same one again finds it there."""
+        """Download an object unless its copy exists, and return the copy's path."""
 
 
 def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None, access: Access = OPEN) -> list[Table]:
-    """Open a source; rows are read when tables are asked for them.
+    """Open a source. Rows are read lazily, when its tables are iterated.
 
     Args:
         path: the source's place in the spec, e.g. `data.sources[0]`, for error messages.
-        remote: needed for `s3://` alone.
-        access: what may be read; every file is held to it before it is opened.
+        remote: needed for `s3://` sources and uploaded files only.
+        access: what may be read; every file is checked before it is opened.
 
     Raises:
-        DataError: nothing is there, it cannot be read, or it leads to what may not be read.
-        InvalidInputError: an `s3://` source without `remote`, or a name that is closed.
+        DataError: the source does not exist, cannot be read, or leads to files that may not be read.
+        InvalidInputError: `remote` is needed and missing, or the name is not one that the tenant may read.
         StorageError: the hub does not answer.
     """
     field = f"{path}.name_or_path"
@@ -108,7 +108,7 @@ def _needed(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
 
 
 def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) -> Table:
-    """Rows of an uploaded file, which must be those that were uploaded."""
+    """Return the table of an uploaded file. Raises `DataError` if its SHA-256 is not that of the upload."""
     store, _, key = stored.uri.rpartition("/")
     file = remote.fetch(RemoteFile(store, key))
     with file.open("rb") as stream:
@@ -128,7 +128,7 @@ _PROMPTS: Mapping[str, dict[str, Callable[[], list[str]]]] = {
     name: {"train": partial(made, held_out=False), "held_out": partial(made, held_out=True)}
     for name, made in _MADE.items()
 }
-"""Requests of each split of a built-in source."""
+"""Functions that return the prompts of each split of a built-in source."""
 _PROMPTS[BUILTIN_CHATS]["unseen"] = unseen_chat_prompts
 
 
@@ -154,7 +154,7 @@ def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
 
 
 def _prompts(source: DataSourceSpec, path: str) -> Table:
-    """The requests of a split; they have no answers but the teacher's."""
+    """Return the prompts of a split of a built-in source, which only the teacher answers."""
     if source.complete is None:
         raise DataError(
             f"{path} is {source.name_or_path} without complete: its rows are requests, which the teacher answers; "
@@ -195,7 +195,7 @@ def _file_table(file: Path, reader: FileReader, field: str) -> Table:
 
 
 def _remote(remote: RemoteFiles, named: S3Source, source: DataSourceSpec, path: str) -> list[Table]:
-    """One table an object. A streamed one is fetched when it is read and deleted when that is done."""
+    """Return one table per object. Each is fetched when it is read, and of a streamed source deleted afterwards."""
     field = f"{path}.name_or_path"
     objects = {file.key.removeprefix(named.key).lstrip("/"): file for file in remote.list(named)}
     if list(objects) == [""]:
@@ -227,7 +227,7 @@ def _object_table(remote: RemoteFiles, file: RemoteFile, field: str, *, keep: bo
 
 
 def _saved(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> list[Table] | None:
-    """The split of a directory that `datasets` or the hub laid out; None for any other directory."""
+    """Return the split of a directory in the layout of `datasets` or the hub; None for any other directory."""
     if is_saved_dataset(location):
         check_subset(source, path)
         return [read_saved(location, source, path, boundary)]

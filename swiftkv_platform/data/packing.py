@@ -1,9 +1,9 @@
-"""Samples packed into rows of equal length, and which rows an optimizer step takes. Knows token ids, no text.
+"""Pack samples into rows of equal length, and choose the rows of each optimizer step. Knows token ids, no text.
 
-A row is a run of samples, each with positions from 0, then padding, whose positions go on: it is behind all that
-counts, so attention, which is causal, needs no border there. Without attention mask and cache, transformers reads every
-restart of the positions as another sequence and keeps attention apart. Training lays samples end to end instead,
-without padding, and takes their lengths (`PackedRows.end_to_end`).
+A row is a run of samples, each with positions from 0, then padding, which continues the last positions: causal
+attention of counted tokens never reaches it. Without attention mask and cache, transformers treats every restart of the
+positions as a new sequence and separates their attention. Training instead lays samples end to end without padding and
+uses their lengths (`PackedRows.end_to_end`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BoolArray = npt.NDArray[np.bool_]
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 _SAMPLES_PER_FIT = 1 << 20
-"""Packed together; a million samples leave best fit nothing to gain from more."""
+"""Samples that are packed together; best fit gains nothing from more."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Samples:
     starts: IntArray
     """[num_samples + 1]: where each sample begins; the last entry is `num_tokens`."""
     texts: IntArray | None = None
-    """[num_samples]: number of the conversation or text that a sample is of, equal for equal content; None: each is one
-    of its own."""
+    """[num_samples]: number of the conversation or text that a sample belongs to, equal for equal content; None: every
+    sample is a text of its own."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -50,9 +50,9 @@ class Samples:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of `max_length` tokens over a store of samples; a sample may stand in several rows, or in none.
+    """Rows of `max_length` tokens over stored samples; a sample may be in several rows, or in none.
 
-    Rows are assembled when they are asked for, so padding and repeated samples cost no memory.
+    Rows are assembled on access, so padding and repeated samples cost no memory.
     """
 
     samples: Samples
@@ -85,11 +85,11 @@ class PackedRows:
         return self.num_tokens / (len(self) * self.max_length) if len(self) else 0.0
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
-        """One row: `input_ids` and `position_ids` int64, `loss_mask` bool, each [max_length]."""
+        """Return one row: `input_ids` and `position_ids` int64, `loss_mask` bool, each [max_length]."""
         return {name: array[0] for name, array in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """The rows `indices`, stacked: `input_ids` and `position_ids` int64, `loss_mask` bool, each [B, max_length]."""
+        """Return rows stacked: `input_ids` and `position_ids` int64, `loss_mask` bool, each [B, max_length]."""
         batch = self._blank(len(indices), self.max_length)
         for row, index in enumerate(indices):
             end = 0
@@ -102,12 +102,12 @@ class PackedRows:
     def end_to_end(
         self, indices: Sequence[int], *, multiple: int = 1, num_counted: int | None = None
     ) -> tuple[dict[str, npt.NDArray[Any]], tuple[int, ...]]:
-        """The samples of the rows `indices` one after another, without padding: arrays as of `batch`, each
+        """Return the samples of the rows `indices` end to end, without padding: arrays as of `batch`, each
         [1, num_tokens], and the lengths of the samples.
 
         Args:
-            multiple: padding behind the last sample fills up to a multiple of this number of tokens.
-            num_counted: the loss counts positions of this number of rows only, the first ones; None: of all.
+            multiple: pad after the last sample to a multiple of this number of tokens.
+            num_counted: the loss counts only positions of the first `num_counted` rows; None: of all.
         """
         members = [list(self.members_of(index)) for index in indices]
         lengths = [self.samples.lengths[row].tolist() for row in members]
@@ -124,22 +124,22 @@ class PackedRows:
         return batch, tuple(chain.from_iterable(lengths))
 
     def texts(self, index: int) -> IntArray:
-        """The number of the conversation or text of each sample of a row, in its order."""
+        """Return the number of the conversation or text of each sample of a row, in its order."""
         members = self.members_of(index)
         return members if self.samples.texts is None else self.samples.texts[members]
 
     def lengths(self, index: int) -> IntArray:
-        """Tokens of each sample of a row, in its order."""
+        """Return the number of tokens of each sample of a row, in its order."""
         return self.samples.lengths[self.members_of(index)]
 
     @cached_property
     def sample_counts(self) -> tuple[tuple[int, int], ...]:
-        """Number of placed samples by their length: (length, number)."""
+        """Histogram of the lengths of placed samples: (length, number of samples)."""
         lengths, numbers = np.unique(self.samples.lengths[self.members], return_counts=True)
         return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
 
     def members_of(self, index: int) -> IntArray:
-        """The indices of the samples of a row, in its order."""
+        """Return the indices of the samples of a row, in its order."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         return self.members[self.row_starts[index] : self.row_starts[index + 1]]
@@ -152,7 +152,7 @@ class PackedRows:
         }
 
     def _write(self, batch: dict[str, npt.NDArray[Any]], row: int, begin: int, member: int) -> int:
-        """Write a sample at `begin` of a row. Returns where it ends."""
+        """Write a sample at `begin` of a row, and return its end."""
         source = slice(self.samples.starts[member], self.samples.starts[member + 1])
         end = begin + int(source.stop - source.start)
         batch["input_ids"][row, begin:end] = self.samples.tokens[source]
@@ -162,11 +162,11 @@ class PackedRows:
 
 
 def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: int, packing: bool = True) -> PackedRows:
-    """Lay the samples `chosen` (indices, repeats allowed) into rows.
+    """Pack the samples `chosen` (indices, repeats allowed) into rows.
 
-    Best fit, longest sample first: each goes where it leaves the least room. Of very many samples each
-    `_SAMPLES_PER_FIT` are packed by themselves, which bounds the memory it takes. Without `packing` every sample has a
-    row of its own. The same input gives the same rows.
+    Uses best-fit decreasing: samples are placed longest first, each where it leaves the least room. Every
+    `_SAMPLES_PER_FIT` samples are packed separately, which bounds memory. Without `packing` every sample has a row of
+    its own. Deterministic.
     """
     lengths = samples.lengths[chosen]
     if len(lengths) and lengths.max() > max_length:
@@ -190,12 +190,12 @@ def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: i
 
 
 def _best_fit(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
-    """Indices into `lengths` row after row, and the number in each row: best-fit decreasing, in about constant time a
-    sample.
+    """Return indices into `lengths` row by row, and the number of samples in each row. Best-fit decreasing, in about
+    constant time per sample.
     """
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by_room[r]: rows with room for r more tokens
-    open_rooms = 0  # bit r is set where by_room[r] is not empty
+    open_rooms = 0  # bit r is set if by_room[r] is not empty
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
         fitting = open_rooms >> length
@@ -216,10 +216,10 @@ def _best_fit(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
 
 
 def batch_rows(num_rows: int, *, batch_size: int, seed: int, step: int) -> list[int]:
-    """Rows of optimizer step `step` (from 0), over all workers.
+    """Return the rows of optimizer step `step` (from 0), over all workers.
 
-    Every epoch is a fresh permutation by (seed, epoch), and epochs follow one another without a gap, so a batch may
-    cross from one into the next. The step alone is the position in the data: resuming needs no other state, and any
+    Every epoch is a new permutation seeded by (seed, epoch), and epochs follow one another without a gap, so a batch
+    may span two epochs. The step alone determines the position in the data: resuming needs no other state, and any
     number of workers sees the same batches.
     """
     batch = []
@@ -235,13 +235,13 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> IntArray:
 
 
 def rank_rows(rows: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Return this worker's share of a batch. Where the batch does not divide, the last workers have one row less."""
+    """Return this worker's share of a batch. If it does not divide evenly, the last workers have one row less."""
     return list(rows[rank::world_size])
 
 
 def total_steps(num_rows: int, *, batch_size: int, num_epochs: int, max_steps: int | None) -> int:
-    """Optimizer steps of a run: `max_steps` where it is given, else as many as `num_epochs` need, the last one filled
-    up from the epoch after.
+    """Return the number of optimizer steps of a run: `max_steps` if given, else enough for `num_epochs`; the last step
+    is filled up from the next epoch.
     """
     if max_steps is not None:
         return max_steps

@@ -1,8 +1,8 @@
 """Training and held-out rows from a data spec: read, tokenize, hold out, weigh, pack. Knows no model and no worker.
 
-The same spec, files, tokenizer and seed give the same rows on every machine, whatever the number of workers. Sources
-are read as streams and token ids go to files, so neither has to fit into memory; a source with `streaming` need not fit
-on disk either. Training reads rows by number out of the mapped files, so the step is the whole position in the data.
+The same spec, files, tokenizer and seed give the same rows on every machine, for any number of workers. Sources are
+streamed and token ids are written to files, so neither has to fit into memory; a source with `streaming` need not fit
+on disk either. Training reads rows by number from the mapped files, so the step alone is the position in the data.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def prepare_data(
     """Read, tokenize and pack every source of `spec`.
 
     Args:
-        tokenizer: the teacher's; one with a `tokenizer.json` where `train_on` is `assistant`.
-        directory: an empty one, where the rows are kept; `PreparedData.load` opens it again.
-        seed: decides what `sample_count` and fractional weights keep. Which samples are held out does not depend on it.
-        remote: brings `s3://` sources to this machine.
+        tokenizer: the teacher's; needs a `tokenizer.json` if `train_on` is `assistant`.
+        directory: an empty one, to write the rows to; `PreparedData.load` opens it again.
+        seed: decides which rows `sample_count` and fractional weights keep, but not which samples are held out.
+        remote: downloads `s3://` sources.
         access: what sources may read.
-        written: what the teacher has written to the prompts of sources with `complete`.
-        splits: let no sample count as a whole, see `DocumentEncoder`.
-        steers: keep a share of the held-out texts for what training is steered by, see `PreparedData.steering`.
-        progress: called after each source, with the number of those that are read, and of all.
+        written: the teacher's answers to the prompts of sources with `complete`.
+        splits: begin samples with an uncounted prompt, see `DocumentEncoder`.
+        steers: set aside a share of the held-out texts to steer training by, see `PreparedData.steering`.
+        progress: called after each source with the number of sources read so far and in total.
 
     Raises:
-        DataError: a source is missing, undecodable, empty or without the columns of a known format, or nothing is left
-            to train on.
+        DataError: a source is missing, undecodable, empty or without the columns of a known format, or no document is
+            left to train on.
         InvalidInputError: an `s3://` source without `remote`.
         StorageError: the hub does not answer.
     """
@@ -121,9 +121,9 @@ def prepare_data(
 
 
 def _held_out_samples(documents: Documents, fraction: float) -> BoolArray:
-    """[num_samples]: held out by the source, or by `fraction`: where a document's digest lies in the lowest part of its
-    range, so that it is on the same side in every data set. Where `fraction` of the documents is less than one, as of a
-    long text or a few, samples are held out instead. Of two or more different ones each side gets at least one.
+    """Return [num_samples]: whether a sample is held out, by its source or by `fraction`: documents whose digests lie
+    in the lowest part of the range, so that a document is on the same side in every data set. If `fraction` of the
+    documents is less than one, samples are held out instead. Of two or more distinct ones each side gets at least one.
     """
     counts = documents.num_samples
     held_out, eligible = np.repeat(documents.held_out, counts), np.repeat(~documents.is_settled, counts)
@@ -137,8 +137,9 @@ _STEERING_SHARE = 0.25
 
 
 def _steering_samples(documents: Documents, held_out: BoolArray) -> BoolArray:
-    """[num_samples]: a quarter of the held-out texts, by another hash of their content than the one that holds them
-    out, the same in every data set; of a single text a quarter of its samples. None of a single sample.
+    """Return [num_samples]: whether a sample steers training. Takes a quarter of the held-out texts, by a second hash
+    of their content, so that it is the same in every data set; of a single text, a quarter of its samples; of a single
+    sample, none.
     """
     digests = _scattered(np.repeat(documents.digests, documents.num_samples))
     if len(np.unique(digests[held_out])) < 2:
@@ -147,14 +148,14 @@ def _steering_samples(documents: Documents, held_out: BoolArray) -> BoolArray:
 
 
 def _apart(documents: Documents, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`digests` [num_samples] of documents as those of their samples."""
+    """Turn digests of documents, repeated to [num_samples], into distinct digests of their samples."""
     within = np.arange(len(digests)) - np.repeat(documents.first_samples[:-1], documents.num_samples)
     return digests ^ _scattered(within)
 
 
 def _share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction: float) -> BoolArray:
-    """[num_samples]: the eligible samples whose digests lie in the lowest `fraction` of their range. Of two or more
-    different ones at least one is, and at least one is not; of one, and for a fraction of 0, none is."""
+    """Return [num_samples]: whether a sample is eligible with a digest in the lowest `fraction` of the range. Of two or
+    more distinct digests at least one is taken and one left; of a single one, or for a fraction of 0, none is taken."""
     different = np.unique(digests[eligible])
     if fraction == 0.0 or len(different) < 2:
         return np.zeros_like(eligible)
@@ -164,7 +165,7 @@ def _share(digests: npt.NDArray[np.uint64], eligible: BoolArray, fraction: float
 
 
 def _scattered(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Whole numbers as 64 bits that look random, 0 as 0 (the finaliser of splitmix64)."""
+    """Hash integers to 64 bits by the finaliser of splitmix64, which maps 0 to 0."""
     bits = numbers.astype(np.uint64)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -172,8 +173,8 @@ def _scattered(numbers: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def _weigh(documents: Documents, training: BoolArray, weights: Sequence[float], seed: int) -> IntArray:
-    """The documents to train on: each source's as often as the whole part of its weight says, and the share of them
-    (at least one) that is left of the weight once more.
+    """Return the documents to train on, with repeats: those of each source as often as the integer part of its weight,
+    and a random share of them, as large as the fractional part (at least one), once more.
     """
     chosen = []
     for source, weight in enumerate(weights):
@@ -188,7 +189,7 @@ def _weigh(documents: Documents, training: BoolArray, weights: Sequence[float], 
 
 @dataclass
 class SourceReading:
-    """Reads one source into the collector and counts what it does."""
+    """Reads one source into the collector and gathers its statistics."""
 
     source: DataSourceSpec
     index: int
@@ -203,13 +204,13 @@ class SourceReading:
     _written_tokens: int = 0
 
     def read(self, rows: Iterable[SourceRow]) -> SourceStatistics:
-        """Raises `DataError` without rows, and for one that cannot be used."""
+        """Read rows of a source. Raises `DataError` if there are none, or one cannot be used."""
         for batch in _batches(self._drafts(rows)):
             self._collect(batch)
         return self._statistics()
 
     def read_written(self, answers: Iterable[Answer]) -> SourceStatistics:
-        """Read what the teacher wrote to the prompts of a source. Raises `DataError` without any."""
+        """Read the teacher's answers to the prompts of a source. Raises `DataError` if there are none."""
         held_out = True if self.source.is_held_out else None
         for answer in answers:
             self._rows += 1
@@ -244,7 +245,7 @@ class SourceReading:
         return f"data.sources[{self.index}]"
 
     def _drafts(self, rows: Iterable[SourceRow]) -> Iterator[tuple[Draft, bool | None]]:
-        """Yield drafts with the side of the hold-out that the source puts them on."""
+        """Yield drafts, each with whether the source marks it as held out (None if it does not say)."""
         for row in rows:
             self._rows += 1
             self._formats[row.format] += 1
@@ -274,7 +275,7 @@ class SourceReading:
 
 
 def _batches(drafts: Iterable[tuple[Draft, bool | None]]) -> Iterator[list[tuple[Draft, bool | None]]]:
-    """Yield batches worth tokenizing at once, and bounded in characters: tokenizers take some 50 bytes for each."""
+    """Yield batches to tokenize at once, bounded in characters since tokenizers need about 50 bytes for each."""
     batch, size = list[tuple[Draft, "bool | None"]](), 0
     for draft in drafts:
         batch.append(draft)

@@ -1,12 +1,12 @@
-"""Prepared rows as files: token ids memory-mapped, so that neither training nor evaluation holds them in memory; and
-the statistics of rows, in numbers and in sentences. Knows no source and no tokenizer.
+"""Prepared rows as files, memory-mapped so that neither training nor evaluation loads them; and statistics of rows, as
+numbers and as sentences. Knows no source and no tokenizer.
 
-    tokens.bin, counts.bin          `Samples.tokens` (type in data.json) and `Samples.counts`, one after another
-    samples.npy, texts.npy          where each sample begins, and the text that it is of
-    {train,held_out,steering}-*.npy which samples make up each row
-    data.json                       statistics, fingerprint, and what the arrays alone do not say
+    tokens.bin, counts.bin          `Samples.tokens` (type in data.json) and `Samples.counts`
+    samples.npy, texts.npy          `Samples.starts` and `Samples.texts`
+    {train,held_out,steering}-*.npy samples of each row
+    data.json                       statistics, fingerprint, and metadata of the arrays
 
-A token takes three bytes, five where the vocabulary needs 32 bits.
+A token takes three bytes, or five if the vocabulary needs 32 bits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from swiftkv_platform.specs import DataSpec
 _BYTES_PER_READ = 1 << 22
 _SIDES = ("train", "held_out", "steering")
 _NOTABLE_LOSS = 0.1
-"""Share of dropped documents, or of tokens cut off, above which a source deserves a warning."""
+"""Share of dropped documents, or of tokens cut off, above which a source gets a warning."""
 
 
 class DocumentLengths(FrozenModel):
-    """Tokens of a source's documents, before any is cut."""
+    """Lengths of a source's documents in tokens, before any is cut."""
 
     median: int
     p95: int
@@ -48,20 +48,20 @@ class DocumentLengths(FrozenModel):
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Rows that a job trains on and is measured on."""
+    """Rows that a job trains on and is evaluated on."""
 
     train: PackedRows
     held_out: PackedRows
-    """Rows that are reported. Empty where nothing is held out."""
+    """Rows whose metrics are reported. Empty if nothing is held out."""
     steering: PackedRows
-    """Rows that are held out as well, by which training chooses a learning rate and a state: none of them is reported.
-    Empty where nothing is chosen, or a single sample is held out."""
+    """Further held-out rows, not reported, by which training chooses a learning rate and a state. Empty if nothing is
+    chosen, or if only one sample is held out."""
     statistics: DataStatistics
     fingerprint: str
-    """SHA-256 over every token, border and counted position of all sides, and the settings that shaped them."""
+    """SHA-256 over all tokens, sample borders, counted positions and rows, and the settings that shaped them."""
 
     def save(self, directory: Path) -> None:
-        """Complete `directory`, which holds the token files already."""
+        """Write all files to `directory` except the token files, which it holds already."""
         samples = self.train.samples
         np.save(directory / "samples.npy", samples.starts)
         np.save(directory / "texts.npy", np.arange(len(samples)) if samples.texts is None else samples.texts)
@@ -80,8 +80,8 @@ class PreparedData:
 
     @classmethod
     def load(cls, directory: Path) -> PreparedData:
-        """The data saved in `directory`; its files may be deleted while they are in use. What a version before
-        `steering` prepared steers by the rows that are reported, as the run that it is of began."""
+        """Load the data saved in `directory`; its files may be deleted while in use. In data of versions without
+        `steering`, the reported rows steer training, as they did when its run began."""
         description = json.loads((directory / "data.json").read_text(encoding="utf-8"))
         texts, has_steering = directory / "texts.npy", (directory / "steering-rows.npy").is_file()
         samples = Samples(
@@ -104,7 +104,7 @@ class PreparedData:
 
 
 def open_tokens(directory: Path, dtype: npt.DTypeLike) -> tuple[TokenArray, BoolArray]:
-    """The token files of a directory, mapped read-only."""
+    """Memory-map the token files of a directory, read-only."""
     return _map(directory / "tokens.bin", dtype), _map(directory / "counts.bin", np.bool_)
 
 
@@ -115,7 +115,7 @@ def _map(path: Path, dtype: npt.DTypeLike) -> Any:
 
 
 def fingerprint(spec: DataSpec, directory: Path, *sides: PackedRows) -> str:
-    """See `PreparedData.fingerprint`; `directory` holds the token files."""
+    """Compute `PreparedData.fingerprint`. `directory`: holds the token files."""
     settings = {"max_length": spec.max_length, "packing": spec.packing, "train_on": spec.train_on}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in ("tokens.bin", "counts.bin"):
@@ -134,7 +134,7 @@ class SourceStatistics(FrozenModel):
 
     name_or_path: str
     formats: dict[str, int]
-    """Rows of each row format found."""
+    """Number of rows by row format."""
     rows: int
     """Rows read, after `sample_count`."""
     documents: int
@@ -149,16 +149,16 @@ class SourceStatistics(FrozenModel):
     truncated: int
     """Conversations longer than `max_length`, cut at its end."""
     truncated_tokens: int
-    """Tokens that were cut off them."""
+    """Tokens cut off conversations."""
     written_tokens: int = 0
-    """Tokens that the teacher wrote, where the source is of prompts."""
+    """Tokens that the teacher wrote, for a source of prompts."""
 
 
 class RowStatistics(FrozenModel):
-    """One side of the hold-out."""
+    """Statistics of the training, held-out or steering rows."""
 
     documents: int
-    """Documents, each as often as its source's weight repeats it."""
+    """Documents, counted as often as their source's weight repeats them."""
     samples: int
     """Documents, and the parts of split ones."""
     tokens: int
@@ -166,7 +166,7 @@ class RowStatistics(FrozenModel):
     """Positions that the loss counts."""
     rows: int
     packing_efficiency: float
-    """Share of the rows that is not padding."""
+    """Share of all positions that is not padding."""
 
     @classmethod
     def of(cls, rows: PackedRows, num_documents: int) -> RowStatistics:
@@ -181,17 +181,17 @@ class RowStatistics(FrozenModel):
 
 
 class DataStatistics(FrozenModel):
-    """Statistics of the data that `prepare_data` found."""
+    """Statistics of prepared data."""
 
     train: RowStatistics
     held_out: RowStatistics
-    """Rows that are reported."""
+    """Statistics of the rows whose metrics are reported."""
     steering: RowStatistics | None = None
-    """Rows that training is steered by; None where it is not, and of earlier versions, which took reported ones."""
+    """Statistics of the rows that steer training; None if none do, and in data of versions that used reported rows."""
     sources: tuple[SourceStatistics, ...]
 
     def messages(self) -> Iterator[tuple[str, bool]]:
-        """A sentence on each source and each side, and whether it is a warning."""
+        """Yield a sentence on each source and each side, and whether it is a warning."""
         for index, source in enumerate(self.sources):
             yield f"data.sources[{index}] {source.name_or_path}: {_describe(source)}", _loses_much(source)
         for name, side in (("training", self.train), ("held out", self.held_out), ("steering", self.steering)):

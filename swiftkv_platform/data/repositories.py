@@ -1,7 +1,7 @@
-"""Data sets that `datasets` reads: of the hub, laid out as there, or saved by it. Knows no row format.
+"""Data sets read by the library `datasets`: from the hub, laid out as on the hub, or saved by it. Knows no row format.
 
-`datasets` follows what cards, states and columns name, to any path and any URL. Where the source is bound to
-directories or to its repository, cards are checked before it sees them, and every file that it found before it is
+`datasets` follows paths and URLs in cards, states and columns wherever they lead. If the source is restricted to
+directories or to its repository, cards are checked before `datasets` reads them, and every file it finds before it is
 opened.
 """
 
@@ -25,13 +25,13 @@ from swiftkv_platform.specs import DataSourceSpec
 
 _ROWS_PER_BATCH = 512
 _PATTERN = re.compile(r"[][*?{}!:#%]")
-"""Characters to which file systems give no meaning, and `datasets` one in every path."""
+"""Characters that are special to `datasets` in every path, though not to file systems."""
 _BUILDERS = frozenset({"arrow", "csv", "json", "parquet", "text"})
-"""Readers of `datasets` that open the files they are given and no others."""
+"""Readers of `datasets` that open only the files they are given."""
 
 
 def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> Table:
-    """The split of a directory that `save_to_disk` wrote, all of which lies within `boundary`. Raises `DataError`."""
+    """Return a split of a directory that `save_to_disk` wrote and that lies within `boundary`. Raises `DataError`."""
     import datasets
 
     name, field = str(location), f"{path}.name_or_path"
@@ -49,9 +49,9 @@ def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boun
 
 
 def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Boundary = UNBOUNDED) -> Table:
-    """A split of a hub data set, or of a directory laid out like one. `boundary`: where the files of a directory may
-    lie; what is in the directory itself does. Raises `DataError`: no such data set, split or subset, or a card or file
-    that leads out of `boundary`; `StorageError`: the hub does not answer."""
+    """Return a split of a hub data set, or of a directory laid out like one. `boundary`: where the files of a directory
+    may lie; it contains the directory. Raises `DataError` if there is no such data set, split or subset, or if a card
+    or file leads out of `boundary`, and `StorageError` if the hub does not answer."""
     if boundary.directories is None:
         return _read(name, source, path, None)
     field, directory = f"{path}.name_or_path", Path(name)
@@ -64,11 +64,11 @@ def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Bounda
 
 
 def read_repository(source: DataSourceSpec, path: str) -> Table:
-    """A split of a hub data set that reads the files of its own repository alone. Raises as `read_laid_out`."""
+    """Return a split of a hub data set, reading only files of its own repository. Raises as `read_laid_out`."""
     from huggingface_hub import constants
 
     name = source.name_or_path
-    if constants.HF_HUB_OFFLINE:  # then `datasets` takes what it has prepared before, and looks at no card
+    if constants.HF_HUB_OFFLINE:  # then `datasets` uses what it prepared before and reads no card
         return _read(name, source, path, lambda _file: False)
     revision = _check_repository_cards(name, f"{path}.name_or_path")
     prefix = f"hf://datasets/{name}@"
@@ -76,7 +76,7 @@ def read_repository(source: DataSourceSpec, path: str) -> Table:
 
 
 def _check_repository_cards(name: str, field: str) -> str | None:
-    """The commit whose cards were checked; None where the repository has none of them."""
+    """Check the cards of a repository. Returns the commit they were read from; None if it has no card."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
@@ -99,7 +99,7 @@ def _check_repository_cards(name: str, field: str) -> str | None:
 
 
 def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: str | None = None) -> Table:
-    """`is_own` says of a file that `datasets` has found whether it may be opened; None lets all be."""
+    """Read a split. `is_own`: whether a file that `datasets` found may be opened; None allows all."""
     import datasets
 
     try:
@@ -131,8 +131,8 @@ def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: s
 
 @cache
 def _without_patterns(name: str) -> str:
-    """The name, or for a directory in whose name `datasets` would read a pattern, that of one with links to its files;
-    `datasets` resolves a link to the directory itself."""
+    """Return the name, or for a directory whose name `datasets` would take for a pattern, that of a temporary directory
+    with links to its files (`datasets` would resolve a link to the directory itself)."""
     if not _PATTERN.search(name) or not Path(name).is_dir():
         return name
     mirror = tempfile.mkdtemp(prefix="swiftkv-data-")
@@ -149,7 +149,7 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
     kind = type(builder).__module__.rpartition(".")[2]
     files = builder.config.data_files
     if files is None and kind == "cache":
-        return  # rows that `datasets` has prepared before, in its own cache
+        return  # rows that `datasets` prepared before, in its own cache
     if kind not in _BUILDERS:
         raise DataError(
             f"{field} is {name!r}, whose files `datasets` would read as {kind}; where sources have rules "
@@ -171,18 +171,18 @@ def _no_hub(name: str, field: str, error: Exception) -> StorageError:
 
 
 def _table(name: str, dataset: Any, path: str) -> Table:
-    """The table of a `Dataset`, or of an `IterableDataset`, whose rows come as they are read."""
+    """Return the table of a `Dataset` or an `IterableDataset`, whose rows are read lazily."""
     dataset = _without_media(dataset)
     columns = dataset.column_names or tuple(next(iter(dataset), {}))
     return Table(name, tuple(columns), partial(_rows, dataset, name, path), lambda: len(dataset))
 
 
 def _without_media(dataset: Any) -> Any:
-    """Columns of text. To decode a picture or a sound, `datasets` opens the path, or the URL, in its cell."""
+    """Drop columns of images, audio and other media: to decode one, `datasets` opens the path or URL in its cell."""
     media = [name for name, feature in (dataset.features or {}).items() if _is_media(feature)]
     if not media:
         return dataset
-    # A streamed data set decodes a row before it drops columns of it.
+    # A streamed data set decodes a row before it drops its columns.
     undecoded = dataset.decode(False) if hasattr(dataset, "decode") else dataset
     return undecoded.remove_columns(media)
 

@@ -1,4 +1,4 @@
-"""The rows of a source as texts and conversations: which are taken, and what their columns mean. Knows no tokenizer."""
+"""Rows of a source as texts and conversations: choose the rows and interpret their columns. Knows no tokenizer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec
 
 _ROWS_LOOKED_AT = 10_000
-"""Rows of a streamed source in which a column has to hold something to decide the format."""
+"""First rows of a streamed source that are searched for columns that are not empty, in order to decide the format."""
 _LAYOUTS_KEPT = 256
-"""Sets of columns whose reader is remembered, of files where each row has its own."""
+"""Most readers cached, by set of columns, for a file in which each row has its own columns."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class SourceRow:
     """Content of one row, and its place."""
 
     content: Content
-    """"" or no messages where the row holds none."""
+    """Text or conversation; empty if the row holds none."""
     format: str
     origin: str
     unit: str
     number: int
     held_out: bool | None
-    """The side of the hold-out the source itself puts it on."""
+    """Whether the source itself marks the row as held out; None if it does not say."""
 
     def error(self, why: RowError, path: str) -> DataError:
-        """Return the error of a row that cannot be used; `path` is its source's place in the spec."""
+        """Return the error for a row that cannot be used. `path`: place of its source in the spec."""
         return _bad_row(self.origin, self.unit, self.number, self.format, why, path)
 
 
@@ -51,10 +51,9 @@ def source_rows(
     access: Access = OPEN,
     formats: Sequence[RowFormat] = FORMATS,
 ) -> Iterator[SourceRow]:
-    """Yield the rows of `data.sources[index]`: all, or `sample_count` of them chosen by the seed; of a streamed source,
-    of unknown length, the first. Rows that the source itself holds out are not counted. Raises `DataError,
-    InvalidInputError, StorageError`: as `prepare_data`; `DataError` with the line for a row that the format cannot
-    read."""
+    """Yield the rows of `data.sources[index]`: all, or `sample_count` of them, chosen by the seed (the first ones of a
+    streamed source, whose length is unknown). Rows that the source itself holds out come in addition. Raises as
+    `prepare_data`, and `DataError` with the line for a row that the format cannot read."""
     path = f"data.sources[{index}]"
     tables = read_source(source, path=path, remote=remote, access=access)
     training = [table for table in tables if not table.held_out]
@@ -76,7 +75,7 @@ def _sample(
 
 
 def _choose(lengths: Sequence[int], count: int, key: tuple[int, int]) -> list[IntArray | None]:
-    """Return the rows to take of each table of `lengths` rows, `count` of all together; None takes every row."""
+    """Choose `count` rows from tables of `lengths` rows. Returns indices for each table, None for all of its rows."""
     total = sum(lengths)
     if count >= total:
         return [None] * len(lengths)
@@ -86,7 +85,7 @@ def _choose(lengths: Sequence[int], count: int, key: tuple[int, int]) -> list[In
 
 
 class _Interpreter:
-    """Finds the format of rows by their columns."""
+    """Reads rows of tables, in the format that their columns decide."""
 
     def __init__(self, source: DataSourceSpec, path: str, formats: Sequence[RowFormat]) -> None:
         self._source = source
@@ -94,7 +93,7 @@ class _Interpreter:
         self._formats = formats
 
     def rows(self, table: Table, chosen: IntArray | None) -> Iterator[SourceRow]:
-        """The rows of a table, or those with the places `chosen` (from 0, ascending)."""
+        """Yield the rows of a table; only those at the indices `chosen` (from 0, ascending) if it is not None."""
         holdings = Holdings(partial(self._first_rows, table))
         fixed = None if table.columns is None else self._reader(table.columns, table.origin, holdings)
         readers: dict[tuple[str, ...], RowReader] = {}
@@ -116,7 +115,7 @@ class _Interpreter:
         )
 
     def _first_rows(self, table: Table) -> Iterator[Row]:
-        """Rows with the columns that decide: all of them, or of a streamed source the first."""
+        """Return all rows, only the first ones of a streamed source, with just the columns that decide the format."""
         columns = None if table.columns is None else [name for name in table.columns if name in COLUMNS]
         rows = (row for _, row in table.rows(columns))
         return islice(rows, _ROWS_LOOKED_AT if self._source.streaming else None)

@@ -1,5 +1,5 @@
-"""Uploaded rows, looked at whole: every line of a file of JSON Lines is a row that its format reads. No more than a row
-is held in memory. Knows no store and no tenant.
+"""Check uploaded files: every line of the JSON Lines must be a row that a row format reads. Holds one row in memory at
+a time. Knows no store and no tenant.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from swiftkv_platform.data.messages import RowError
 from swiftkv_platform.errors import DataError, lone_surrogate
 
 LONGEST_ROW = 4 << 20
-"""Bytes of a line; rows that teach a model of a million tokens fit."""
+"""Most bytes of a line; rows for a model with a context of a million tokens fit."""
 _MOST_COLUMNS = 64
 _LONGEST_COLUMN = 128
 _PROMPTS = "prompts"
-"""Format of rows that hold prompts without answers, for the teacher to complete."""
+"""Format name of rows with prompts only, for the teacher to answer."""
 
 
 @dataclass(frozen=True)
 class UploadedRows:
-    """Findings about a file."""
+    """Size, digest and format of a checked file."""
 
     size: int
     """Bytes."""
     sha256: str
     rows: int
     format: str
-    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+    """Row format of its first row; `prompts` for rows that the teacher has to answer."""
     columns: tuple[str, ...]
     """Columns of its first row."""
 
 
 def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> UploadedRows:
-    """Look at every row.
+    """Check every row of a file.
 
     Args:
-        path: the file's content.
-        name: the file's name in messages.
-        field: the place in the request that messages name.
+        path: file with the content.
+        name: name of the file in messages.
+        field: field of the request that messages name.
         max_rows: most rows that are accepted.
 
     Raises:
-        DataError: with the line, for a row that is no object or that no format reads; for no row, or too many.
+        DataError: a row is not an object or no format reads it (with its line), or there are no rows or too many.
     """
     digest, size, rows = hashlib.sha256(), 0, 0
     format_, columns = "", tuple[str, ...]()
@@ -100,7 +100,7 @@ def _rows(path: Path, name: str, field: str) -> Iterator[Row]:
 
 
 def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings) -> str:
-    """The format that reads a row. Raises `DataError`."""
+    """Return the name of the format that reads a row. Raises `DataError`."""
     place = f"{field}: {name}, line {number}"
     if len(row) > _MOST_COLUMNS or any(len(column) > _LONGEST_COLUMN for column in row):
         raise DataError(
@@ -131,15 +131,14 @@ def _check_row(row: Row, name: str, number: int, field: str, holdings: Holdings)
         raise DataError(error.message, field=field, value=error.value) from error
     try:
         content_digest(reader(row))
-    except (RowError, RecursionError) as error:  # the message about a value that is nested as deeply as can be parsed
+    except (RowError, RecursionError) as error:  # the latter from describing a deeply nested value
         message = f"{place}, read as {reader.format.name}: {error}"
         raise DataError(message, field=field, value=f"{name}:{number}") from error
     return _PROMPTS if prompts else reader.format.name
 
 
 def _are_prompts(columns: tuple[str, ...], holdings: Holdings) -> bool:
-    """Whether rows with these columns are prompts, which only the teacher's answers complete: their own answers are
-    absent or empty."""
+    """Whether rows with these columns are prompts for the teacher: their columns for answers are missing or empty."""
     whole, prompts = (match_format(columns, formats, holdings) for formats in (FORMATS, PROMPT_FORMATS))
     if whole is None:
         return True

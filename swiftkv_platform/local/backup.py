@@ -1,11 +1,11 @@
-"""A copy of database and store in a directory, and the way back. Knows rows and objects, not what they mean.
+"""Back up database and object store to a directory, and restore them. Knows rows and objects, not what they mean.
 
-    backup.json             what there is, with a checksum of each list; written last, so with it a copy is complete
-    tables/{name}.jsonl     rows, as they were at one instant
+    backup.json             summary with a checksum of each list; written last, so its presence means a complete backup
+    tables/{name}.jsonl     rows, all of one snapshot
     objects.jsonl           key, size and SHA-256 of each object
     objects/{key}           the objects themselves, unless they were left out
 
-The database is copied first: an object is written before a row names it.
+The database is copied first: objects are written before the rows that name them, so every named object is there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, PROBE_KEY, ObjectI
 _SUMMARY = "backup.json"
 _OBJECTS = "objects.jsonl"
 _SHOWN = 3
-"""Missing objects that a message names."""
+"""Most missing objects that a message names."""
 
 
 class ListedFile(FrozenModel):
-    """A list of the backup."""
+    """Line count and checksum of a list in the backup."""
 
     lines: int
     sha256: str
@@ -63,17 +63,17 @@ class ListedObject(FrozenModel):
     key: str
     size: int
     sha256: str | None = None
-    """None where objects were left out."""
+    """None if the backup holds no objects."""
 
 
 def back_up(database: Database, store: ObjectStore, directory: Path, *, objects: bool = True) -> Backup:
     """Copy all rows and objects to a new or empty directory.
 
     Args:
-        objects: copy the objects as well; without them they are only listed, for stores that are copied otherwise.
+        objects: copy the objects as well; False only lists them, for stores that are backed up by other means.
 
     Raises:
-        ConflictError: there is something in the directory.
+        ConflictError: the directory is not empty.
         StorageError: the store fails, or the directory cannot be written.
         DatabaseUnavailableError: the database does not answer.
     """
@@ -105,12 +105,12 @@ def back_up(database: Database, store: ObjectStore, directory: Path, *, objects:
 
 
 def restore(database: Database, store: ObjectStore, directory: Path, *, allow_missing: bool = False) -> Backup:
-    """Put a backup's objects into the store, then its rows into an empty database; it can be repeated after a failure.
+    """Copy a backup's objects to the store, then its rows to an empty database. Can be repeated after a failure.
 
     Nothing is written before the backup's lists have been checked, and no row before the last object.
 
     Args:
-        allow_missing: go on where objects that were only listed are not in the store.
+        allow_missing: continue if objects that the backup only lists are not in the store.
 
     Raises:
         InvalidInputError: the directory holds no complete backup, or one of another schema.
@@ -130,7 +130,7 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
                 field="directory",
                 value=backup.schema_revision,
             )
-        load_rows(database, {})  # refuses one that is not empty, before objects are copied
+        load_rows(database, {})  # refuse a database that is not empty before copying objects
         missing = [item for item in _listed(directory) if not _put_back(store, directory, backup, item)]
         if missing and not allow_missing:
             names = ", ".join(item.key for item in missing[:_SHOWN])
@@ -145,7 +145,7 @@ def restore(database: Database, store: ObjectStore, directory: Path, *, allow_mi
 
 
 def _copy_objects(store: ObjectStore, directory: Path, *, objects: bool) -> tuple[int, int]:
-    """Number and bytes of the objects that are listed. One that is deleted meanwhile is in no list."""
+    """Copy or list all objects and return their number and bytes. Objects deleted meanwhile are left out."""
     number = size = 0
     with (directory / _OBJECTS).open("w", encoding="utf-8") as file:
         for info in store.list(""):
@@ -193,7 +193,7 @@ def _listed(directory: Path) -> Iterator[ListedObject]:
 
 
 def _put_back(store: ObjectStore, directory: Path, backup: Backup, item: ListedObject) -> bool:
-    """Whether the object is in the store as it was, after this."""
+    """Copy an object to the store if the backup has it. Returns whether the store then holds it as listed."""
     present = store.head(item.key)
     if not backup.has_objects:
         return present is not None and present.size == item.size
@@ -212,7 +212,7 @@ def _moved_rows(directory: Path, name: str, before: str, now: str) -> Iterator[M
 
 
 def _moved(value: Any, before: str, now: str) -> Any:
-    """The value with the addresses of artifacts in the store that it is restored to."""
+    """Return the value with each `artifact_uri` below `before` moved to `now`."""
     if isinstance(value, list):
         return [_moved(item, before, now) for item in value]
     if not isinstance(value, dict):

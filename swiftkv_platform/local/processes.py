@@ -1,7 +1,7 @@
-"""Background processes that can be found again: started, recognised and stopped. Knows no Ray and no control plane.
+"""Start, find and stop background processes. Knows no Ray and no control plane.
 
-Every process of a stack carries the stack's mark in its environment, which its children inherit whatever session, group
-or parent they end up with. So all of them can be stopped, and nothing else.
+Every process of a stack carries the stack's mark in its environment, and its children inherit it whatever session,
+group or parent they end up with. So exactly these processes can be found and stopped.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _KILL_WAIT_S = 10.0
 
 
 class ProcessRef(BaseModel):
-    """A process beyond doubt: a pid alone may have been given to another one since."""
+    """A process, identified by pid and creation time, since the system may reuse a pid."""
 
     model_config = ConfigDict(frozen=True)
 
     pid: int
     created_at: float
-    """Unix seconds, as the kernel counts them."""
+    """Unix seconds, as the kernel reports them."""
 
     @property
     def alive(self) -> bool:
         return self._process() is not None
 
     def terminate(self, grace_s: float) -> None:
-        """End this process alone: SIGTERM, after `grace_s` seconds SIGKILL."""
+        """Stop this process only: SIGTERM, then SIGKILL after `grace_s` seconds."""
         process = self._process()
         if process is not None:
             _stop([process], grace_s)
@@ -51,7 +51,7 @@ class ProcessRef(BaseModel):
 
 
 def start(command: Sequence[str], *, mark: str, env: Mapping[str, str], log: Path, cwd: Path) -> ProcessRef:
-    """Start a command in a session of its own, its output appended to `log`; it outlives this process."""
+    """Start a command in its own session, appending its output to `log`. It outlives this process."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         child = subprocess.Popen(
@@ -64,13 +64,13 @@ def start(command: Sequence[str], *, mark: str, env: Mapping[str, str], log: Pat
             start_new_session=True,
         )
     ref = ProcessRef(pid=child.pid, created_at=psutil.Process(child.pid).create_time())
-    # The process is looked after through its ref from here on; Popen would complain that it still runs.
+    # From here on the process is managed through its ref; without this, Popen warns that it still runs.
     child.returncode = 0
     return ref
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """All living processes with this mark, this process and its ancestors left out."""
+    """Return all living processes with this mark except this process and its ancestors."""
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
     for process in psutil.process_iter():
@@ -84,10 +84,10 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def stop_marked(mark: str, *, grace_s: float) -> int:
-    """End every process with this mark: SIGTERM to all, after `grace_s` seconds SIGKILL. Returns their number."""
+    """Stop every process with this mark: SIGTERM to all, SIGKILL after `grace_s` seconds. Returns their number."""
     deadline = time.monotonic() + _KILL_WAIT_S + grace_s
     seen: set[int] = set()
-    # Until none is left: a process may have started another one after the list was made.
+    # Repeat until none is left: a process may have started another one after the list was made.
     while (processes := marked(mark)) and time.monotonic() < deadline:
         seen.update(process.pid for process in processes)
         _stop(processes, grace_s)

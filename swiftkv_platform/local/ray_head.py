@@ -1,6 +1,6 @@
-"""Start and health check of a Ray head on this machine. Imports no Ray: it is a command and an HTTP API.
+"""Start and health check of a Ray head on this machine. Imports no Ray: uses its command line and HTTP API.
 
-The head listens on loopback alone, behind a token, and shares no port and no directory with another Ray on the machine.
+The head listens on loopback only, requires a token, and shares no port or directory with other Ray clusters here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from swiftkv_platform.contract.gpus import HIDE_UNRESERVED
 from swiftkv_platform.errors import ClusterUnavailableError
 
 _LONGEST_TEMP_ROOT = 40
-"""Characters. Ray's sockets lie some 60 deeper, and a unix socket's path ends at 107 (104 on macOS)."""
+"""Most characters. Ray adds about 60 for its sockets, and a unix socket's path has at most 107 (104 on macOS)."""
 _JOB_STOP_WAIT_S = 20
-"""Seconds between SIGTERM and SIGKILL for the entrypoint of a cancelled job; Ray's own 3 are too few to tidy up."""
+"""Seconds between SIGTERM and SIGKILL for the entrypoint of a cancelled job; Ray's default of 3 is too short to clean
+up."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class RayHead:
         return f"127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        """`ray start`, in the foreground of a process that ends when Ray does."""
+        """Return the `ray start` command; it stays in the foreground until Ray ends."""
         options: dict[str, Any] = {
             "--port": self.port,
             "--dashboard-host": "127.0.0.1",
@@ -63,7 +64,7 @@ class RayHead:
         return [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *flags]
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` as the head needs it."""
+        """Return the head's environment variables, based on `base`."""
         return {
             # An address in the environment would make `ray start` and every driver look for another cluster.
             **{name: value for name, value in base.items() if name != "RAY_ADDRESS"},
@@ -72,19 +73,19 @@ class RayHead:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
             "RAY_START_HOOK": f"{__name__}.without_client_server",
-            # "No cluster of several machines": the node's address is then 127.0.0.1, on Linux as on the systems named.
+            # Disables clusters of several machines: the node's address is then 127.0.0.1, on Linux too.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            # Ray renames its processes, which would overwrite the environment by which they are found again.
+            # Keeps Ray from overwriting the environment of processes it renames; they are found by it.
             "SPT_NOENV": "1",
-            # Ray's own 15 lets every other process of the machine keep a replica waiting for its turn on a core.
+            # With Ray's default niceness of 15, every other process of the machine runs before a replica.
             "RAY_worker_niceness": "0",
-            # Serve's proxy tells the router how a prompt begins.
+            # Serve's proxy tells the router how a prompt begins, for prefix-aware routing.
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "swiftkv_platform.serve.prefixes:proxy_middlewares",
         }
 
     def answers(self) -> bool:
-        """Whether it takes jobs: its dashboard answers, and its node is alive."""
-        # The command line starts without the extra `platform`.
+        """Whether the head accepts jobs: its dashboard answers and its node is alive."""
+        # Imported here because the command line must start without the extra `platform`.
         from swiftkv_platform.control_plane.ray.dashboard import RayDashboard
 
         with closing(RayDashboard(self.dashboard_url, timeout_s=5.0, token_file=self.token_file)) as dashboard:
@@ -96,36 +97,36 @@ class RayHead:
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
-    """Hook of `ray start`: no Ray Client server, a second way in that nothing here uses."""
+    """Hook of `ray start` that disables the Ray Client server, a second entrance that nothing here uses."""
     parameters.ray_client_server_port = None
 
 
 def auth_environment(token_file: Path) -> dict[str, str]:
-    """Environment variables that a process needs to talk to the head."""
+    """Return the environment variables that a process needs to talk to the head."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
 def ensure_token(path: Path) -> None:
-    """Write a random token that only its owner can read, unless there is one."""
+    """Write a random token that only its owner can read, unless the file exists."""
     if path.exists():
         return
-    partial = path.with_name(f"{path.name}.part")  # a full disk leaves no empty token
+    partial = path.with_name(f"{path.name}.part")  # so that a full disk leaves no empty token
     partial.touch(mode=0o600)
     partial.write_text(secrets.token_hex(32), encoding="ascii")
     partial.replace(path)
 
 
 def make_temp_dir() -> Path:
-    """A new directory with a path short enough for Ray's sockets."""
+    """Create a directory with a path short enough for Ray's sockets."""
     root = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="skv-", dir=root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"))  # noqa: S108
 
 
 def free_ports(wanted: list[int]) -> list[int]:
-    """Return a free loopback port for each wanted one, all different: that one where it is free (0: any), else any."""
+    """Return distinct free loopback ports: each wanted one if it is free, else any (0: any)."""
     found = []
     with ExitStack() as held:
-        # All stay bound until the last is found, so that no two are the same.
+        # All stay bound until the last is found, so that they differ.
         for port in wanted:
             listener = held.enter_context(_bind(port))
             found.append(int(listener.getsockname()[1]))
@@ -134,7 +135,7 @@ def free_ports(wanted: list[int]) -> list[int]:
 
 def _bind(port: int) -> socket.socket:
     listener = socket.socket()
-    # A port whose last connections still linger is free; one with a listener, such as this, is not.
+    # With this, a port with lingering connections counts as free; one with a listener, such as ours, does not.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))

@@ -1,6 +1,6 @@
-"""A whole platform on this machine: Ray head and control plane, brought up, watched and brought down.
+"""Start, check and stop a whole platform on this machine: Ray head and control plane.
 
-Ray Serve has no process of its own here: the first deployment starts it inside Ray, at the address that `up` chose.
+Ray Serve is not started here: the first deployment starts it inside Ray, at the address that `up` chose.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from swiftkv_platform.settings import Settings
 _START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.0}
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 15.0
-"""The control plane gives each thing it depends on 10."""
+"""Above the 10 s that the control plane allows each of its dependencies to answer."""
 _SERVICES = ("alembic", "fastapi", "obstore", "ray", "sqlalchemy", "uvicorn")
-"""Packages of the extra `platform`, which the client and the command line do without."""
+"""Packages of the extra `platform`; the client and the command line do not need them."""
 _GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL: Ray takes half a minute to part in peace, and has nothing to save."""
+"""Seconds between SIGTERM and SIGKILL. Ray takes half a minute to stop by itself, and has nothing to save."""
 _LOG_TAIL_LINES = 20
 
 Report = Callable[[str], None]
@@ -46,20 +46,20 @@ class StartError(SwiftKVError):
 
 @dataclass(frozen=True)
 class StackOptions:
-    """Options of `up`; a running part keeps what it was started with."""
+    """Options of `up`; a part that runs already keeps the options it was started with."""
 
     port: int | None = None
-    """Port of the control plane: None prefers the last one or the settings', 0 takes any."""
+    """Port of the control plane; None: the last one or the settings' if free, 0: any."""
     num_cpus: int | None = None
-    """CPUs that Ray hands out; None: those of the machine, but at least 4, so that a small one can hold a job's driver,
-    its workers and a replica."""
+    """CPUs that Ray schedules; None: those of the machine, but at least 4, so that a job's driver, its workers and a
+    replica fit on a small one."""
     object_store_memory: int = 200 << 20
     """Bytes."""
 
 
 class Stack:
-    """The platform of one home directory. `settings`: `home` is where it lives; of the addresses only the ports count,
-    and another is taken for one in use."""
+    """The platform of one home directory. `settings`: `home` is that directory; of the addresses only the ports are
+    used, and a port in use is replaced by a free one."""
 
     def __init__(self, settings: Settings) -> None:
         self.home = settings.home.expanduser().resolve()
@@ -69,18 +69,18 @@ class Stack:
         self._mark = str(self.home)
 
     def state(self) -> StackState | None:
-        """State that the last `up` wrote; None after `down`."""
+        """Return the state that the last `up` wrote; None after `down`."""
         return self._run.load()
 
     @property
     def token_file(self) -> Path:
-        """File of the token that its Ray asks for."""
+        """File with the token that its Ray requires."""
         return self._run.token_file
 
     def up(self, options: StackOptions, report: Report) -> StackState:
-        """Start what does not run and return when everything answers. `report`: told each step in a line. Raises
-        `StartError`: packages are missing, the home cannot be written, the port asked for is taken, or a part did not
-        come up. What this call has started is stopped again."""
+        """Start the parts that do not run, and return when everything answers. `report`: called with a line for each
+        step. Raises `StartError`, after stopping what it started, if packages are missing, the home cannot be written,
+        the port asked for is taken, or a part did not come up."""
         _check_installed()
         try:
             return self._up(options, report)
@@ -98,7 +98,7 @@ class Stack:
             ensure_token(self._run.token_file)
             state = self._run.load()
             if state is None or not state.alive("ray"):
-                # Without its head, whatever else still runs here is of no use and holds the ports.
+                # Without the head, processes that still run are useless and occupy the ports.
                 self._clear(state)
                 state = self._choose(options, state, report)
             before = state
@@ -109,7 +109,7 @@ class Stack:
                 raise
 
     def down(self) -> int:
-        """Stop every process of this home, and nothing else; returns how many there were."""
+        """Stop every process of this home, and no others. Returns their number."""
         if not self._run.path.is_dir():
             return 0
         with self._run.locked():
@@ -118,7 +118,7 @@ class Stack:
             return count
 
     def status(self) -> list[PartStatus]:
-        """Each part and whether it answers."""
+        """Return the status of each part."""
         state = self._run.load()
         if state is None:
             return [PartStatus(name, "stopped") for name in (*PARTS, "serve")]
@@ -129,7 +129,7 @@ class Stack:
         ]
 
     def _choose(self, options: StackOptions, last: StackState | None, report: Report) -> StackState:
-        """Addresses for a new start: those of the last one where they are free, else the settings', else any."""
+        """Choose addresses: those of the last start (the settings' on the first) where free, else any."""
         if last is None:
             wanted = [self._settings.port, port_of(self._settings.serve_url), port_of(self._settings.ray_dashboard_url)]
         else:
@@ -231,10 +231,10 @@ class Stack:
             now.parts["control-plane"].terminate(_GRACE_S)
 
     def _clear(self, state: StackState | None) -> int:
-        """Stop all processes of this home and tidy up after Ray; returns how many there were."""
+        """Stop all processes of this home and clean up after Ray. Returns the number of processes."""
         control_plane = 0
         if state is not None and state.alive("control-plane"):
-            # First, so that it does not see Ray vanish and take that for a failure of its jobs.
+            # Stop it first: it would take Ray's end for a failure of its jobs.
             state.parts["control-plane"].terminate(_GRACE_S)
             control_plane = 1
         count = processes.stop_marked(self._mark, grace_s=_GRACE_S)
@@ -243,14 +243,14 @@ class Stack:
         return count + control_plane
 
     def _keep_ray_logs(self, temp_dir: Path) -> None:
-        """Move the logs of Ray's session to where the others are; the rest of its directory is of no use any more."""
+        """Copy the logs of Ray's session to `logs/ray-session`, and delete Ray's directory."""
         session = temp_dir / "session_latest" / "logs"
         if session.is_dir():
             kept = self.logs / "ray-session"
             shutil.rmtree(kept, ignore_errors=True)
             try:
                 shutil.copytree(session, kept, ignore_dangling_symlinks=True)
-            except OSError as error:  # a full disk: stopping goes on
+            except OSError as error:  # such as a full disk; must not keep `down` from finishing
                 get_logger().warning("ray_logs_not_kept", directory=str(kept), error=str(error))
         shutil.rmtree(temp_dir, ignore_errors=True)
 
@@ -266,7 +266,7 @@ class Stack:
         )
 
     def _complaint(self, state: StackState, name: PartName) -> str | None:
-        """Reason for which a part is not ready; None where it is."""
+        """Return why a part is not ready; None if it is."""
         if name == "ray":
             return None if self._head(state).answers() else "it does not answer, or has no live node"
         try:
@@ -290,7 +290,7 @@ class Stack:
 
 
 def _tell_port(wanted: int, port: int, options: StackOptions, report: Report) -> None:
-    """Say that the control plane gets another port. Raises `StartError` where that very port was asked for."""
+    """Report that the control plane gets another port. Raises `StartError` if that port was asked for explicitly."""
     if wanted in (0, port):
         return
     if options.port:
@@ -307,7 +307,7 @@ def _serve_status(state: StackState) -> PartStatus:
         answer = httpx.get(f"{state.serve_url}/-/healthz", timeout=_ANSWER_TIMEOUT_S, trust_env=False)
     except httpx.TransportError:
         return PartStatus("serve", "idle", state.serve_url, detail="the first deployment starts it")
-    # Without any application Ray Serve's proxy answers 503: there is nothing it could route to.
+    # Without any application Ray Serve's proxy answers 503, having nothing to route to.
     detail = "" if answer.is_success else "nothing deployed"
     return PartStatus("serve", "running", state.serve_url, detail=detail)
 

@@ -1,4 +1,4 @@
-"""State of a stack between two commands: addresses and processes, in `{home}/run`. Starts and asks nothing."""
+"""State of a stack between commands: addresses and processes, stored in `{home}/run`. Starts and contacts nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PartStatus:
 
 
 class RunDirectory:
-    """`{home}/run`: `state.json`, one pid file a part, the token of Ray and a lock."""
+    """`{home}/run`: `state.json`, one pid file per part, Ray's token and a lock."""
 
     def __init__(self, home: Path) -> None:
         self.path = home / "run"
@@ -59,14 +59,14 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One `up` or `down` at a time; a second one waits."""
+        """Hold the lock of `up` and `down`, waiting for a command that holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def load(self) -> StackState | None:
-        """Load the state; None where nothing was started, or by a version that wrote something else."""
+        """Load the state; None if nothing was started, or if another version wrote an incompatible state."""
         try:
             return StackState.model_validate_json((self.path / "state.json").read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValidationError):
@@ -86,5 +86,5 @@ class RunDirectory:
 
 
 def port_of(url: str) -> int:
-    """The port in a URL; 0 without one."""
+    """Return the port in a URL; 0 if it names none."""
     return urlsplit(url).port or 0

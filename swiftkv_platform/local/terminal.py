@@ -1,4 +1,4 @@
-"""View of a running job (a live bar on a terminal, plain lines elsewhere), and quantities as people read them."""
+"""Progress display of a running job (a live bar on a terminal, plain lines elsewhere), and human-readable numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftkv_platform.contract.pace import Pace
 
 _STYLES = {"info": "dim", "warn": "yellow", "error": "bold red"}
 _PLAIN_LINES = 10
-"""Progress lines over a whole run where the output is no terminal."""
+"""Progress lines printed in a whole run if the output is not a terminal."""
 
 
 class Event(Protocol):
@@ -34,13 +34,13 @@ class Event(Protocol):
 
     @property
     def time(self) -> float:
-        """Unix seconds, by its writer's clock."""
+        """Unix seconds, by the clock of the machine that wrote the event."""
         ...
 
 
 @dataclass
 class JobView:
-    """A job as its events tell it."""
+    """State of a job, derived from its events."""
 
     status: str = "queued"
     step: int = 0
@@ -50,7 +50,7 @@ class JobView:
     pace: Pace | None = None
 
     def apply(self, event: Event) -> None:
-        """Take an event in."""
+        """Update the view from an event."""
         if event.type == "status":
             self.status = str(event.data.get("status", self.status))
         elif event.type == "metrics":
@@ -78,7 +78,7 @@ class JobView:
 
     @property
     def time_left(self) -> str:
-        """Time to the last step as the API tells it; empty without a pace, in a sweep, and at the end."""
+        """Estimated time to the last step, as in the API; empty if no pace is known, in a sweep, and at the end."""
         if self.pace is None or "trial" in self.point:
             return ""
         left = self.pace.seconds_remaining(self.step, self.total_steps)
@@ -86,7 +86,7 @@ class JobView:
 
 
 class JobDisplay:
-    """Shows events as they come, from any thread; what is not a metric stays on the screen, one line an event."""
+    """Shows events as they arrive, from any thread. Events other than metrics are printed, one line each."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -113,7 +113,7 @@ class JobDisplay:
         self._bar.stop()
 
     def show(self, event: Event) -> None:
-        """Take one event in."""
+        """Show an event."""
         self._view.apply(event)
         if event.type != "metrics":
             self._print(escape(event.message), style=_STYLES[event.level])
@@ -146,17 +146,17 @@ _DAY_S, _HOUR_S, _MINUTE_S = 86400, 3600, 60
 
 
 def size(num_bytes: float) -> str:
-    """`124 MiB`: three digits, in powers of 1,024."""
+    """Format bytes as `124 MiB`: three digits, in powers of 1,024."""
     return _scaled(num_bytes, 1024, _BINARY)
 
 
 def flops(number: float) -> str:
-    """`29.6 TFLOPs`: three digits, in powers of 1,000."""
+    """Format as `29.6 TFLOPs`: three digits, in powers of 1,000."""
     return f"{_scaled(number, 1000, _DECIMAL)}FLOPs"
 
 
 def count(number: float) -> str:
-    """`5.99 million`: three digits; a small number as it is."""
+    """Format as `5.99 million`, with three digits; numbers below a million in full."""
     for least, name in ((1e9, "billion"), (1e6, "million")):
         if number >= least:
             return f"{number / least:.3g} {name}"
@@ -164,7 +164,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`4 min 10 s`: the two largest units."""
+    """Format as `4 min 10 s`, with the two largest units."""
     whole = round(seconds)
     parts = (
         (whole // _DAY_S, "d"),
@@ -178,13 +178,13 @@ def duration(seconds: float) -> str:
 
 
 def plural(number: float, thing: str) -> str:
-    """`1 step`, `2 steps`."""
+    """Format as `1 step`, `2 steps`."""
     return f"{number:,g} {thing}{'' if number == 1 else 's'}"
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
-    # What would be shown as a thousand of a unit is one of the next.
+    # Three digits would round 999.5 and more to 1000: use the next unit.
     while power < len(units) - 1 and number >= 999.5 * base**power:
         power += 1
     value = number / base**power

@@ -1,4 +1,4 @@
-"""Callers by what they show: a key of the key file, or a token of an issuer. Knows no HTTP route."""
+"""Authentication of callers by an API key of the key file, or by a token of an OIDC issuer. Knows no HTTP route."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Keys, tokens, or both."""
+    """Accepted credentials: API keys, tokens, or both."""
 
     key_ring: KeyRing | None
     tokens: TokenVerifier | None
 
     @property
     def operator_files(self) -> Mapping[str, Callable[[], bool]]:
-        """Whether the newest version of each file holds, by name."""
+        """Return, for each file by name, a function that tells whether its newest version is in use."""
         files = {"keys": self.key_ring, "oidc": self.tokens}
         return {name: partial(getattr, file, "is_usable") for name, file in files.items() if file is not None}
 
     def authenticate(self, authorization: str | None) -> Principal:
-        """The caller. One with a token may wait for its issuer. Raises `UnauthenticatedError`."""
+        """Return the caller. Checking a token may wait for its issuer. Raises `UnauthenticatedError`."""
         if self.tokens is not None and shows_token(authorization):
             token = bearer_token(authorization)
             if self.key_ring is None or self.key_ring.find(token) is None:
@@ -46,7 +46,7 @@ class Credentials:
 def open_credentials(
     api_keys_file: Path | None, oidc_file: Path | None, *, clock: Callable[[], float] = time.time
 ) -> Credentials | None:
-    """Credentials by the operator's files; None where there are none, and all callers are let in.
+    """Open the operator's files. Returns None if neither is given: then all callers are let in.
 
     Raises `InvalidInputError` for a file that cannot be used.
     """
@@ -54,13 +54,13 @@ def open_credentials(
         return None
     tokens = None
     if oidc_file is not None:
-        from swiftkv_platform.security.tokens import TokenVerifier  # key files do without its libraries
+        from swiftkv_platform.security.tokens import TokenVerifier  # its libraries are needed for tokens only
 
         tokens = TokenVerifier(oidc_file)
     return Credentials(None if api_keys_file is None else KeyRing(api_keys_file, clock=clock), tokens)
 
 
 def shows_token(authorization: str | None) -> bool:
-    """Whether a header has the form of a token, whose issuer may have to be asked."""
+    """Whether a header has the form of a token; checking one may need a request to its issuer."""
     token = bearer_token(authorization)
     return token.count(".") == 2 and not token.startswith(KEY_PREFIX)

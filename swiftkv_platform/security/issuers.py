@@ -1,4 +1,4 @@
-"""Issuers of OpenID Connect tokens that an operator trusts, and the rights their claims give. Verifies nothing."""
+"""OpenID Connect issuers that an operator trusts, and the rights that claims grant. Verifies no token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftkv_platform.security.principals import NAME_PATTERN, Scope
 from swiftkv_platform.specs.documents import load_yaml
 
 Algorithm = Literal["RS256", "ES256", "EdDSA"]
-"""Signatures with a public key. Neither `none` nor a shared secret (`HS*`) can be allowed."""
+"""Public-key signature algorithms. `none` and shared secrets (`HS*`) cannot be allowed."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TENANT = re.compile(NAME_PATTERN)
 
@@ -33,38 +33,38 @@ Address = Annotated[str, AfterValidator(_address)]
 
 
 class Issuer(FiniteModel):
-    """A trusted issuer, and the meaning of its claims here."""
+    """A trusted issuer, and how its claims map to tenant and scopes."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    """Begins the names of its callers: `{name}:{subject}`."""
+    """Prefix of its callers' names: `{name}:{subject}`."""
     issuer: Address
-    """Value of `iss`, and the address below which `.well-known/openid-configuration` is."""
+    """Value of `iss`, and the base URL of `.well-known/openid-configuration`."""
     audiences: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Values of `aud`, of which a token needs one: this platform's, and no other program's."""
+    """Accepted values of `aud`; a token needs one of them. List this platform's own, not those of other programs."""
     algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = ("RS256", "ES256", "EdDSA")
     jwks_uri: Address | None = None
-    """Address of its keys; None: as its discovery document says."""
+    """URL of its keys; None: taken from its discovery document."""
     leeway_s: Annotated[int, Field(ge=0, le=300)] = 60
     """Seconds that its clock may differ from ours."""
     keys_max_age_s: Annotated[int, Field(ge=1, le=86_400)] = 3600
-    """Seconds after which its keys are fetched again: so long a withdrawn one holds."""
+    """Seconds after which its keys are fetched again; a withdrawn key is accepted until then."""
     keys_stale_s: Annotated[int, Field(ge=0, le=7 * 86_400)] = 86_400
-    """Seconds beyond that for which they hold while the issuer does not answer."""
+    """Seconds beyond `keys_max_age_s` for which keys stay valid while the issuer does not answer."""
     subject_claim: str = "sub"
     tenant: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
     """Tenant of all its callers."""
     tenant_claim: str | None = None
-    """Claim with the caller's tenant, in the place of `tenant`; `a.b` is `b` in `a`."""
+    """Claim with the caller's tenant, instead of `tenant`; `a.b` is `b` in `a`."""
     tenants: Mapping[str, Annotated[str, Field(pattern=NAME_PATTERN)]] | None = None
-    """Tenants by value of `tenant_claim`, others being refused; None: the value is the tenant's name."""
+    """Tenants by value of `tenant_claim`; other values are refused. None: the value is the tenant's name."""
     scopes_claim: str = "scope"
-    """Claim with roles: a list, or words with spaces between."""
+    """Claim with roles: a list, or a space-separated string."""
     scopes: Mapping[str, frozenset[Scope]]
-    """Scopes by role; a role that is not here opens nothing."""
+    """Scopes by role; a role that is not listed grants nothing."""
     operators: frozenset[str] = frozenset()
-    """Roles that read the audit trail of all tenants."""
+    """Roles that may read the audit trail of all tenants."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Limits of each caller at a replica, as those of a key."""
+    """Limits of each caller at a replica; see the fields of the same names in `Principal`."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     max_priority: int = 0
 
@@ -77,7 +77,7 @@ class Issuer(FiniteModel):
         return self
 
     def tenant_of(self, claims: Mapping[str, Any]) -> str | None:
-        """The tenant that a token names; None where it names none that there could be."""
+        """Return the tenant of a token; None if its claim is missing, is not a valid name, or is not in `tenants`."""
         if self.tenant_claim is None:
             return self.tenant
         value = _claim(claims, self.tenant_claim)
@@ -100,7 +100,7 @@ class Issuer(FiniteModel):
 
 
 class Issuers(FiniteModel):
-    """Content of the file that `SWIFTKV_OIDC_FILE` names."""
+    """Content of the file at `SWIFTKV_OIDC_FILE`."""
 
     issuers: Annotated[tuple[Issuer, ...], Field(min_length=1)]
 
@@ -122,7 +122,7 @@ def parse_issuers(content: bytes) -> Issuers:
 
 
 def _claim(claims: Mapping[str, Any], name: str) -> Any:
-    """The claim of a name, which may have dots of its own, or be a path."""
+    """Return a claim by its name, which may contain dots, or else by a dotted path; None if missing."""
     if name in claims:
         return claims[name]
     value: Any = claims

@@ -1,8 +1,8 @@
-"""API keys and their scopes. A file of hashed keys that the operator keeps; knows no HTTP and no database.
+"""API keys and their scopes, in a file of hashed keys that the operator keeps. Knows no HTTP and no database.
 
-A key is 256 random bits, so its SHA-256 needs no salt, and the file gives nothing away but names and tenants. Control
-plane and replicas read the same format; a file that has changed is read again at the next request, and one that is
-broken changes nothing until it is mended. An owner has several keys while one is rotated.
+A key is 256 random bits, so its SHA-256 needs no salt, and the file reveals only names and tenants. Control plane and
+replicas read the same format. A changed file is read again at the next request; while it is broken, its last good
+version stays in use. An owner has several keys during a rotation.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ID_DIGITS = 16
 
 
 class ApiKey(Principal):
-    """A line of the key file."""
+    """A key of the key file."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    """Owner; jobs and the audit trail carry it. Several keys have one owner while they are rotated."""
+    """Owner, as recorded with jobs and in the audit trail. An owner has several keys during a rotation."""
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the key, in hexadecimal."""
     not_before: Annotated[int, Field(ge=0, le=LATEST)] | None = None
-    """Unix seconds before which the key is refused; None: it holds at once."""
+    """Unix seconds before which the key is refused; None: it is valid at once."""
 
     @property
     def id(self) -> str:
-        """Name of this key among those of its owner: the beginning of its hash, which opens nothing."""
+        """Id of this key among those of its owner: the beginning of its hash, which grants no access."""
         return f"key_{self.sha256[:_ID_DIGITS]}"
 
     @property
@@ -62,9 +62,9 @@ class _KeyFile(BaseModel):
 
 
 class KeyRing:
-    """The keys in a file, in its last good version.
+    """Keys of the last good version of a file.
 
-    Raises `InvalidInputError` where the file cannot be used from the start.
+    Raises `InvalidInputError` if the file cannot be used when it is opened.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -74,7 +74,7 @@ class KeyRing:
         )
 
     def authenticate(self, authorization: str | None) -> ApiKey:
-        """The key of an `Authorization: Bearer` header. Raises `UnauthenticatedError`."""
+        """Return the key of an `Authorization: Bearer` header. Raises `UnauthenticatedError`."""
         token = bearer_token(authorization)
         if not token:
             raise UnauthenticatedError("send `Authorization: Bearer <key>`", field="Authorization")
@@ -91,21 +91,21 @@ class KeyRing:
         return key
 
     def find(self, token: str) -> ApiKey | None:
-        """The key of a token, whether it holds now or not; None for an unknown one."""
+        """Return the key of a token, even if it is not valid now; None for an unknown one."""
         return self._file.content.get(_digest(token))
 
     def read(self) -> list[ApiKey]:
-        """All keys, in the file's order."""
+        """Return all keys, in the file's order."""
         return list(self._file.content.values())
 
     @property
     def is_usable(self) -> bool:
-        """Whether the file's newest version is the one that holds."""
+        """Whether the file's newest version is the one in use."""
         return self._file.is_usable
 
 
 def bearer_token(authorization: str | None) -> str:
-    """The token of an `Authorization: Bearer` header; empty for another one."""
+    """Return the token of an `Authorization: Bearer` header; empty for any other header."""
     scheme, _, token = (authorization or "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
@@ -115,10 +115,10 @@ def _parse(content: bytes) -> dict[str, ApiKey]:
 
 
 def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], **rights: Any) -> str:
-    """Add a key to the file, which is made if it is missing, and return the key: it is told only now. `rights` are
-    other fields of an `ApiKey`.
+    """Add a key to the file, creating it if missing, and return the key, which cannot be shown again. `rights`: other
+    fields of `ApiKey`.
 
-    Raises `ConflictError` for a name that is taken and `InvalidInputError` for one that cannot be used.
+    Raises `ConflictError` for a name that is taken and `InvalidInputError` for a field that is not valid.
     """
     with _editing(path):
         keys = KeyRing(path).read() if path.exists() else []
@@ -144,12 +144,14 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope], 
 def rotate_key(
     path: Path, name: str, *, now: int, overlap_s: int, expires_at: int | None = None, not_before: int | None = None
 ) -> tuple[str, ApiKey]:
-    """Give an owner another key with the rights of its newest one, and return it: it is told only now.
+    """Add a key for an owner with the rights of its newest one, and return it with its token, which cannot be shown
+    again.
 
-    The keys before it end `overlap_s` seconds after the new one holds, or when they would have ended anyway; what has
-    ended already leaves the file.
+    The owner's earlier keys expire `overlap_s` seconds after the new one becomes valid, or at their own end if that is
+    sooner; expired ones are removed from the file.
 
-    Raises `NotFoundError` for a name without a key, and `InvalidInputError` for times of which nothing is left.
+    Raises `NotFoundError` for an owner without keys, and `InvalidInputError` if the new key would never be valid or the
+    overlap ends after the year 9999.
     """
     with _editing(path):
         keys = KeyRing(path).read()
@@ -169,7 +171,7 @@ def rotate_key(
 
 
 def revoke_key(path: Path, name_or_id: str) -> list[ApiKey]:
-    """Take an owner's keys out of the file, or the one key that has the id, and return them. Raises `NotFoundError`."""
+    """Remove all keys of an owner, or the one key with this id, and return them. Raises `NotFoundError`."""
     with _editing(path):
         keys = KeyRing(path).read()
         gone = [key for key in keys if name_or_id in (key.name, key.id)]
@@ -202,7 +204,7 @@ def _unknown(path: Path, name: str) -> NotFoundError:
 
 @contextmanager
 def _editing(path: Path) -> Iterator[None]:
-    """Wait until no other command edits a file of the directory: what it writes would be lost."""
+    """Hold the directory's lock, so that two commands do not overwrite each other's edits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
@@ -213,7 +215,7 @@ def _editing(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: list[ApiKey]) -> None:
-    """Replace the file in one step; only its owner may read it."""
+    """Replace the file atomically; only its owner may read it."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

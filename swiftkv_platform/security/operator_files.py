@@ -1,7 +1,7 @@
-"""Files that the operator keeps and edits while servers run: keys, tenants. Knows no format.
+"""Files that the operator edits while servers run: keys, issuers, tenants. Knows no format.
 
-A broken, half-written, missing or unreadable version is logged once and changes nothing: the last good one holds. What
-it holds goes to no caller; the operator finds path and reason in the log, and at the start in the error.
+A broken, half-written, missing or unreadable version is logged once, and the last good one stays in use. No content of
+it reaches a caller; the operator finds path and reason in the log, or at the start in the error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Stamp = tuple[int, int, int, int] | None
 
 
 class OperatorFile(Generic[Content]):
-    """The last good version of a file, read again when it has changed.
+    """The last good version of a file, read again when it changes.
 
-    Raises `InvalidInputError`, naming the file, where its first version cannot be used.
+    Raises `InvalidInputError`, naming the file, if its first version cannot be used.
 
     Args:
         parse: raises `ValueError` for content that cannot be used.
@@ -38,7 +38,7 @@ class OperatorFile(Generic[Content]):
         self._hint = hint
         self._lock = threading.Lock()
         self._told: tuple[Stamp, str] | None = None
-        """The broken version that was logged last."""
+        """Stamp and error of the broken version that was logged last; None while the newest version is in use."""
         self._stamp: Stamp = _stamp(path)
         self._content = self._load()
 
@@ -52,7 +52,7 @@ class OperatorFile(Generic[Content]):
 
     @property
     def is_usable(self) -> bool:
-        """Whether the file's newest version is the one that holds."""
+        """Whether the file's newest version is the one in use."""
         _ = self.content
         return self._told is None
 
@@ -62,7 +62,7 @@ class OperatorFile(Generic[Content]):
         try:
             self._content = self._load()
         except InvalidInputError as error:
-            # The stamp stays the old one: what cannot be read for another reason than its content is tried again.
+            # The stamp stays the old one, so that the file is tried again: the cause may not be its content.
             if self._told != (stamp, error.message):
                 self._told = stamp, error.message
                 get_logger().warning("file not usable; its last good version holds", reason=error.message)
@@ -81,7 +81,7 @@ class OperatorFile(Generic[Content]):
 
 
 def _stamp(path: Path) -> Stamp:
-    """Mark that changes with the file's content and permissions; None where there is no file."""
+    """Return a value that changes with the file's content and permissions; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -90,7 +90,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong, without what the file holds there."""
+    """Describe what is wrong without repeating values of the file."""
     if not isinstance(error, ValidationError):
         return str(error)
     items = error.errors(include_url=False, include_input=False, include_context=False)

@@ -1,4 +1,4 @@
-"""Callers that a key or a token names, and what is open to them. Knows neither files nor tokens."""
+"""Authenticated callers and their scopes. Knows neither files nor tokens."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ class Scope(StrEnum):
     """Scope of an API key."""
 
     JOBS_READ = "jobs:read"
-    """Jobs, models, deployments and what they leave, to look at."""
+    """Read jobs, models, deployments and their outputs."""
     JOBS_WRITE = "jobs:write"
     """Submit, pause, resume, cancel."""
     DEPLOY = "deploy"
-    """Put models into service and take them out."""
+    """Deploy models and delete deployments."""
     GENERATE = "generate"
-    """Ask a served model."""
+    """Send requests to a served model."""
     ADMIN = "admin"
     """All of these."""
 
 
 class Principal(FrozenModel):
-    """A caller, by whatever it has shown."""
+    """A caller, authenticated by a key or a token."""
 
     name: str
-    """Owner; jobs and the audit trail carry it."""
+    """Owner, as recorded with jobs and in the audit trail."""
     tenant: Annotated[str, Field(pattern=NAME_PATTERN)] = "default"
     """Principals of one tenant see the same jobs, models and deployments, and no other tenant's."""
     scopes: frozenset[Scope]
     operator: bool = False
-    """Whether it reads the audit trail of all tenants; with the scope `admin` alone it reads its own tenant's."""
+    """Whether it may read the audit trail of all tenants; the scope `admin` alone gives its own tenant's."""
     expires_at: Annotated[int, Field(ge=0, le=LATEST)] | None = None
     """Unix seconds from which it is refused; None: never."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Requests that a replica answers in a minute; None: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Tokens, of prompts and answers together; None: no limit."""
+    """Prompt and completion tokens together that a replica allows in a minute; None: no limit."""
     max_priority: int = 0
     """Highest priority that its requests may ask a replica for: the lowest number, since lower goes first."""
 
     @property
     def credential(self) -> str:
-        """Id of the key or token; it opens nothing."""
+        """Id of the key, or name of the token's caller; it grants no access."""
         raise NotImplementedError
 
     @property
     def reads_audit(self) -> bool:
-        """Whether it reads the audit trail, be it of its own tenant alone."""
+        """Whether it may read the audit trail, at least of its own tenant."""
         return self.operator or Scope.ADMIN in self.scopes
 
     def require(self, scope: Scope) -> None:
-        """Raises `ForbiddenError` if `scope` is not open."""
+        """Raise `ForbiddenError` unless the caller has `scope` or `admin`."""
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:
             held = ", ".join(sorted(self.scopes)) or "none"
             raise ForbiddenError(f"key {self.name!r} has the scopes {held}; this needs {scope}", field="Authorization")
 
 
 class Authenticator(Protocol):
-    """Knows callers by their `Authorization` header."""
+    """Identifies callers by their `Authorization` header."""
 
     def authenticate(self, authorization: str | None) -> Principal:
-        """The caller. Raises `UnauthenticatedError`."""
+        """Return the caller. Raises `UnauthenticatedError`."""
         ...

@@ -1,7 +1,7 @@
-"""An issuer's public keys, fetched and kept. One fetch at a time, on a thread of its own, at a bounded rate.
+"""Cache of an issuer's public keys. One fetch runs at a time, on its own thread, at a bounded rate.
 
-Keys that are known are never waited for. An unknown key id leads to a fetch, at most once in `REFETCH_INTERVAL_S`
-however many unknown ids come, and a few callers wait for it.
+A lookup of a known key never waits. An unknown key id starts a fetch, at most once per `REFETCH_INTERVAL_S` however
+many unknown ids arrive, and a bounded number of callers wait for it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.security.issuers import Issuer
 
 REFETCH_INTERVAL_S = 30.0
-"""Seconds between two fetches of one issuer's keys."""
+"""Least seconds between two fetches of one issuer's keys."""
 _FETCH_S = 5.0
-"""Seconds that a document may take in all."""
+"""Most seconds to fetch one document."""
 _WAIT_S = 2 * _FETCH_S
 _MOST_WAITING = 8
-"""Callers that wait for a fetch; further ones are refused at once, and a storm of unknown ids holds no more threads."""
+"""Most callers that wait for a fetch; others are refused at once, so that unknown ids cannot occupy all threads."""
 _MOST_BYTES = 1 << 18
 _MOST_KEYS = 100
 _LEAST_RSA_BITS = 2048
@@ -51,7 +51,7 @@ class SigningKeys:
         self._waiting = threading.BoundedSemaphore(_MOST_WAITING)
 
     def find(self, key_id: str) -> jwt.PyJWK | None:
-        """The key of an id; None for one that the issuer does not have, or that cannot be known now."""
+        """Return the key with this id; None if the issuer does not have it or it could not be fetched."""
         known = self._holding().get(key_id)
         if known is None:
             self._wait(self._refresh())
@@ -61,14 +61,14 @@ class SigningKeys:
         return known
 
     def _holding(self) -> Keys:
-        """The keys, unless they were fetched too long ago."""
+        """Return the cached keys; empty if they were fetched too long ago."""
         return self._keys if self._age() <= self._issuer.keys_max_age_s + self._issuer.keys_stale_s else {}
 
     def _age(self) -> float:
         return float("inf") if self._fetched_at is None else self._clock() - self._fetched_at
 
     def _refresh(self) -> threading.Event | None:
-        """Begin to fetch, if it is time to. Returns the end of the fetch that is under way."""
+        """Start a fetch unless one runs or the last was too recent. Returns the event set when the running one ends."""
         with self._lock:
             if self._fetching is not None:
                 return self._fetching
@@ -126,7 +126,7 @@ def read_keys(issuer: Issuer) -> Keys:
 
 
 def _usable(listed: Any) -> jwt.PyJWK | None:
-    """A listed key; None for secrets, for other purposes and kinds, and for what cannot be read."""
+    """Return a listed key; None for private keys, other uses or algorithms, and keys that cannot be parsed."""
     if not isinstance(listed, dict) or not isinstance(listed.get("kid"), str) or "d" in listed:
         return None
     kind, curve, named = listed.get("kty"), listed.get("crv"), listed.get("alg")
@@ -146,7 +146,7 @@ def _usable(listed: Any) -> jwt.PyJWK | None:
 
 
 def _document(url: str) -> dict[str, Any]:
-    """Fetch a JSON object: bounded in size and time, without redirects."""
+    """Fetch a JSON object, bounded in size and time, without following redirects."""
     began, content = time.monotonic(), b""
     with (
         httpx.Client(timeout=_FETCH_S, follow_redirects=False, trust_env=urlsplit(url).scheme == "https") as client,

@@ -1,6 +1,6 @@
-"""Bearer tokens of OpenID Connect issuers: signature, claims, and the caller that they name. Knows no HTTP route.
+"""Verification of OpenID Connect bearer tokens: signature, claims and the caller they name. Knows no HTTP route.
 
-What a refusal says is the same for every caller of a kind, and repeats nothing of the token.
+The text of a refusal depends only on its cause and the issuer, and repeats nothing of the token.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from swiftkv_platform.security.principals import LATEST, Principal
 from swiftkv_platform.security.signing_keys import Clock, SigningKeys
 
 _LONGEST = 8192
-"""Characters of a token."""
+"""Most characters of a token."""
 _LONGEST_NAME = 200
-"""Characters of an issuer's name and a subject together."""
+"""Most characters of a caller's name, which is `{issuer}:{subject}`."""
 _MALFORMED = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 class TokenHolder(Principal):
-    """A caller with a token."""
+    """A caller authenticated by a token."""
 
     @property
     def credential(self) -> str:
@@ -40,9 +40,10 @@ class _Trusted:
 
 
 class TokenVerifier:
-    """Tokens of the issuers in a file, in its last good version.
+    """Verifies tokens of the issuers listed in the last good version of a file.
 
-    Raises `InvalidInputError` where the file cannot be used from the start. No issuer is asked before the first token.
+    Raises `InvalidInputError` if the file cannot be used when it is opened. No issuer is contacted before its first
+    token.
 
     Args:
         clock: monotonic seconds, for the age of keys.
@@ -57,11 +58,11 @@ class TokenVerifier:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the file's newest version is the one that holds."""
+        """Whether the file's newest version is the one in use."""
         return self._file.is_usable
 
     def authenticate(self, token: str) -> Principal:
-        """The caller that a token names. May wait some seconds for its issuer. Raises `UnauthenticatedError`."""
+        """Return the caller that a token names. May wait seconds for its issuer. Raises `UnauthenticatedError`."""
         if len(token) > _LONGEST:
             raise _refusal(f"the token has more than {_LONGEST} characters")
         try:
@@ -79,7 +80,7 @@ class TokenVerifier:
         return {issuer.issuer: _Trusted(issuer, self._keys_of(issuer)) for issuer in issuers}
 
     def _keys_of(self, issuer: Issuer) -> SigningKeys:
-        """The issuer's keys; those that are known are kept when something else in the file changes."""
+        """Return the issuer's key cache, which is kept when other fields of the file change."""
         place = (issuer.issuer, issuer.jwks_uri, issuer.keys_max_age_s, issuer.keys_stale_s)
         if place not in self._keys:
             self._keys[place] = SigningKeys(issuer, clock=self._clock)
@@ -87,7 +88,7 @@ class TokenVerifier:
 
 
 def _verified(token: str, header: dict[str, Any], trusted: _Trusted) -> dict[str, Any]:
-    """The claims of a token with a good signature, in its time, for this platform."""
+    """Check signature, times and audience of a token and return its claims. Raises `UnauthenticatedError`."""
     algorithm, key_id = header.get("alg"), header.get("kid")
     if algorithm not in trusted.issuer.algorithms:
         raise _refusal(f"the token's algorithm is not accepted; accepted are {', '.join(trusted.issuer.algorithms)}")

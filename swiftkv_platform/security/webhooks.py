@@ -1,7 +1,7 @@
-"""Webhooks as a spec names them and as both ends sign and verify them (standardwebhooks.com, version 1). No I/O.
+"""Signing and verifying of webhooks (standardwebhooks.com, version 1), for both ends. No I/O.
 
 A message is `POST`ed with the headers `webhook-id`, `webhook-timestamp` (Unix seconds) and `webhook-signature`: `v1,`
-and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed: no old message can be replayed.
+and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed, so old messages are refused.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _LEAST_SECRET_BYTES = 16
 
 
 class Secret:
-    """Bytes that no log, error or `repr` shows."""
+    """Secret bytes, which `repr` hides."""
 
     def __init__(self, value: bytes) -> None:
         self._value = value
 
     @classmethod
     def parse(cls, text: str, *, name: str) -> Self:
-        """A secret as a file holds it: `whsec_` and base64, or the text itself.
+        """Parse the content of a secret's file: `whsec_` and base64, or the secret itself as text.
 
-        Raises `InvalidInputError`, without the value, for one that cannot be decoded or is too short to be one.
+        Raises `InvalidInputError`, which names the secret and hides its value, if it cannot be decoded or is too short.
         """
         text = text.strip()
         try:
@@ -53,15 +53,15 @@ class Secret:
         return "Secret(...)"
 
     def sign(self, message_id: str, timestamp: int, body: bytes) -> str:
-        """The `webhook-signature` header of a message."""
+        """Return the `webhook-signature` header of a message."""
         signed = f"{message_id}.{timestamp}.".encode() + body
         digest = hmac.new(self._value, signed, hashlib.sha256).digest()
         return f"{_VERSION},{base64.b64encode(digest).decode()}"
 
 
 def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, tolerance_s: float = 300.0) -> None:
-    """Check that `body` came from a holder of `secret`, not long ago; else raise `UnauthenticatedError`. `headers`: of
-    the request, with lower-case names. `body`: as it came, before any decoding."""
+    """Raise `UnauthenticatedError` unless `body` was signed with `secret` within `tolerance_s` seconds of `now`.
+    `headers`: of the request, with lower-case names. `body`: raw bytes as received."""
     missing = [name for name in (ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER) if name not in headers]
     if missing:
         raise UnauthenticatedError(f"the header {missing[0]} is missing", field=missing[0])

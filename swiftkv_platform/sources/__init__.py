@@ -1,7 +1,7 @@
-"""Names of models and data, parsed once, and the rules on which of them a tenant's specs may read.
+"""Parsing of model and data names, and the rules on which of them a tenant's specs may read.
 
-The rules, the control plane's checks and the workers' readers share these types, so that none of them can take a name
-for something else than the others do. Imports no torch and opens no network connection.
+The rules, the control plane's checks and the workers' readers share these types, so that all interpret a name alike.
+Imports no torch and opens no network connection.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rules on the sources that a tenant's specs may read: the operator's, and what they come to for one tenant. Reads no
-source.
+"""Rules on the sources that a tenant's specs may read: the operator's rules, and the resulting `Access` of one tenant.
+Reads no source.
 
-The platform reads sources with its own credentials, so without such rules a tenant could train on, and then generate,
-another's files. The control plane checks a spec by them before it stores it, and hands what they come to (`Access`) to
-the attempt, whose readers check every file that a name leads to.
+The platform reads sources with its own credentials, so without such rules a tenant could train on another tenant's
+files and generate them. The control plane checks a spec before storing it, and passes the tenant's `Access` to the
+attempt, whose readers check every file that a name leads to.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from swiftkv_platform.specs.evaluation import name_and_data, names_task_file
 _S3 = "s3://"
 _TENANT = "{tenant}"
 _TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.()+-]*", re.ASCII)
-"""Every name in the harness's index has this form, and no path with a directory in it."""
+"""Form of every task name in the harness's index; no path with a directory matches it."""
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
 _LONGEST_REVISION = 255
 
 
 @dataclass(frozen=True)
 class Access:
-    """Sources that the specs of one tenant may read. The default opens all but tasks that run generated code."""
+    """Sources that the specs of one tenant may read. The default allows all, except tasks that run generated code."""
 
     roots: tuple[str, ...] | None = None
-    """Directories and `s3://` prefixes; None opens every path and address."""
+    """Directories and `s3://` prefixes that may be read; None allows every path and address."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations, and repositories without one, whose models and data may be named; None opens the hub."""
+    """Hub organisations (and repositories without one) whose models and data may be used; None allows the whole hub."""
     code_tasks: bool = False
     """Whether tasks may run the code that a model writes."""
     tenant: str | None = None
-    """Tenant that messages name."""
+    """Tenant to name in messages."""
     files: Mapping[str, StoredFile] | None = None
     """Uploaded files of the tenant that its spec names, by id."""
 
     @property
     def is_restricted(self) -> bool:
-        """Whether paths have rules. Then names that could be hub ids are, and tasks are no files."""
+        """Whether paths are restricted. Then a name that could be a hub id is one, and a task may not be a file."""
         return self.roots is not None
 
     @property
@@ -66,7 +66,7 @@ class Access:
         return Boundary.of(*(root for root in self.roots if not root.startswith(_S3)))
 
     def model(self, name: str, field: str = "model.name_or_path") -> ModelSource:
-        """The model called `name`. Raises `InvalidInputError` for a name that is none, or is closed."""
+        """Parse the name of a model. Raises `InvalidInputError` if it is not valid, or the tenant may not read it."""
         parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
         if isinstance(parsed, FileSource):
             raise InvalidInputError.of(
@@ -76,19 +76,19 @@ class Access:
         return parsed
 
     def data(self, name: str, field: str) -> Source:
-        """The data set called `name`. Raises as `model`."""
+        """Parse the name of a data set. Raises as `model`."""
         parsed = parse_source(name, field=field, suffixes=ENDINGS, relative_paths=not self.is_restricted)
         self._check(parsed, field)
         return parsed
 
     def location(self, name: str, field: str) -> S3Source | PathSource:
-        """A path or address that is no hub id. Raises as `model`."""
+        """Parse a path or `s3://` address, never a hub id. Raises as `model`."""
         parsed = parse_location(name, field=field)
         self._check(parsed, field)
         return parsed
 
     def check(self, spec: JobSpec) -> None:
-        """Raises `InvalidInputError` naming the first field that names what is closed or cannot be."""
+        """Raise `InvalidInputError` for the first field with a name that is not valid or may not be read."""
         self.model(spec.model.name_or_path)
         if spec.model.revision is not None:
             _check_revision(spec.model.revision)
@@ -98,7 +98,7 @@ class Access:
             self.check_task(task, f"evaluation.tasks[{index}]")
 
     def check_task(self, task: str | TaskSpec, field: str) -> None:
-        """Raises `InvalidInputError` for a task whose name or data is closed."""
+        """Raise `InvalidInputError` for an evaluation task whose name or data may not be used."""
         name, data_dir = name_and_data(task)
         check_name(name, field)
         names_file = names_task_file(name) or _TASK.fullmatch(name) is None
@@ -113,7 +113,7 @@ class Access:
             self.location(data_dir, f"{field}.data_dir")
 
     def _check(self, source: Source, field: str) -> None:
-        """Raises `InvalidInputError` if `source` is closed."""
+        """Raise `InvalidInputError` if the tenant may not read `source`."""
         if isinstance(source, FileSource):
             if source.name not in (self.files or {}):
                 raise InvalidInputError.of(
@@ -140,12 +140,12 @@ class Access:
 
 
 OPEN = Access()
-"""Access of a program that its own user runs."""
+"""Access of a program run by its own user."""
 
 
 @dataclass(frozen=True)
 class SourceRules:
-    """Sources that the operator opens to tenants, beside what is built in and on the hub."""
+    """Sources that the operator opens to tenants, in addition to built-in ones and the hub."""
 
     roots: Sequence[str] | None = None
     """Directories and `s3://` prefixes, in which `{tenant}` stands for the caller's tenant; None opens everything."""
@@ -155,11 +155,11 @@ class SourceRules:
     def access(
         self, tenant: str, hub_organizations: Sequence[str] | None = None, files: Mapping[str, StoredFile] | None = None
     ) -> Access:
-        """Return what the rules come to for one tenant.
+        """Return the access of one tenant under these rules.
 
         Args:
-            hub_organizations: organisations of the hub that its policy names.
-            files: uploaded files that its spec names.
+            hub_organizations: hub organisations that the tenant's policy allows; None allows all.
+            files: uploaded files that the tenant's spec names.
         """
         return Access(
             roots=None if self.roots is None else tuple(root.replace(_TENANT, tenant) for root in self.roots),
@@ -171,16 +171,16 @@ class SourceRules:
 
 
 NO_RULES = SourceRules()
-"""Rules of a server that only its own machine's user reaches."""
+"""Rules of a server that only the user of its own machine can reach."""
 
 
 def file_ids(spec: JobSpec) -> list[str]:
-    """Ids of the uploaded files that a spec names as data, each once."""
+    """Return the ids of the uploaded files that a spec names as data, each once."""
     return list(dict.fromkeys(each.name_or_path for each in spec.data.sources if is_file_id(each.name_or_path)))
 
 
 def _check_revision(revision: str) -> None:
-    """A revision names files of the hub's cache, so it may not lead out of it."""
+    """Raise `InvalidInputError` for a revision that, as part of a path, could lead out of the hub's cache."""
     if len(revision) > _LONGEST_REVISION or _REVISION.fullmatch(revision) is None:
         raise InvalidInputError(
             f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub is accepted",

@@ -1,4 +1,4 @@
-"""Directories that files must lie in, after links are followed. Knows no tenant and no spec."""
+"""Directories within which files must lie once links are resolved. Knows no tenant and no spec."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 
 @dataclass(frozen=True)
 class Boundary:
-    """Directories in which files may lie. Every file is checked before it is opened, and opened by the path that was
-    checked."""
+    """Directories within which files may lie. Check every file before opening it, and open the path that `check`
+    returns."""
 
     directories: tuple[str, ...] | None
-    """Real paths; None bounds nothing."""
+    """Real paths of the directories; None allows every path."""
 
     @classmethod
     def of(cls, *directories: str | Path) -> Boundary:
-        """Everything below these directories, which may be links themselves."""
+        """Return the boundary of everything below these directories, which may be links."""
         return cls(tuple(os.path.realpath(directory) for directory in directories))
 
     def contains(self, path: str | Path) -> bool:
-        """Whether `path` leads to a place within."""
+        """Whether `path`, with links resolved, lies within."""
         if self.directories is None:
             return True
         real = Path(os.path.realpath(path))
         return any(real.is_relative_to(directory) for directory in self.directories)
 
     def check(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Path:
-        """The path to open in the place of `path`: without links, where there is a bound. Raises ``error``: it leads
-        out, or to what is neither file nor directory (a pipe would block its reader for ever)."""
+        """Return the path to open instead of `path`, with links resolved if there is a bound. Raises `error` if it lies
+        outside, or is neither file nor directory (a pipe would block its reader forever)."""
         if self.directories is None:
             return path
         if not self.contains(path):
@@ -48,7 +48,7 @@ class Boundary:
         return real
 
     def check_tree(self, directory: Path, field: str, *, error: type[InvalidInputError] = DataError) -> None:
-        """Check everything below `directory`, links to directories followed. Raises as `check`."""
+        """Check everything below `directory`, following links to directories. Raises as `check`."""
         if self.directories is not None:
             self.check(directory, field, error=error)
             for path in _entries(directory):
@@ -59,14 +59,14 @@ UNBOUNDED = Boundary(None)
 
 
 def _entries(directory: Path) -> Iterator[Path]:
-    """Files and directories below; a directory is yielded before it is entered."""
+    """Yield all files and directories below; a directory comes before its entries."""
     pending, seen = [directory], set[tuple[int, int]]()
     while pending:
         for entry in os.scandir(pending.pop()):
             yield Path(entry.path)
             try:
                 status = entry.stat()
-            except OSError:  # a link that leads nowhere
+            except OSError:  # a broken link
                 continue
             identity = status.st_dev, status.st_ino
             if stat.S_ISDIR(status.st_mode) and identity not in seen:

@@ -1,8 +1,8 @@
-"""Files beside rows and weights: what cards and states of data sets name, and the licence that a model's own files
-name. Reads those files, no rows.
+"""Checks of the file names in cards and states of data sets, and the licence that a model's own files name. Reads those
+files, no rows.
 
-`datasets` resolves patterns of a card, and file names of a saved data set, wherever they lead: to any path of the
-machine, and through fsspec to any URL. Where sources have rules they may name files of their own directory alone.
+`datasets` follows patterns of a card, and file names of a saved data set, to any path of the machine and through fsspec
+to any URL. If sources are restricted, cards and states may name only files of their own directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swiftkv_platform.sources.small_files import (
 )
 
 CARDS = ("README.md", ".huggingface.yaml")
-"""Files whose `configs` name data files; the second replaces what the first says."""
+"""Files whose `configs` name data files; the second overrides the first."""
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 _BRACKETS, _DEEPEST = re.compile(rb"[\[\]{}]"), 100
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth")
@@ -36,9 +36,9 @@ _PROSE = frozenset({"config_name", "description"})
 
 
 def check_laid_out(directory: Path, field: str) -> None:
-    """Refuse a directory laid out as on the hub that holds a script to build it, or a card as in `check_card`.
+    """Check a directory laid out as on the hub.
 
-    Raises `DataError`.
+    Raises `DataError` if it has a script that builds the data set, or a card that `check_card` refuses.
     """
     script = directory / f"{directory.name}.py"
     if script.exists():
@@ -49,8 +49,8 @@ def check_laid_out(directory: Path, field: str) -> None:
 
 
 def check_card(path: Path, field: str) -> None:
-    """Refuse a card whose configurations name what lies elsewhere. `path`: one of `CARDS`. Raises `DataError`: an
-    absolute path, one with `..`, or a URL; or a card that cannot be read."""
+    """Check that the configurations of a card name only files of its own directory. `path`: one of `CARDS`. Raises
+    `DataError` for an absolute path, one with `..`, a URL or a pickle, and for a card that cannot be read."""
     try:
         document = _metadata(path)
     except UnusableFileError as error:
@@ -67,7 +67,7 @@ def check_card(path: Path, field: str) -> None:
 
 
 def check_saved(directory: Path, field: str) -> None:
-    """Refuse a data set saved by `datasets` whose state names files of other directories. Raises `DataError`."""
+    """Raise `DataError` if the state of a data set saved by `datasets` names files of other directories."""
     states = [directory]
     if (splits := directory / "dataset_dict.json").is_file():
         names = _plain_names(_json(splits, field).get("splits"), splits, field)
@@ -80,10 +80,11 @@ def check_saved(directory: Path, field: str) -> None:
 
 
 def _metadata(path: Path) -> Any:
-    """Metadata of a card. Raises `UnusableFileError`: it is too long, `ValueError`, `yaml.YAMLError`."""
+    """Return the metadata of a card; None if it has none. Raises `UnusableFileError` if they are too long,
+    `ValueError` and `yaml.YAMLError`."""
     if path.suffix != ".md":
         return _yaml(read_small(path, METADATA_BYTES))
-    text = read_head(path, CARD_BYTES).decode(errors="replace")  # a character may be cut in two at the end
+    text = read_head(path, CARD_BYTES).decode(errors="replace")  # the last character may be cut in two
     matter = _FRONT_MATTER.match(text)
     if matter is None and text.lstrip().startswith("---") and len(text) * 4 > CARD_BYTES:
         raise UnusableFileError(f"has metadata that do not end within {CARD_BYTES} bytes")
@@ -91,7 +92,7 @@ def _metadata(path: Path) -> Any:
 
 
 def _yaml(data: bytes) -> Any:
-    """PyYAML takes minutes for brackets within each other, before it comes to their number."""
+    """Parse YAML, refusing deeply nested brackets, for which PyYAML takes minutes."""
     depth = 0
     for bracket in _BRACKETS.findall(data):
         depth += 1 if bracket in b"[{" else -1
@@ -101,8 +102,9 @@ def _yaml(data: bytes) -> Any:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in nested lists and mappings, whatever its key, since configurations of builders differ."""
-    pending, seen = [value], set[int]()  # YAML's aliases make one list stand at any number of places
+    """Yield every text in nested lists and mappings under any key but `_PROSE`, since builders' configurations
+    differ."""
+    pending, seen = [value], set[int]()  # with YAML's aliases one list may occur many times
     while pending:
         item = pending.pop()
         if isinstance(item, str):
@@ -122,7 +124,7 @@ def _json(path: Path, field: str) -> Mapping[str, Any]:
 
 
 def _plain_names(names: Any, path: Path, field: str) -> list[str]:
-    """`names` themselves. Raises `DataError` for one with a directory in it."""
+    """Return `names`. Raises `DataError` for one that is not a plain file name."""
     found = names if isinstance(names, list) else []
     for name in found:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "::" in name:
@@ -138,7 +140,7 @@ _LONGEST_NAME = 100
 
 
 def licence_of(directory: Path) -> str | None:
-    """The licence that the card or the configuration in `directory` names, None where neither does."""
+    """Return the licence named by the card or configuration in `directory`; None if neither names one."""
     for document in (_front_matter(directory / "README.md"), _object(directory / "config.json")):
         for key in ("license_name", "license"):
             named = document.get(key)
@@ -150,7 +152,7 @@ def licence_of(directory: Path) -> str | None:
 def _front_matter(path: Path) -> dict[str, Any]:
     try:
         document = _metadata(path)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # what is no card names no licence
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # an unreadable card names no licence
         return {}
     return document if isinstance(document, dict) else {}
 

@@ -1,6 +1,6 @@
-"""Requests to a chat model that every machine has: made of templates and words of this file, the same everywhere.
+"""Built-in prompts for a chat model, made from templates and words in this file, the same on every machine.
 
-They carry no answers: the teacher writes those (`data.sources[].complete`). It knows text alone.
+They have no answers: the teacher writes those (`data.sources[].complete`). Knows text only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 HELD_OUT_TOPICS = 5
-"""One topic in this number is held out, with every request about it."""
+"""One topic in this many is held out, with every prompt about it."""
 
 _TOPICS = (
     "bees", "volcanoes", "the Moon", "bicycles", "bread", "the human heart", "rivers", "glass", "maps", "dolphins",
@@ -78,24 +78,24 @@ _LANGUAGES = ("Python", "JavaScript", "Java", "C")
 
 
 def chat_prompts(*, held_out: bool) -> list[str]:
-    """The requests of one side of the split, in an order of their own that no machine changes."""
+    """Return the training or held-out prompts, in an order (by hash) that is the same on every machine."""
     prompts = [text for key, text in _all() if _is_held_out(key) is held_out]
     return sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
 def unseen_chat_prompts() -> list[str]:
-    """Requests about the held-out topics in words that no other request has: of neither side's templates."""
+    """Return prompts about the held-out topics made from templates that no training or held-out prompt uses."""
     prompts = [request.format(topic) for topic in _TOPICS if _is_held_out(topic) for request in _OTHER_REQUESTS]
     return sorted(prompts, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
 def _is_held_out(key: str) -> bool:
-    """By the topic, so that a held-out request shares its subject with no other."""
+    """Whether a topic is held out, so that held-out prompts share no subject with others."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % HELD_OUT_TOPICS == 0
 
 
 def _all() -> Iterator[tuple[str, str]]:
-    """Every request, after what decides its side."""
+    """Yield (key that decides the side, prompt) for all prompts."""
     for topic, request in product(_TOPICS, _REQUESTS):
         yield topic, request.format(topic)
     for function, language in product(_FUNCTIONS, _LANGUAGES):

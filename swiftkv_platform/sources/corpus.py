@@ -1,6 +1,6 @@
-"""Text that every machine has: the sources of the Python standard library, read from the running interpreter.
+"""Built-in text: the source files of the Python standard library, read from the running interpreter.
 
-It knows files and a train/held-out split, no tokenizer and no tensor.
+Knows files and a train/held-out split, no tokenizer and no tensor.
 """
 
 from __future__ import annotations

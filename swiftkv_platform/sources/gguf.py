@@ -1,7 +1,7 @@
-"""The configuration in a GGUF file's header, as Hugging Face's `config.json` has it. Reads no weights.
+"""Read the configuration in a GGUF file's header in the form of Hugging Face's `config.json`. Reads no weights.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The library `gguf` takes seconds to
-go through a vocabulary and trusts every length; this reader skips it, and reads no further than `LONGEST_HEADER`.
+parse a vocabulary and trusts every length; this reader skips vocabularies, and stops at `LONGEST_HEADER`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
 
 SUFFIX = ".gguf"
 LONGEST_HEADER = 32 << 20
-"""Bytes; a vocabulary of 256,000 tokens with its merges takes 12 MB."""
+"""Most bytes of a header; a vocabulary of 256,000 tokens with its merges takes 12 MB."""
 _LONGEST_TEXT = 1 << 20
-"""Bytes of one text; the longest is a chat template."""
+"""Most bytes of one text; the longest is usually a chat template."""
 _MOST_ENTRIES = 1 << 16
-"""Values, and tensors, of a file."""
+"""Most values, and most tensors, of a file."""
 _MOST_TEXTS = 1 << 21
-"""Texts in all lists of a file; a vocabulary of 256,000 tokens has some 500,000 merges."""
+"""Most texts in all lists of a file; a vocabulary of 256,000 tokens has about 500,000 merges."""
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Format characters of `struct` by GGUF's number of a value's type."""
+"""Format characters of `struct` by GGUF's value type."""
 _STRING, _ARRAY = 8, 9
 
 _FAMILIES = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
-"""Architectures that are read."""
+"""Families by the supported `general.architecture`."""
 _KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -49,14 +49,14 @@ _TOKENS = "tokenizer.ggml.tokens"
 def read_gguf_config(
     path: Path, name: str | None = None, *, field: str, boundary: Boundary = UNBOUNDED
 ) -> dict[str, Any]:
-    """The configuration of the model in a GGUF file.
+    """Return the configuration of the model in a GGUF file.
 
     Args:
-        name: what messages call the file.
+        name: name of the file in messages.
         field: its place in the spec, for messages.
 
     Raises:
-        ModelError: no such file, no GGUF, or a model of another architecture or with scaled rotary embeddings.
+        ModelError: no such file, not a GGUF file, or a model of another architecture or with scaled rotary embeddings.
     """
     name = str(path) if name is None else name
     try:
@@ -74,7 +74,7 @@ def read_gguf_config(
 
 @dataclass(frozen=True)
 class _List:
-    """A list in the header, whose values are passed over."""
+    """A list in the header, whose values are skipped."""
 
     length: int
 
@@ -84,7 +84,7 @@ class _NotReadableError(Exception):
 
 
 class _Header:
-    """Values and names of tensors at the beginning of a file; of lists only the length."""
+    """Reads the header's values (of lists only the length) and tensor names."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -126,7 +126,7 @@ class _Header:
         return _List(length)
 
     def _tensor(self) -> str:
-        """Its name; shape, type and place are passed over."""
+        """Return a tensor's name, skipping its shape, type and offset."""
         name, num_dimensions = self._text(), self._number("I")
         self._bytes(8 * num_dimensions + 4 + 8)
         return name
@@ -163,7 +163,7 @@ def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
             "Hugging Face model directory"
         )
     if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
-        # transformers reads neither from GGUF: the model would be another one at every position.
+        # transformers reads neither from GGUF, so the model would compute something else at every position.
         raise _NotReadableError("its rotary embeddings are scaled; use a Hugging Face model directory")
     shape = {ours: _number(values, f"{architecture}.{theirs}") for theirs, ours in _KEYS.items()}
     vocabulary = values.get(_TOKENS)
@@ -183,8 +183,8 @@ def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
 
 
 def _of_gemma(values: Mapping[str, Any], config: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """What Gemma 3 has besides; llama.cpp fixes the base of layers with a window, and scales scores by the head's size
-    in all models but those with scaled rotary embeddings."""
+    """Return the keys that only Gemma 3 has. llama.cpp fixes the RoPE base of sliding layers, and scales scores by
+    `head_dim` except in the 27B model, whose scaled rotary embeddings are refused."""
     bases = {"full_attention": base, "sliding_attention": 10000.0}
     return {
         "sliding_window": _number(values, "gemma3.attention.sliding_window"),
@@ -195,6 +195,6 @@ def _of_gemma(values: Mapping[str, Any], config: Mapping[str, Any], base: float)
 
 def _number(values: Mapping[str, Any], key: str) -> Any:
     value = values.get(key)
-    if not isinstance(value, int | float):  # a list where layers differ
+    if not isinstance(value, int | float):  # a list if layers differ
         raise _NotReadableError(f"its header has no single number as {key}")
     return value

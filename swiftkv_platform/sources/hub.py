@@ -1,4 +1,4 @@
-"""Models of the hub as directories of its cache on this machine: what loaders read, and the weights once."""
+"""Hub models as directories of the local cache, with the files that loaders need and weights in one format only."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from swiftkv_platform.errors import ModelError
 _TEXTS = ("*.json", "*.model", "*.spm", "*.tiktoken", "*.txt")
 _FILES = ["*.safetensors", *_TEXTS, "*.jinja", "LICENSE*", "NOTICE*"]
 _OTHER_COPIES = [*(f"*/{pattern}" for pattern in ("*.safetensors", *_TEXTS)), "consolidated*", "*.bin.index.json"]
-"""The model in another format or precision. Chat templates alone are read from directories within."""
+"""Copies of the model in another format or precision. In subdirectories only chat templates are read."""
 _PICKLES = ["pytorch_model*.bin", "pytorch_model*.bin.index.json"]
 
 
 def local_directory(
     name: str, revision: str | None = None, *, field: str, subfolder: str = "", pickles: bool = False
 ) -> Path:
-    """The directory `name`, or that of the hub model of this name, fetched as far as it is not in the cache.
+    """Return the directory `name`, or the cached directory of the hub model with this name, downloading missing files.
 
     Args:
-        field: what messages call `name`.
+        field: name of the field in messages.
         subfolder: directory within the repository, the only one that is fetched.
-        pickles: whether the reader takes them where there are no safetensors; otherwise they are refused unfetched.
+        pickles: whether to fetch pickles if there are no safetensors; otherwise such a model is refused.
 
     Raises:
-        ModelError: no directory, and no model that the hub gives, or one without weights that may be read.
+        ModelError: neither a directory nor a hub model that can be fetched, or a model without usable weights.
     """
     if Path(name).is_dir():
         return Path(name) / subfolder

@@ -1,7 +1,7 @@
-"""Files of a data source by their names: which are read, of what split they are, and what kind of directory they are
-in. Reads names, and of a directory's card whether it lists data.
+"""Files of a data source by name: which files are read, which split each belongs to, and a directory's kind of layout.
+Reads names, and from a directory's card only whether it lists data.
 
-Splits are told by the names that `datasets` knows, so that a test set beside a training set is never trained on.
+Splits are recognised by the names that `datasets` knows, so that a test set next to a training set is never trained on.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from swiftkv_platform.sources.small_files import CARD_BYTES, read_head
 from swiftkv_platform.specs import DataSourceSpec
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".py")
-"""Endings of the names of files that are read, in any case."""
+"""Name endings of files that are read, in upper or lower case."""
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-"""Endings that may follow those of all but Parquet, which compresses itself."""
+"""Endings that may follow those of any format but Parquet, which compresses itself."""
 ENDINGS = (*SUFFIXES, *COMPRESSIONS)
 ACCEPTED = f"{', '.join(SUFFIXES)} are accepted, and all but Parquet compressed ({', '.join(COMPRESSIONS)})"
 _UNREAD = frozenset(
     {*COMPRESSIONS, ".7z", ".arrow", ".avro", ".feather", ".lz4", ".orc", ".rar", ".tar", ".tgz", ".xlsx", ".zip"}
 )
-"""Endings of data that nothing here reads, so that it is not passed over in silence."""
+"""Endings of data formats that are not supported, and are refused rather than silently skipped."""
 _SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
 _DESCRIPTIONS = frozenset({"dataset_infos.json", "dataset_info.json"})
-"""Files that `datasets` writes beside the rows."""
+"""Files that `datasets` writes next to the rows."""
 _HUB_SHARD = re.compile(r".+-\d{5}-of-\d{5}(-\w+)?\.parquet")
-"""Names that the hub gives the Parquet files of a split."""
+"""Names of a split's Parquet files on the hub."""
 _CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
 
 SPLITS = {
@@ -40,18 +40,18 @@ SPLITS = {
         *("held_out", "held-out", "heldout", "hold_out", "hold-out", "holdout"),
     ),
 }
-"""Words of a file's or a directory's name that tell its split."""
+"""Words in the name of a file or directory that tell its split."""
 _WORDS = {word: split for split, words in SPLITS.items() for word in words}
 _SPLIT = re.compile(
     rf"(?:^|(?<=[-._ \d]))({'|'.join(sorted(map(re.escape, _WORDS), key=len, reverse=True))})"
     r"(?:set|data)?(?=[-._ \d]|$)"
 )
 _SHOWN = 3
-"""Names in a message."""
+"""Most names in a message."""
 
 
 def kind_of(name: str) -> str | None:
-    """The ending, one of `SUFFIXES`, by which a file of this name is read; None for one that is not read."""
+    """Return the ending, one of `SUFFIXES`, that decides how a file is read; None if it is not read."""
     path = PurePosixPath(name.lower())
     compressed = path.suffix in COMPRESSIONS
     suffix = PurePosixPath(path.stem).suffix if compressed else path.suffix
@@ -59,14 +59,14 @@ def kind_of(name: str) -> str | None:
 
 
 def compression_of(name: str) -> str | None:
-    """The ending, one of `COMPRESSIONS`, of a compressed file's name."""
+    """Return the ending, one of `COMPRESSIONS`, of a compressed file's name; None for other names."""
     suffix = PurePosixPath(name).suffix.lower()
     return suffix if suffix in COMPRESSIONS else None
 
 
 def data_files(path: Path) -> list[Path]:
-    """The regular file `path` itself, or the readable ones below the directory, sorted. Links are followed; names that
-    begin with a dot are left out, as are links that lead nowhere and directories, however they are named."""
+    """Return the regular file `path` itself, or the readable files below the directory `path`, sorted. Links are
+    followed; broken links and names that begin with a dot are left out."""
     if not path.is_dir():
         return [path] if path.is_file() else []
     return [file for file in _files(path) if kind_of(file.name) is not None]
@@ -77,7 +77,7 @@ def _files(directory: Path) -> list[Path]:
     seen: set[str] = set()
     for place, subdirectories, files in os.walk(directory, followlinks=True):
         real = os.path.realpath(place)
-        if real in seen:  # a link to a directory above, or to one that is here already
+        if real in seen:  # a link to a directory that was visited already
             subdirectories.clear()
             continue
         seen.add(real)
@@ -87,7 +87,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def source_files(path: Path, source: DataSourceSpec, where: str) -> list[Path]:
-    """The files that `source`, the file or directory `path`, reads: those of its split. Raises as `choose`."""
+    """Return the files of the split that `source` reads from the file or directory `path`. Raises as `choose`."""
     if not path.is_dir():
         check_whole(source, where)
         return data_files(path)
@@ -96,17 +96,17 @@ def source_files(path: Path, source: DataSourceSpec, where: str) -> list[Path]:
 
 
 def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str]:
-    """The readable ones of the names of files below a directory that are of the source's split.
+    """Return the names of readable files that belong to the source's split.
 
-    Where no name has a word of `SPLITS`, all are of the split `train`.
+    If no name has a word of `SPLITS`, all files belong to the split `train`.
 
     Args:
-        names: relative to the directory.
+        names: files below a directory, relative to it.
         where: the source's place in the spec.
 
     Raises:
-        DataError: data that nothing here reads, files of no split beside those of one, a split that is not there, or a
-            subset.
+        DataError: a data format that is not supported, files of no clear split next to files of one, a split that does
+            not exist, or a subset.
     """
     check_subset(source, where)
     unread = [name for name in names if kind_of(name) is None and PurePosixPath(name.lower()).suffix in _UNREAD]
@@ -139,8 +139,8 @@ def choose(names: Sequence[str], source: DataSourceSpec, where: str) -> list[str
 
 
 def check_whole(source: DataSourceSpec, where: str) -> None:
-    """Refuse a split or a subset of a file, which is read whole, unless its name tells that split. Raises
-    `DataError`."""
+    """Raise `DataError` for a subset of a single file, or for a split other than `train` that its name does not
+    tell."""
     check_subset(source, where)
     wanted = _WORDS.get(source.split.lower().replace("-", "_"), source.split)
     if source.split != "train" and _split_of(PurePosixPath(source.name_or_path).name) != {wanted}:
@@ -152,7 +152,7 @@ def check_whole(source: DataSourceSpec, where: str) -> None:
 
 
 def check_subset(source: DataSourceSpec, where: str) -> None:
-    """Refuse a subset of a source without configurations. Raises `DataError`."""
+    """Raise `DataError` for a subset of a source that has no configurations."""
     if source.subset is not None:
         raise DataError.of(
             f"{where}.subset",
@@ -162,13 +162,13 @@ def check_subset(source: DataSourceSpec, where: str) -> None:
 
 
 def _split_of(name: str) -> frozenset[str]:
-    """The splits that a file's name tells, or else the nearest of its directories' names. Code tells none: half of all
-    packages have tests."""
+    """Return the splits told by a file's name, or else by the nearest of its directories that tells any. Code files
+    belong to no split, since many packages have tests."""
     path, kind = PurePosixPath(name.lower()), kind_of(name)
     if kind == ".py":
         return frozenset()
     stem = path.name.removesuffix(compression_of(name) or "").removesuffix(kind or "")
-    # Names of prose have words in them.
+    # In names of text files, a word between spaces is part of a title, not a split.
     parts = [stem.replace(" ", "x") if kind == ".txt" else stem, *reversed(path.parts[:-1])]
     told = (frozenset(_WORDS[word] for word in _SPLIT.findall(part)) for part in parts)
     return next(filter(None, told), frozenset())
@@ -187,12 +187,12 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def is_saved_dataset(directory: Path) -> bool:
-    """Whether `datasets.Dataset.save_to_disk` wrote it."""
+    """Whether `datasets.Dataset.save_to_disk` wrote the directory."""
     return any((directory / name).is_file() for name in _SAVED_BY_DATASETS)
 
 
 def is_hub_layout(directory: Path) -> bool:
-    """Whether it is laid out as on the hub: its card lists data, or all of its files are shards of splits."""
+    """Whether a directory is laid out as on the hub: its card lists data, or all of its files are shards of splits."""
     card = directory / "README.md"
     if card.is_file() and _CARD_LISTS_DATA.search(read_head(card, CARD_BYTES).decode(errors="replace")):
         return True

@@ -1,9 +1,9 @@
-"""Whether a model's directory names code, or files of another place. Reads its JSON files, no weights.
+"""Check that a model's directory names no code and no files outside of it. Reads its JSON files, no weights.
 
-`transformers` follows what such files name: an adapter's base model, a tokenizer's `vocab_file`, a repository of
-kernels in the place of an attention implementation, shards of an index. Where sources have rules a model is what lies
-in its own directory, and its code is that of this package and of `transformers`: `auto_map` is never followed, nor is a
-pickle read (`model.checkpoint` takes safetensors alone).
+`transformers` follows names in such files: an adapter's base model, a tokenizer's `vocab_file`, a repository of kernels
+as attention implementation, shards of an index. If sources are restricted, a model may consist only of files of its own
+directory, and its code only of this package and `transformers`: `auto_map` is never followed, and no pickle is read
+(`model.checkpoint` accepts only safetensors).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 _HARMLESS = frozenset({"special_tokens_map_file"})
-"""Old configurations name their author's own file here, and nothing reads it."""
+"""Keys under which old configurations name their author's own file, which is never read."""
 
 
 def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
-    """Refuse a model that leads out of `boundary` or asks for code. Raises `ModelError`: naming the file and what it
-    names."""
+    """Raise `ModelError`, with the file and the name in it, if a model leads out of `boundary` or asks for code."""
     boundary.check_tree(directory, field, error=ModelError)
     if (directory / _ADAPTER).exists():
         raise _unusable(_ADAPTER, field, "names another model; use weights that are merged")
@@ -57,7 +56,7 @@ def _check_tokenizer(path: Path, field: str) -> None:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    """`value` and every object within."""
+    """Return every JSON object in `value`, including itself."""
     found: list[Mapping[str, Any]] = []
     pending = [value]
     while pending:
@@ -71,7 +70,7 @@ def _mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _json(path: Path, field: str) -> Mapping[str, Any]:
-    """The object in a file; an empty one where there is no file."""
+    """Return the JSON object in a file; an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:

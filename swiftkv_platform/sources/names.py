@@ -1,5 +1,5 @@
-"""A model's or data set's name as one of five types: built-in, uploaded file, S3 address, path or hub id. Reads nothing
-but whether a relative path exists.
+"""Parse the name of a model or data set into one of five types: built-in, uploaded file, S3 address, path or hub id.
+Reads nothing, except whether a relative path exists.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _S3 = "s3://"
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _HUB_ID = re.compile(r"(?:(?P<organization>[A-Za-z0-9_][A-Za-z0-9_.-]*)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _LONGEST_NAME = 2048
-"""Bytes; S3 keys end at 1,024, paths at 4,096."""
+"""Most bytes of a name; S3 keys have at most 1,024, paths 4,096."""
 _LONGEST_SEGMENT = 255
-"""Bytes between two slashes, as file systems have it."""
+"""Most bytes between two slashes, as in file systems."""
 _SHOWN = 64
-"""Characters of a refused name in its message."""
+"""Most characters of a refused name in its message."""
 
 
 @dataclass(frozen=True)
 class BuiltinSource:
-    """A source that ships with the package, or should: whether the name is known is the reader's business."""
+    """A source that ships with the package; its reader checks whether the name exists."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file that was uploaded to the control plane; the name is its id."""
+    """A file uploaded to the control plane; the name is its id."""
 
     name: str
 
@@ -53,18 +53,18 @@ class S3Source:
 
     @property
     def key(self) -> str:
-        """The key, or the prefix, character by character: `#`, `?` and `%` mean nothing in it."""
+        """Key or prefix, taken literally: `#`, `?` and `%` have no special meaning."""
         return self.name.removeprefix(_S3).partition("/")[2].rstrip("/")
 
     def lies_below(self, root: str) -> bool:
-        """Whether it is at or below the `s3://` prefix `root`, `..` resolved."""
+        """Whether it is at or below the `s3://` prefix `root`, with `..` resolved."""
         path, prefix = (posixpath.normpath(uri.removeprefix(_S3)) for uri in (self.name, root))
         return path == prefix or path.startswith(f"{prefix}/")
 
 
 @dataclass(frozen=True)
 class PathSource:
-    """A file or directory of the machine that reads it."""
+    """A file or directory on the machine that reads it."""
 
     name: str
     path: Path
@@ -79,7 +79,7 @@ class HubSource:
 
     @property
     def organization(self) -> str:
-        """The part before the slash; the whole name of a repository without one."""
+        """Part before the slash; the whole name if there is none."""
         return self.name.partition("/")[0]
 
 
@@ -88,13 +88,13 @@ Source = ModelSource | FileSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
-    """Return the source that `name` means.
+    """Parse a name.
 
     Args:
         field: its place in the spec, for messages.
-        suffixes: endings that mark a file, where nothing of that name exists.
-        relative_paths: whether a name that could be a hub id is a path where this machine has one of that name. Where
-            sources have rules it never is: control plane and workers have different working directories.
+        suffixes: endings that make a name a path even if nothing with this name exists.
+        relative_paths: whether a name that could be a hub id is taken for a path if this machine has one with this
+            name. False if sources are restricted: control plane and workers have different working directories.
 
     Raises:
         InvalidInputError: a name that no file system, store or hub could have.
@@ -107,20 +107,20 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
     if is_file_id(name):
         return FileSource(name)
     is_path = looks_like_a_path(name, suffixes) or _HUB_ID.fullmatch(name) is None
-    # An entry of a directory that this process may not enter is none, where `Path.exists` raises.
+    # In a directory that this process may not enter, this is False, where `Path.exists` raises.
     if is_path or (relative_paths and os.path.exists(name)):  # noqa: PTH110
         return PathSource(name, _expanded(name, field))
     return HubSource(name)
 
 
 def parse_location(name: str, *, field: str) -> S3Source | PathSource:
-    """A name that is never a hub id, such as a task's `data_dir`. Raises as `parse_source`."""
+    """Parse a name that is never a hub id, such as a task's `data_dir`. Raises as `parse_source`."""
     check_name(name, field)
     return S3Source(name) if name.startswith(_S3) else PathSource(name, _expanded(name, field))
 
 
 def check_name(name: str, field: str) -> None:
-    """Raises `InvalidInputError` for text that is no name of anything: NUL, lone surrogates, absurd lengths."""
+    """Raise `InvalidInputError` for a name with control characters or lone surrogates, or one that is too long."""
     try:
         encoded = name.encode()
     except UnicodeEncodeError as error:
@@ -134,8 +134,8 @@ def check_name(name: str, field: str) -> None:
 
 
 def refuse_shadowed(name: str, field: str) -> None:
-    """Raises `InvalidInputError` if this machine has something at the hub id `name`, which `transformers` and
-    `datasets` would take for the path."""
+    """Raise `InvalidInputError` if a path with the hub id `name` exists, since `transformers` and `datasets` would read
+    it instead."""
     if os.path.exists(name):  # noqa: PTH110
         raise InvalidInputError(
             f"{field} is {name!r}, a hub id, but the worker's working directory has something of that name; use an "
@@ -146,8 +146,8 @@ def refuse_shadowed(name: str, field: str) -> None:
 
 
 def leads_out(name: str) -> bool:
-    """Whether a name that is meant below some directory is an absolute path, has `..`, or is a URL, chained ones (`::`)
-    included."""
+    """Whether a name that should lie below some directory may not: an absolute path, one with `..`, or a URL, including
+    chained ones (`::`)."""
     path = PurePosixPath(name)
     return "::" in name or ":/" in name or path.is_absolute() or ".." in path.parts or name.startswith("~")
 
@@ -155,7 +155,7 @@ def leads_out(name: str) -> bool:
 def _expanded(name: str, field: str) -> Path:
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # a home directory of a user that this machine does not have
+    except RuntimeError as error:  # the home directory of an unknown user
         raise _refused(
             name, field, "begins with a user that this machine does not know; use an absolute path"
         ) from error

@@ -1,8 +1,8 @@
-"""Requests to find or copy what a text says, which every machine has: made of templates and words of this file.
+"""Built-in prompts to find facts in a text or to copy it, made from templates and words in this file.
 
-Chats ask a model for what it knows; these ask for what it read. A student that is distilled on chats alone hardly has
-to read its own cache, and forgets how. They carry no answers: the teacher writes those (`data.sources[].complete`). It
-knows text alone.
+Chats ask a model for what it knows; these ask for what it has read. A student distilled on chats only rarely has to
+read its own KV cache, and forgets how. They have no answers: the teacher writes those (`data.sources[].complete`).
+Knows text only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PEOPLE = {
     ),
     True: ("Agnes", "Boris", "Diego", "Esra", "Felix", "Hanna", "Ivan", "Judith", "Karim", "Lucia", "Malik", "Noor"),
 }  # fmt: skip
-"""People of the training texts and of those that are held out: the two share none."""
+"""Names of people in training texts and, disjoint from them, in held-out texts."""
 _ITEMS = (
     "umbrella", "suitcase", "bicycle", "parcel", "violin", "laptop", "camera", "blanket", "lantern", "ticket", "folder",
     "helmet", "kettle", "ladder", "mirror", "necklace",
@@ -44,15 +44,15 @@ _KINDS = (
         "extension",
     ),
 )
-"""Kinds of facts: how a text states one, how one is asked for, what is mentioned, and what is told."""
+"""Kinds of facts: statement in the text, question, subject, and kind of value."""
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 _MOST_COPIED = 12
 _REMARKS_OF_TEXT, _REMARKS_OF_LONG = (0, 2, 5, 10, 18, 24), (40, 60, 80, 100, 120, 160)
 
 
 def recall_prompts(*, held_out: bool) -> list[str]:
-    """The requests of one side of the split, in an order that no machine changes: for a fact of a text, for all of its
-    facts, or for the text itself; up to some 400 tokens long."""
+    """Return the training or held-out prompts, the same on every machine. Each asks for one fact of a text, for all of
+    its facts, or for a copy of the text; up to about 400 tokens long."""
     people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
     prompts = []
     for number in range(_NUM_PROMPTS[held_out]):
@@ -64,7 +64,7 @@ def recall_prompts(*, held_out: bool) -> list[str]:
 
 
 def long_recall_prompts(*, held_out: bool) -> list[str]:
-    """Requests for a fact of a long text, or for all of its facts; some 500 to 2,100 tokens long."""
+    """Return prompts for one fact of a long text, or for all of its facts; about 500 to 2,100 tokens long."""
     people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
     prompts = []
     for number in range(_NUM_LONG[held_out]):
@@ -75,7 +75,8 @@ def long_recall_prompts(*, held_out: bool) -> list[str]:
 
 
 def _text(rng: random.Random, people: Sequence[str], remarks: Sequence[int]) -> tuple[list[str], tuple[str, str, str]]:
-    """The sentences of a text of one of these numbers of remarks, and what may be asked of it, with it."""
+    """Draw a text. `remarks`: numbers of filler sentences to choose from. Returns its sentences, and three prompts that
+    contain it."""
     statement, question, subject, told = rng.choice(_KINDS)
     named = rng.sample(people, rng.choice((1, 2, 3, 4, 6)))
     sentences = [_remark(rng, people) for _ in range(rng.choice(remarks))]

@@ -1,4 +1,4 @@
-"""Job specs that ship with the package, and the number type that suits this machine's CPU."""
+"""Job specs that ship with the package, and the dtype that suits this machine's CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from swiftkv_platform.planning.machines import multiplies_bfloat16
 
 
 def recipes() -> dict[str, Path]:
-    """Files of all recipes, by name and in its order."""
+    """Return the files of all recipes by name, sorted."""
     directory = Path(str(files("swiftkv_platform.jobs") / "recipes"))
     return {path.stem: path for path in sorted(directory.glob("*.yaml"))}
 
 
 def recipe(name: str) -> Path:
-    """The file of a recipe. Raises `InvalidInputError` for a name that none has."""
+    """Return the file of a recipe. Raises `InvalidInputError` for an unknown name."""
     paths = recipes()
     if name not in paths:
         raise InvalidInputError.of("recipe", name, f"; one of these is accepted: {', '.join(paths)}")
@@ -25,5 +25,5 @@ def recipe(name: str) -> Path:
 
 
 def suited_to_cpu(document: dict[str, Any]) -> dict[str, Any]:
-    """The job spec in float32 where this machine's CPU has no fast products in bfloat16."""
+    """Return the job spec, with dtype float32 if this machine's CPU has no fast bfloat16 matrix products."""
     return document if multiplies_bfloat16() else {**document, "model": {**document["model"], "dtype": "float32"}}

@@ -1,8 +1,7 @@
-"""Paths of a spec: seen from the caller's directory, or refused where there is none. Reads nothing but
-whether a relative path exists.
+"""Make relative paths of a spec absolute, or refuse them. Reads nothing, except whether a relative path exists.
 
-A relative path means something to the process that is given it. Workers have working directories of their own, where
-the same name may be nothing, or a hub id.
+A relative path has a meaning only in the caller's working directory. In a worker's, the same name may not exist, or may
+be a hub id.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from swiftkv_platform.specs.evaluation import name_and_data, names_task_file
 
 Section = TypeVar("Section", bound=BaseModel)
 Kind = Literal["model", "data", "location"]
-"""Kind of what a name names; a location is never a hub id."""
+"""Kind of a named thing; a location is never a hub id."""
 Change = Callable[[str, Kind, str], str]
-"""(name, its kind, its place in the spec) -> name."""
+"""(name, its kind, its place in the spec) -> new name."""
 
 
 def absolute(name: str, kind: Kind, field: str) -> str:
-    """Return `name`, a path as this process's absolute one. Raises `InvalidInputError`: it names nothing."""
+    """Return `name`, made absolute if it is a path. Raises `InvalidInputError` if it is not a valid name."""
     path = _path(name, kind, field, relative_paths=True)
-    return name if path is None else os.path.abspath(path)  # noqa: PTH100  # which follows no links
+    return name if path is None else os.path.abspath(path)  # noqa: PTH100  # without resolving links
 
 
 def absolute_paths(spec: JobSpec) -> JobSpec:
-    """The spec with every path seen from the working directory of this process. Raises `InvalidInputError`: a field
-    that names nothing."""
+    """Return the spec with every path made absolute from this process's working directory. Raises `InvalidInputError`
+    for a name that is not valid."""
     return _mapped(spec, absolute)
 
 
 def absolute_change(place: str, value: Any) -> Any:
-    """The value of one field of a spec, likewise."""
+    """Return the value of the spec field at `place` with its paths made absolute."""
     if place == "model.name_or_path" and isinstance(value, str):
         return absolute(value, "model", place)
     if place == "data.sources" and isinstance(value, list):
@@ -49,7 +48,7 @@ def absolute_change(place: str, value: Any) -> Any:
 
 
 def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
-    """Raises `InvalidInputError` naming the first relative path, which workers would look for elsewhere.
+    """Raise `InvalidInputError` for the first relative path, since workers have other working directories.
 
     Args:
         relative_paths: as for `parse_source`.
@@ -67,7 +66,7 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
 
 
 def _path(name: str, kind: Kind, field: str, *, relative_paths: bool) -> Path | None:
-    """The path that a name is; None for what is no path."""
+    """Return the path that a name stands for; None if it is not a path."""
     source: Any
     if kind == "location":
         source = parse_location(name, field=field)
@@ -83,7 +82,7 @@ def _absolute_source(source: Any) -> Any:
 
 
 def _mapped(spec: JobSpec, change: Change) -> JobSpec:
-    """The spec with `change` applied to every name that may be a path; sections without a change stay as they are."""
+    """Return the spec with `change` applied to every name that may be a path; unchanged sections are not copied."""
     model = _updated(spec.model, name_or_path=change(spec.model.name_or_path, "model", "model.name_or_path"))
     sources = tuple(
         _updated(source, name_or_path=change(source.name_or_path, "data", f"data.sources[{i}].name_or_path"))
@@ -106,6 +105,6 @@ def _task(task: str | TaskSpec, field: str, change: Change) -> str | TaskSpec:
 
 
 def _updated(section: Section, **fields: Any) -> Section:
-    """`section` with other values, which count as set; itself where nothing differs."""
+    """Return a copy of `section` with changed values, which count as set; itself if nothing differs."""
     changed = {name: value for name, value in fields.items() if getattr(section, name) != value}
     return section.model_copy(update=changed) if changed else section

@@ -1,7 +1,7 @@
-"""Small files that a name leads to, read within bounds: configurations, cards, indices. Knows no meaning of any.
+"""Read small files within bounds: configurations, cards, indices. Does not interpret them.
 
-Whoever may name a directory decides what lies in it. A file may be sparse and of any length, a pipe, or JSON nested as
-deeply as its bytes go; reading one takes no more memory than its bound, and none of them blocks its reader.
+These files come from untrusted directories. A file may be sparse and of any length, a pipe, or deeply nested JSON;
+reading it takes no more memory than its bound, and never blocks.
 """
 
 from __future__ import annotations
@@ -13,35 +13,36 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_BYTES = 1 << 20
-"""Longest `config.json`, and other JSON of a model or data set; the longest of real models have some 100 KB. Text of
-brackets takes twenty times its length as objects."""
+"""Most bytes of a `config.json` or other JSON of a model or data set; the longest of real models have about 100 KB. As
+objects, a text of brackets takes twenty times its length."""
 INDEX_BYTES = 32 << 20
-"""Longest index of shards; that of 200,000 tensors has 20 MB."""
+"""Most bytes of an index of shards; one for 200,000 tensors has 20 MB."""
 CARD_BYTES = 1 << 20
-"""Longest part of a card that is read: its metadata stand at its beginning."""
+"""Bytes of a card that are read at most; its metadata are at the beginning."""
 METADATA_BYTES = 256 << 10
-"""Longest metadata of a card; PyYAML takes seconds for it."""
+"""Most bytes of a card's metadata; PyYAML takes seconds for that much."""
 
 
 class UnusableFileError(ValueError):
-    """Refusal of a file, in words that continue "the file ...", such as "is longer than 10 bytes"."""
+    """Refusal of a file; the message continues "the file ...", such as "is longer than 10 bytes"."""
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """Content of a regular file of at most `most` bytes. Raises `UnusableFileError`: it is longer, or no regular file;
-    `OSError`."""
+    """Return the content of a regular file of at most `most` bytes. Raises `OSError`, and `UnusableFileError` if it is
+    longer or not a regular file."""
     return checked_length(read_head(path, most + 1), most)
 
 
 def checked_length(data: bytes, most: int) -> bytes:
-    """The data themselves. Raises `UnusableFileError`: there are more bytes."""
+    """Return `data`. Raises `UnusableFileError` if it has more than `most` bytes."""
     if len(data) > most:
         raise UnusableFileError(f"is longer than {most} bytes")
     return data
 
 
 def read_head(path: Path, most: int) -> bytes:
-    """At most the first `most` bytes of a regular file. Raises `UnusableFileError`: it is none; `OSError`."""
+    """Return at most the first `most` bytes of a regular file. Raises `OSError`, and `UnusableFileError` if it is not
+    one."""
     with open(path, "rb", opener=_without_waiting) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise UnusableFileError("is no regular file")
@@ -49,17 +50,17 @@ def read_head(path: Path, most: int) -> bytes:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open what may be a pipe, which waits for its other end by default."""
+    """Open a file that may be a pipe without waiting for the pipe's other end."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object in `data`. Raises `UnusableFileError`: there is none."""
+    """Return the JSON object in `data`. Raises `UnusableFileError` if it is not one."""
     try:
         document = json.loads(data)
     except RecursionError as error:
         raise UnusableFileError("is nested too deeply") from error
-    except ValueError as error:  # UnicodeDecodeError is one
+    except ValueError as error:  # includes UnicodeDecodeError
         raise UnusableFileError(f"is no JSON ({error})") from error
     if not isinstance(document, dict):
         raise UnusableFileError("holds no object")
@@ -67,5 +68,5 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def read_object(path: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in a small file. Raises as `read_small` and `parse_object`."""
+    """Return the JSON object in a small file. Raises as `read_small` and `parse_object`."""
     return parse_object(read_small(path, most))

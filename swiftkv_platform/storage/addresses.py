@@ -15,13 +15,13 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
-    """The store at `uri`: a directory, `file:///directory`, or `s3://`, `gs://` or `az://` with a bucket and a prefix.
-    `ping` tells whether it answers.
+    """Return the store at `uri`: a directory, `file:///directory`, or `s3://`, `gs://` or `az://` with bucket and
+    prefix. Does no I/O; `ping` tells whether the store answers.
 
-    A patient store repeats what fails while its server is away for about half a minute, as a worker wants that has a
-    checkpoint to save; otherwise it gives up within seconds, as a server wants that must answer.
+    A patient store retries for about half a minute while its server does not answer: a worker that saves a checkpoint
+    needs that. Otherwise it gives up within seconds, for a server that must answer its own clients.
 
-    Raises `InvalidInputError` for an address that is none of these.
+    Raises `InvalidInputError` for any other address.
     """
     scheme = _SCHEME.match(uri)
     name = scheme.group(1).lower() if scheme else "file"

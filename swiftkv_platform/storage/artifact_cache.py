@@ -1,7 +1,7 @@
-"""Verified copies of published directories on this machine, by the digest of their manifest, shared by its processes.
+"""Cache of published directories on this machine: verified copies, named by manifest digest, shared by its processes.
 
-A copy appears in one step, is held against removal while it is read, and the least recently used ones go where there is
-no room. Knows nothing about what the files mean.
+A copy appears atomically and is locked against removal while it is read; the least recently used ones are removed when
+space runs out. Knows nothing about what the files mean.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest,
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _SEEN = ".verified"
-"""Suffix of the file beside a copy that says what its files were when they had been verified."""
+"""Suffix of the file next to a copy with the sizes and modification times that its files had when verified."""
 _LOCK = ".lock"
-"""Suffix of the file that who uses a copy locks with others, and who removes it locks alone."""
+"""Suffix of a copy's lock file: users lock it shared, removal locks it exclusively."""
 _FETCHING = ".fetching"
-"""Suffix of the file that is locked by the one process that looks whether a copy is intact, and fetches it if not."""
+"""Suffix of the file locked by the one process that checks a copy and fetches it if it is not intact."""
 _LEFT_BEHIND_S = 24 * 3600.0
 
 
@@ -36,7 +36,7 @@ class ArtifactCache:
     """Copies below a directory.
 
     Args:
-        most_bytes: bytes that all copies together may take. What is larger by itself is fetched for one use.
+        most_bytes: most bytes of all copies together. An artifact larger than this is fetched for each use.
     """
 
     def __init__(self, directory: Path, most_bytes: int) -> None:
@@ -45,12 +45,12 @@ class ArtifactCache:
 
     @contextmanager
     def held(self, store: ObjectStore, prefix: str) -> Iterator[tuple[Path, Manifest]]:
-        """The copy of the complete directory at `prefix`, fetched unless it is there, and not removed meanwhile.
+        """Yield a copy of the complete directory at `prefix`, fetched if missing, and keep it from removal meanwhile.
 
-        One process of the machine fetches it, the others wait. Every byte is verified when it is fetched; a copy whose
-        files have another size or time of change since is verified again, and replaced if it differs.
+        One process of the machine fetches it while others wait. Every byte is verified when it is fetched; a copy whose
+        files have changed in size or modification time is verified again, and replaced if it differs.
 
-        Raises as `fetch_directory`, and `StorageError` where the cache cannot be written.
+        Raises as `fetch_directory`, and `StorageError` if the cache cannot be written.
         """
         manifest = read_manifest(store, prefix)
         if manifest.size > self._most_bytes:
@@ -69,13 +69,13 @@ class ArtifactCache:
             yield path, manifest
 
     def _hold(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> TextIO:
-        """Have the copy, and the lock that keeps it until it is closed."""
+        """Make sure of the copy, and return the open lock file that keeps it from removal until closed."""
         self._directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock(path.name).open("w")
         try:
             with path.with_name(path.name + _FETCHING).open("w") as fetching:
                 fcntl.flock(fetching, fcntl.LOCK_EX)
-                fcntl.flock(lock, fcntl.LOCK_SH)  # shared for as long as it is used: others hold the copy as well
+                fcntl.flock(lock, fcntl.LOCK_SH)  # shared while it is used: others may use the copy too
                 if not self._is_intact(path):
                     self._fetch(store, prefix, path, manifest)
             os.utime(self._lock(path.name))  # the time of its last use
@@ -90,16 +90,16 @@ class ArtifactCache:
         path.with_name(path.name + _SEEN).write_text(json.dumps(_state(path)))
 
     def _is_intact(self, path: Path) -> bool:
-        """Whether the copy's files are as they were when they had been verified."""
+        """Whether the copy's files have the sizes and modification times they had when verified."""
         try:
             return bool(json.loads(path.with_name(path.name + _SEEN).read_text()) == _state(path) and path.is_dir())
         except (FileNotFoundError, ValueError):
             return False
 
     def _make_room(self, size: int, *, for_: str) -> None:
-        """Remove copies that are not held, the least recently used first, until `size` bytes more may be kept, and
-        fit on the disk."""
-        for left in self._directory.glob(".fetch-*"):  # of a process that was killed
+        """Remove unused copies, least recently used first, until `size` more bytes fit into `most_bytes` and on the
+        disk."""
+        for left in self._directory.glob(".fetch-*"):  # left by a process that was killed
             if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:
                 shutil.rmtree(left, ignore_errors=True)
         copies = {path.name: _size(path) for path in self._directory.iterdir() if self._is_copy(path)}
@@ -112,7 +112,7 @@ class ArtifactCache:
                 total -= copies[name]
 
     def _remove(self, digest: str) -> bool:
-        """Remove a copy unless it is held; whether it is gone."""
+        """Remove a copy unless it is in use. Returns whether it was removed."""
         with self._lock(digest).open("r") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +131,7 @@ class ArtifactCache:
 
 
 def _state(directory: Path) -> dict[str, list[int]]:
-    """Size and time of change of every file."""
+    """Return size and modification time (ns) of every file, by relative path."""
     files = {path: path.stat() for path in directory.rglob("*") if path.is_file()}
     return {path.relative_to(directory).as_posix(): [it.st_size, it.st_mtime_ns] for path, it in sorted(files.items())}
 

@@ -1,7 +1,7 @@
-"""Directories of files in an object store that are complete or invisible, and verified when they come back.
+"""Directories of files in an object store, published atomically and verified when they are fetched.
 
-A directory is complete once its `manifest.json` exists; it is written last and names size and SHA-256 of every file.
-Knows nothing about what the files mean.
+A directory is complete once its `manifest.json` exists; it is written last, with size and SHA-256 of every file. Knows
+nothing about what the files mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PARALLEL_FILES = 4
 _PARALLEL_PARTS = 4
 """Parts of one file that are fetched at the same time."""
 _PART_SIZE = 64 << 20
-"""Bytes of a file that come over one connection."""
+"""Bytes of a part, which is fetched over one connection."""
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ def publish_directory(
     metrics: Mapping[str, Any],
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Manifest:
-    """Upload every file below `directory` to `prefix`, then the manifest, which it returns.
+    """Upload every file below `directory` to `prefix`, then the manifest, and return the manifest.
 
-    Repeating it after a failure, at whatever point, completes the upload; repeating it after success changes nothing.
-    Raises `ConflictError` if `prefix` is complete already with other files. `progress`: called with the bytes that are
-    there, and with all.
+    Repeating it after a failure completes the upload; repeating it after success changes nothing. Raises
+    `ConflictError` if `prefix` is complete already with other files. `progress`: called with the bytes uploaded so far
+    and in total.
     """
     existing = _read(store, prefix)
     if existing is not None:
@@ -63,9 +63,9 @@ def publish_directory(
 
 
 def describe_directory(directory: Path) -> dict[str, ManifestFile]:
-    """Size and SHA-256 of every file below `directory`, by its relative path; a `manifest.json` at the top is left out.
+    """Return size and SHA-256 of every file below `directory` by relative path, without a `manifest.json` at the top.
 
-    Raises `InvalidInputError` if there is none.
+    Raises `InvalidInputError` if there is no file.
     """
     names = {path.relative_to(directory).as_posix(): path for path in sorted(_files(directory))}
     if not names:
@@ -84,7 +84,7 @@ def upload_files(
 ) -> dict[str, ManifestFile]:
     """Upload every file below `directory` to `prefix`, without a manifest.
 
-    Several ranks may upload their own files to one prefix; one of them merges what each call returned and hands it to
+    Several ranks may upload their own files to one prefix; one of them merges the results and passes them to
     `write_manifest`. `progress`: see `publish_directory`.
     """
     files = describe_directory(directory)
@@ -107,7 +107,7 @@ def write_manifest(
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> Manifest:
-    """Make `prefix` complete: every file must be there. Returns the manifest that is stored.
+    """Complete `prefix`, where every file must be uploaded already. Returns the stored manifest.
 
     Raises `ConflictError` if the prefix is complete already with other files, and `InvalidInputError` for file names,
     lineage or metrics that do not fit a manifest.
@@ -124,13 +124,13 @@ def write_manifest(
 
 
 def is_complete(store: ObjectStore, prefix: str) -> bool:
-    """Whether everything of the directory has been uploaded."""
+    """Whether the directory has a manifest, hence all of its files."""
     return store.head(join_key(prefix, MANIFEST)) is not None
 
 
 def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
-    """The manifest of a complete directory. Raises `ObjectNotFoundError` if it is incomplete or missing, and
-    `ArtifactCorruptError` if it cannot be understood."""
+    """Return the manifest of a complete directory. Raises `ObjectNotFoundError` if the directory is incomplete or
+    missing, and `ArtifactCorruptError` if the manifest is not valid."""
     key = join_key(prefix, MANIFEST)
     data = store.get_bytes(key)
     try:
@@ -144,24 +144,24 @@ def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """SHA-256 (hex) of the manifest's bytes as stored: it pins the content of every file."""
+    """Return the SHA-256 (hex) of the manifest's bytes as stored, which pins the content of every file."""
     return hashlib.sha256(canonical(manifest)).hexdigest()
 
 
 def delete_directory(store: ObjectStore, prefix: str) -> None:
-    """Remove a directory, its manifest first, so that it is never complete with files missing."""
+    """Delete a directory, the manifest first, so that it never seems complete with files missing."""
     store.delete(join_key(prefix, MANIFEST))
     store.delete_prefix(prefix)
 
 
 def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manifest:
-    """Download the complete directory at `prefix` to `destination`, which appears in one step or not at all.
+    """Download the complete directory at `prefix` to `destination`, which appears atomically or not at all.
 
     Size and SHA-256 of every file are checked on the way. A `destination` that already holds exactly these files (all
     are read and hashed) is kept; one that holds another or a damaged artifact is replaced.
 
     Raises `ObjectNotFoundError` if `prefix` is incomplete, `ArtifactCorruptError` if a file differs from the manifest,
-    and `ConflictError` if `destination` holds something that is no artifact.
+    and `ConflictError` if `destination` exists and is not an artifact.
     """
     manifest = read_manifest(store, prefix)
     try:
@@ -177,11 +177,10 @@ def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manif
 
 
 class StoredDirectory:
-    """A complete directory in an object store, of whose files a process reads what it needs.
+    """A complete directory in an object store, whose files or byte ranges are read on demand.
 
-    Held to the manifest are the size of every file, when the directory is opened, and the length of every range that is
-    read. SHA-256 is a whole file's, and checked of what `fetch` downloads alone: whether the bytes of a range are those
-    that were written is for their reader to say.
+    The size of every file is checked against the manifest when the directory is opened, and the length of every range
+    when it is read. SHA-256 covers whole files, so only `fetch` checks it; the content of a range is not verified.
 
     Raises `ObjectNotFoundError` if it is incomplete, `ArtifactCorruptError` if a file is missing or has another size.
     """
@@ -198,7 +197,7 @@ class StoredDirectory:
                 raise _corrupt(store, key, f"expected {file.size} bytes, found {sizes[key]} bytes")
 
     def fetch(self, name: str, destination: Path) -> None:
-        """Download one file into `destination`, checked on the way. Raises as `fetch_file`."""
+        """Download and verify one file into the directory `destination`. Raises as `fetch_file`."""
         key, file = self._named(name)
         try:
             fetch_file(self._store, key, destination / name, file)
@@ -208,7 +207,7 @@ class StoredDirectory:
             ) from error
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes of one file from `start` up to `stop`. Raises `ArtifactCorruptError` if it does not have them all."""
+        """Return bytes [start, stop) of one file. Raises `ArtifactCorruptError` if it does not have all of them."""
         key, file = self._named(name)
         try:
             data = b"".join(self._store.stream(key, start=start, stop=stop))
@@ -227,14 +226,14 @@ class StoredDirectory:
 
 @contextmanager
 def _lock_beside(destination: Path) -> Iterator[None]:
-    """One process of this machine at a time: the others wait, then find the copy there. The lock file stays."""
+    """Hold a lock file next to `destination`, so that one process of this machine at a time fetches it; it stays."""
     with (destination.parent / f".{destination.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manifest) -> None:
-    """Download to a temporary directory, then move that to `destination`."""
+    """Download to a temporary directory, then move it to `destination`."""
     if not _replaceable(destination):
         raise ConflictError(
             f"{destination} exists and holds no artifact; name an empty or a new directory",
@@ -250,7 +249,7 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
 
 
 def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Path) -> None:
-    """All files into the new `directory`, the manifest last; the first failure ends it."""
+    """Download all files to the new `directory`, the manifest last. Stops at the first failure."""
     directory.mkdir()
     files = [(store, join_key(prefix, name), directory / name, file) for name, file in manifest.files.items()]
     for _ in _in_parallel(_PARALLEL_FILES, fetch_file, files):
@@ -259,7 +258,7 @@ def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Pa
 
 
 def _in_parallel(num_threads: int, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> Iterator[T]:
-    """Results of the calls, in their order; the first failure ends it."""
+    """Yield the results of the calls in their order. The first failure cancels the calls not yet begun."""
     with ThreadPoolExecutor(num_threads) as pool:
         running = [pool.submit(function, *arguments) for arguments in calls]
         try:
@@ -271,18 +270,18 @@ def _in_parallel(num_threads: int, function: Callable[..., T], calls: Iterable[t
 
 
 def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile) -> None:
-    """Write an object to the file `path`, parts of a large one at the same time, and hold it to its manifest.
+    """Download an object to the file `path`, large ones in parallel parts, and verify its size and SHA-256.
 
-    Raises `ArtifactCorruptError`.
+    Raises `ArtifactCorruptError` if they differ from `expected`.
     """
     digest, size = hashlib.sha256(), 0
     starts = range(0, max(expected.size, 1), _PART_SIZE)
-    stops = [*starts[1:], None]  # the last part goes on to the object's end, wherever that is
+    stops = [*starts[1:], None]  # the last part extends to the object's end, so that a longer object is noticed
     parts = [(store, key, path, start, stop) for start, stop in zip(starts, stops, strict=True)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        with path.open("rb", buffering=0) as file:  # a buffer would read ahead of what is there
+        with path.open("rb", buffering=0) as file:  # a buffer would read ahead of what is written
             for length in _in_parallel(_PARALLEL_PARTS, _fetch_part, parts):
                 size += length
                 while (left := size - file.tell()) and (chunk := file.read(min(left, CHUNK_SIZE))):
@@ -299,7 +298,7 @@ def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile)
 
 
 def _fetch_part(store: ObjectStore, key: str, path: Path, start: int, stop: int | None) -> int:
-    """Write a part of an object to its place in the file; returns its length."""
+    """Write a part of an object to its place in the file. Returns its length in bytes."""
     with path.open("r+b") as file:
         file.seek(start)
         for chunk in store.stream(key, start=start, stop=stop):
@@ -320,7 +319,7 @@ def _corrupt(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptEr
 
 
 def _replaceable(destination: Path) -> bool:
-    """Whether nothing but an artifact could be lost there."""
+    """Whether `destination` may be replaced: it is missing, an empty directory or an artifact."""
     if not destination.exists():
         return True
     return destination.is_dir() and ((destination / MANIFEST).is_file() or not any(destination.iterdir()))
@@ -375,8 +374,8 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def canonical(manifest: Manifest) -> bytes:
-    """One byte string per manifest: sorted keys, no white space, UTF-8."""
-    document = manifest.model_dump()  # JSON mode would turn NaN into null without a word
+    """Return the manifest as canonical JSON: sorted keys, no white space, UTF-8. Raises `InvalidInputError`."""
+    document = manifest.model_dump()  # JSON mode would silently turn NaN into null
     try:
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:

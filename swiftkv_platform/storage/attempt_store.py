@@ -1,4 +1,4 @@
-"""The contract of `contract.attempts`, read and written in an object store. Decides nothing."""
+"""Requests, events, checkpoints and logs of attempts (see `contract.attempts`) in an object store. Decides nothing."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
 _READERS = 16
-"""Events of one store that are read at a time."""
+"""Events of one store that are read in parallel."""
 _KEYS_PER_LIST = 1000
-"""Keys that S3 names in one answer."""
+"""Keys in one page of S3's list."""
 _KNOWN_PER_PART = 800
-"""Events in a part that have been read; one answer holds them, and some that have not."""
+"""Most events in a part that have been read already; a page of the list also has room for some new ones."""
 
 
 @dataclass(frozen=True)
 class StoredEvent:
-    """An event and its place in the stream of its writer."""
+    """An event, its writer, and its number in that writer's stream."""
 
     writer: str
     sequence: int
@@ -57,7 +57,7 @@ class StoredCheckpoint:
     created_at: float
     """Unix seconds."""
     held_out_kl: float | None = None
-    """Held-out KL of its state, in nats; None where it was not measured."""
+    """Held-out KL of its state, in nats; None if it was not measured."""
 
 
 MAX_LOG_BYTES = 16 << 20
@@ -65,7 +65,7 @@ MAX_LOG_BYTES = 16 << 20
 
 @dataclass(frozen=True, order=True)
 class _CheckpointName:
-    """Sorts checkpoints by how far they got; of one step the newest attempt's comes last."""
+    """Name of a checkpoint; sorts by step, then by attempt."""
 
     step: int
     attempt: int
@@ -73,10 +73,10 @@ class _CheckpointName:
 
 
 class AttemptStore:
-    """Objects that attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails.
+    """Objects that attempts write, by job and attempt. Every method raises `StorageError` when the store fails.
 
     Args:
-        max_log_bytes: kept of an attempt's log, its beginning and its end.
+        max_log_bytes: most bytes kept of an attempt's log: its beginning and its end.
     """
 
     def __init__(self, store: ObjectStore, *, max_log_bytes: int = MAX_LOG_BYTES) -> None:
@@ -84,13 +84,13 @@ class AttemptStore:
         self._max_log_bytes = max_log_bytes
 
     def write_request(self, request: AttemptRequest) -> None:
-        """Write what an attempt has to do; doing it again replaces the request."""
+        """Write an attempt's request, replacing an earlier one."""
         key = request.attempt_id.request_key
         self._store.put_bytes(key, request.to_json())
 
     def read_request(self, attempt: AttemptId) -> AttemptRequest:
-        """Return what the attempt has to do. Raises `ObjectNotFoundError`, or `ProtocolError` for a request of another
-        version."""
+        """Return an attempt's request. Raises `ObjectNotFoundError`, or `ProtocolError` for a request of a version that
+        cannot be read."""
         data = self._store.get_bytes(attempt.request_key)
         try:
             return AttemptRequest.model_validate_json(data)
@@ -99,7 +99,7 @@ class AttemptStore:
             raise ProtocolError(message, field=field) from error
 
     def request_pause(self, attempt: AttemptId) -> None:
-        """Ask the attempt to checkpoint and end; asking again changes nothing."""
+        """Ask the attempt to checkpoint and end. Idempotent."""
         self._store.put_bytes(attempt.pause_key, b"{}")
 
     def pause_requested(self, attempt: AttemptId) -> bool:
@@ -107,24 +107,24 @@ class AttemptStore:
         return self._store.head(attempt.pause_key) is not None
 
     def announce_preemption(self, attempt: AttemptId) -> None:
-        """Ask the attempt's workers to checkpoint and end, since their machines are taken away."""
+        """Ask the attempt's workers to checkpoint and end, because their machines are about to be taken away."""
         self._store.put_bytes(attempt.preempt_key, b"{}")
 
     def preemption_announced(self, attempt: AttemptId) -> bool:
-        """Whether the attempt's machines are taken away."""
+        """Whether `announce_preemption` was called for the attempt."""
         return self._store.head(attempt.preempt_key) is not None
 
     def read_events(
         self, attempt: AttemptId, cursor: Mapping[str, int], most: int | None = None, turn: int | None = None
     ) -> list[StoredEvent]:
-        """Events after `cursor` (writer -> last sequence seen), merged by time, each writer's own order kept.
+        """Return events after `cursor` (writer -> last sequence seen), merged by time, each writer's order kept.
 
-        A writer's events are returned up to the first missing number; one that cannot be understood is a warning.
+        A writer's events are returned up to the first missing number; one that cannot be parsed becomes a warning.
 
         Args:
-            most: events read, of the first writers first where there are more.
-            turn: number of the look. A look is one request for a list, which most attempts fit in; of one that has
-                more, the part in which most was said has every other turn. None lists everything.
+            most: most events to read; writers that sort first come first.
+            turn: number of the poll. A poll lists one page, which covers most attempts. Larger ones are listed in
+                parts by turns, the part with the busiest writer at every other one. None lists everything.
         """
         parts, listed = _unread_parts(attempt, cursor), None
         if turn is not None:
@@ -138,7 +138,7 @@ class AttemptStore:
         return self._fetch(keys, cursor)
 
     def _fetch(self, keys: Mapping[str, Sequence[str]], cursor: Mapping[str, int]) -> list[StoredEvent]:
-        """The events at these keys, by writer, several read at a time."""
+        """Read the events at these keys (by writer) in parallel, and merge them by time."""
         flat = [key for own in keys.values() for key in own]
         read = map(self._store.get_bytes, flat) if len(flat) < 2 else self._readers.map(self._store.get_bytes, flat)
         events = iter([parse_event(data, name=key, now=time.time()) for key, data in zip(flat, read, strict=True)])
@@ -153,7 +153,7 @@ class AttemptStore:
         return ThreadPoolExecutor(_READERS, thread_name_prefix="events")
 
     def discard_inputs(self, job_id: str) -> None:
-        """Delete the prepared rows, calibrated starts and written answers of every attempt of a job that has ended."""
+        """Delete prepared rows, answers, calibrated starts and partial evaluations of all attempts of an ended job."""
         for attempt in self._attempts(job_id):
             delete_directory(self._store, attempt.data_prefix)
             self._store.delete_prefix(attempt.answers_prefix)
@@ -161,14 +161,14 @@ class AttemptStore:
             self._store.delete_prefix(attempt.evaluation_prefix)
 
     def discard_trial_checkpoints(self, job_id: str) -> None:
-        """Delete every checkpoint of a sweep's trials, once its model is published; their reports stay."""
+        """Delete all checkpoints of a sweep's trials after its model is published. Their reports stay."""
         for name in self._store.list_directories(trials_prefix(job_id)):
             trial = f"{trials_prefix(job_id)}/{name}"
             for number in self._store.list_directories(f"{trial}/{attempts_prefix(job_id)}"):
                 self._store.delete_prefix(f"{trial}/{AttemptId(job_id, int(number)).checkpoints_prefix}")
 
     def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:
-        """Complete checkpoints of all attempts, by step, then attempt."""
+        """Return the complete checkpoints of all attempts, ordered by step, then attempt."""
         found: list[StoredCheckpoint] = []
         for name in self._checkpoint_names(job_id):
             try:
@@ -189,24 +189,22 @@ class AttemptStore:
         return found
 
     def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:
-        """Key of the complete checkpoint with the largest step, of the newest attempt that has it, if there is one.
-
-        With `before_attempt`, only checkpoints of earlier attempts count.
-        """
+        """Return the key of the complete checkpoint with the largest step, on a tie of the newest attempt; None if
+        there is none. `before_attempt`: consider only checkpoints of earlier attempts."""
         return next(self.complete_checkpoints(job_id, before_attempt), None)
 
     def complete_checkpoints(self, job_id: str, before_attempt: int | None = None) -> Iterator[str]:
-        """Keys of the complete checkpoints, the one to go on from first; see `newest_checkpoint`."""
+        """Yield the keys of complete checkpoints, the one to resume from first; see `newest_checkpoint`."""
         for name in reversed(self._checkpoint_names(job_id)):
             if (before_attempt is None or name.attempt < before_attempt) and is_complete(self._store, name.key):
                 yield name.key
 
     def is_superseded(self, attempt: AttemptId) -> bool:
-        """Whether a later attempt of the job has been asked for."""
+        """Whether a later attempt of the job exists in the store."""
         return any(later.number > attempt.number for later in self._attempts(attempt.job_id))
 
     def _checkpoint_names(self, job_id: str) -> list[_CheckpointName]:
-        """Checkpoint directories of all attempts in ascending order, complete or not."""
+        """Return the checkpoint directories of all attempts in ascending order, complete or not."""
         names: list[_CheckpointName] = []
         for attempt in self._attempts(job_id):
             prefix = attempt.checkpoints_prefix
@@ -217,12 +215,12 @@ class AttemptStore:
         return sorted(names)
 
     def _attempts(self, job_id: str) -> list[AttemptId]:
-        """Attempts of the job that have left anything behind."""
+        """Return the attempts of the job that have any object in the store."""
         names = self._store.list_directories(attempts_prefix(job_id))
         return [AttemptId(job_id, int(name)) for name in names if name.isdecimal()]
 
     def tracking_files(self, job_id: str) -> dict[str, ObjectInfo]:
-        """Files of tracked runs, of all attempts and trials, by path below `jobs/{id}/`."""
+        """Return the tracking files of all attempts and trials, by path below `jobs/{id}/`."""
         prefixes = [attempt.tracking_prefix for attempt in self._attempts(job_id)]
         for name in self._store.list_directories(trials_prefix(job_id)):
             trial = f"{trials_prefix(job_id)}/{name}"
@@ -232,34 +230,34 @@ class AttemptStore:
         return {file.key.removeprefix(f"jobs/{job_id}/"): file for file in found}
 
     def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
-        """The manifest of the attempt's model, None while that is not complete."""
+        """Return the manifest of the attempt's model; None while it is incomplete."""
         return self.manifest_at(attempt.artifact_prefix)
 
     def manifest_at(self, prefix: str) -> Manifest | None:
-        """The manifest of the directory at `prefix`, None while that is not complete."""
+        """Return the manifest of the directory at `prefix`; None while it is incomplete."""
         try:
             return read_manifest(self._store, prefix)
         except ObjectNotFoundError:
             return None
 
     def artifact_uri(self, attempt: AttemptId) -> str:
-        """Address of the attempt's model: `fetch_directory(open_store(uri), "", destination)` fetches it."""
+        """Return the URI of the attempt's model; `fetch_directory(open_store(uri), "", destination)` fetches it."""
         return join_key(self._store.uri, attempt.artifact_prefix)
 
     def save_logs(self, attempt: AttemptId, pieces: Iterable[bytes]) -> None:
-        """Keep the entrypoint's log of an attempt that has ended; the middle of a long one is left out."""
+        """Save the entrypoint's log of an ended attempt, without its middle if it exceeds `max_log_bytes`."""
         keep(self._store, attempt.logs_key, pieces, most=self._max_log_bytes)
 
     def saved_logs(self, attempt: AttemptId) -> SavedLog | None:
-        """The log kept by `save_logs`, None if there is none."""
+        """Return the log saved by `save_logs`; None if there is none."""
         return open_log(self._store, attempt.logs_key)
 
 
 class EventWriter:
-    """Writes the numbered events of one writer of an attempt; a writer's name belongs to one process at a time.
+    """Writes the numbered events of one writer of an attempt; only one process at a time may use a writer's name.
 
-    A process that takes over a name goes on after the last number. If two hold one name all the same, the slower one's
-    next `write` raises `ConflictError` (on servers with conditional writes; see `bucket_store`).
+    A process that takes over a name continues after the last number. If two processes use one name after all, the
+    slower one's next `write` raises `ConflictError` (on servers with conditional writes; see `bucket_store`).
     """
 
     def __init__(self, store: ObjectStore, attempt: AttemptId, writer: str) -> None:
@@ -269,11 +267,11 @@ class EventWriter:
         self._last: int | None = None
 
     def write(self, event: AttemptEvent) -> int:
-        """Store `event`, without this process's credentials, under the next number, which it returns."""
+        """Store `event` under the next number, this process's credentials redacted, and return the number."""
         if self._last is None:
             keys = _event_keys(self._store, self._attempt, self._writer, after=0)
             self._last = max((sequence for sequence, _ in keys), default=0)
-        sequence, self._last = self._last + 1, None  # looked up again after a failure: the object may have arrived
+        sequence, self._last = self._last + 1, None  # looked up again after a failure: the write may have succeeded
         key = self._attempt.event_key(self._writer, sequence)
         self._store.put_bytes(key, redact(event.model_dump_json()).encode(), if_absent=True)
         self._last = sequence
@@ -282,18 +280,18 @@ class EventWriter:
 
 @dataclass(frozen=True)
 class _Part:
-    """Keys between which events may lie that have not been read, with few in between that have."""
+    """Range of keys that may hold unread events, and few read ones."""
 
     after: str | None = None
-    """Key after which it begins; None for the first one."""
+    """Key after which it begins; None for the first part."""
     before: str | None = None
-    """Prefix at which it ends; None for the last one."""
+    """Prefix at which it ends; None for the last part."""
     said: int = 0
-    """Most events that one of its writers has said so far."""
+    """Number of events read so far of its busiest writer."""
 
 
 def _unread_parts(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_Part]:
-    """Parts that cover every place of an unread event, those of new writers too; each takes one request to list."""
+    """Split the keys into parts that cover every unread event, also of new writers; each takes one page to list."""
     parts, known = [_Part()], 0
     for writer in sorted(cursor, key=lambda name: f"{name}/"):
         said = cursor[writer]
@@ -308,7 +306,7 @@ def _unread_parts(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_Part]:
 
 
 def _in_turn(parts: Sequence[_Part], turn: int) -> _Part:
-    """The part that is listed at this turn."""
+    """Return the part to list at this turn: the busiest at even turns, the others in rotation at odd ones."""
     busiest = max(parts, key=lambda part: part.said)
     others = [part for part in parts if part is not busiest]
     return busiest if turn % 2 == 0 or not others else others[turn // 2 % len(others)]
@@ -317,10 +315,10 @@ def _in_turn(parts: Sequence[_Part], turn: int) -> _Part:
 def _unread(
     store: ObjectStore, attempt: AttemptId, part: _Part, cursor: Mapping[str, int], listed: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Writers and keys of the part's events after the cursor, each writer's ascending, up to its first gap.
+    """Yield (writer, key) of the part's events after the cursor, ascending for each writer, up to its first gap.
 
     Args:
-        listed: keys looked at.
+        listed: most keys to list; None for all.
     """
     seen = dict(cursor)
     start = len(attempt.events_prefix) + 1
@@ -335,7 +333,7 @@ def _unread(
 
 
 def _event_keys(store: ObjectStore, attempt: AttemptId, writer: str, *, after: int) -> Iterator[tuple[int, str]]:
-    """Numbers and keys of a writer's events after number `after`, ascending."""
+    """Yield (number, key) of a writer's events after number `after`, ascending."""
     prefix = join_key(attempt.events_prefix, writer)
     start_after = attempt.event_key(writer, after)
     for info in store.list(prefix, start_after=start_after):
@@ -345,7 +343,7 @@ def _event_keys(store: ObjectStore, attempt: AttemptId, writer: str, *, after: i
 
 
 def _held_out_kl(manifest: Manifest, step: int) -> float | None:
-    """Versions before told the KL of a checkpoint that is itself the best state, and of no other."""
+    """Return a checkpoint's held-out KL; earlier versions recorded it only if the checkpoint was the best state."""
     told = manifest.lineage
     kl = told.get(HELD_OUT_KL, told.get("best_kl") if told.get("best_step") == step else None)
     return float(kl) if isinstance(kl, int | float) and math.isfinite(kl) else None

@@ -1,8 +1,8 @@
 """An object store in a bucket of S3, Google Cloud Storage or Azure, or of a server that speaks one of their protocols.
 
-Conditional writes (`put_bytes(if_absent=True)`) are atomic where the server honours `If-None-Match` (the three clouds,
-MinIO, Ceph, SeaweedFS). On one that ignores it, such as `rclone serve s3`, an existing object is still noticed, but of
-two writers in the same instant both may succeed, and the later one stays.
+Conditional writes (`put_bytes(if_absent=True)`) are atomic if the server honours `If-None-Match` (the three clouds,
+MinIO, Ceph, SeaweedFS). On one that ignores it, such as `rclone serve s3`, an existing object is still noticed, but two
+writers at the same instant may both succeed, and the later one's object stays.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from swiftkv_platform.storage.object_store import (
 )
 
 _PATIENT_RETRIES, _IMPATIENT_RETRIES = 10, 2
-"""Half a minute, and a second, on average."""
+"""On average half a minute and a second of retries."""
 _PART_SIZE, _MOST_PARTS = 8 << 20, 10_000
-"""Bytes of a part of a large file, and parts that S3 takes; four travel at the same time."""
+"""Bytes of a part of a large file, and most parts that S3 accepts; four are uploaded at a time."""
 _PAGE = 1000
-"""Keys that S3 names in one answer."""
+"""Keys in one page of S3's list."""
 
 
 class BucketStore:
@@ -60,7 +60,7 @@ class BucketStore:
                 self._client.put(key, data)
 
     def _create(self, key: str, data: bytes) -> None:
-        """Write an object that is not there. A try that failed may have arrived: then the object found is our own."""
+        """Write an object unless it exists. A request that failed may have succeeded; an equal object is then ours."""
         if self.head(key) is not None:
             raise self._exists(key)
         for again in (False, True):
@@ -72,7 +72,7 @@ class BucketStore:
                     return
                 raise self._exists(key) from error
             except BaseError as error:
-                # The client repeats no such request whose connection broke, for what it would then find.
+                # The client does not retry a conditional write whose connection broke, since it may have succeeded.
                 if again or has_answer(error) or was_repeated(error):
                     raise
 
@@ -99,7 +99,7 @@ class BucketStore:
                         yield info
 
     def _is_directory(self, info: ObjectInfo) -> bool:
-        """Whether it marks a directory for some other tool: its key ends in a slash, which obstore takes away."""
+        """Whether the object is another tool's directory marker: its key ends with a slash, which obstore removes."""
         return info.size == 0 and (not info.key or self.head(info.key) is None)
 
     def list_directories(self, prefix: str) -> builtins.list[str]:
@@ -122,19 +122,19 @@ class BucketStore:
     def stream(
         self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:
-        """A connection that breaks is opened again at the next byte of the same version of the object."""
+        """Stream the object. After a broken connection, continue at the next byte of the same version of the object."""
         bounds: tuple[int, int] | None = None
         if start or stop is not None:
             size = self._head(key)["size"]
             bounds = start, size if stop is None else min(stop, size)
             if start >= bounds[1]:
-                return  # a range must begin within the object
+                return  # servers refuse a range that begins beyond the object
         with self._errors("read", key):
             for block in self._blocks(key, chunk_size, bounds):
                 yield from (block[at : at + chunk_size] for at in range(0, len(block), chunk_size))
 
     def _blocks(self, key: str, size: int, bounds: tuple[int, int] | None) -> Iterator[bytes]:
-        """Pieces of at least `size` bytes. Where the connection breaks, the client goes on at the next byte."""
+        """Yield blocks of at least `size` bytes. After a broken connection, the client continues at the next byte."""
         try:
             found = self._client.get(validate_key(key), options={"range": bounds} if bounds else {})
         except BaseError as error:
@@ -150,8 +150,8 @@ class BucketStore:
             raise StorageError(f"object {key!r} in {self.uri} was replaced while it was read; read it again") from error
 
     def _unmarked_range(self, key: str, start: int, stop: int) -> bytes:
-        """A range from a server that sends it with status 200 (rclone, lakeFS), which obstore takes for no range."""
-        # Where the connection breaks this client must not go on: it would count from the object's beginning.
+        """Read a range from a server that answers it with status 200 (rclone, lakeFS), which obstore refuses."""
+        # This client must not resume after a broken connection: it would count from the object's beginning.
         client = open_bucket(*self._place, retries=0, headers={"Range": f"bytes={start}-{stop - 1}"})
         for left in reversed(range(self._retries)):
             try:
@@ -172,7 +172,7 @@ class BucketStore:
         with self._errors("delete", ", ".join(keys[:1])):
             try:
                 self._client.delete([validate_key(key) for key in keys])
-            except FileNotFoundError:  # where a missing object is an error, and the others may be left
+            except FileNotFoundError:  # on servers where a missing object is an error, others may not have been deleted
                 for key in keys:
                     self._delete(key)
 
@@ -189,8 +189,8 @@ class BucketStore:
         self.delete_many([info.key for info in self.list(prefix)])
 
     def presigned_url(self, key: str, expires_s: int) -> str | None:
-        """None where the credentials may not sign: a pod's identity asks its cloud to, which takes a role of its own.
-        Where it has said so, it is not asked again."""
+        """Return a signed URL; None if the credentials may not sign. A pod's identity needs a role of its own to have
+        its cloud sign; after a refusal it is not asked again."""
         validate_key(key)
         if not self._may_sign:
             return None
@@ -215,7 +215,7 @@ class BucketStore:
     def _errors(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
-        except InvalidPathError as error:  # of some object below the prefix; the client then lists none
+        except InvalidPathError as error:  # of any object below the prefix; the client then lists none
             why = str(error).partition("\n")[0]
             raise InvalidInputError(
                 f"cannot {action} {key!r} in {self.uri}: {why}; keys without empty, '.' and '..' segments are "

@@ -1,7 +1,7 @@
-"""Clients of the services that keep buckets, and their errors in words that name no key, secret or signed URL.
+"""Clients of S3, Google Cloud Storage and Azure, and error messages that reveal no key, secret or signed URL.
 
 Endpoint, region and credentials come from the environment (`AWS_*`, `GOOGLE_*`, `AZURE_*`). Profiles and logins of
-`~/.aws` are read by boto3, where it is installed.
+`~/.aws` are read by boto3 if it is installed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|container does not exist")
 _NO_CREDENTIALS = re.compile(r"http://(169\.254\.|metadata)|session\.get_credentials")
-"""Servers that are asked for credentials when the environment has none, and what boto3 says then."""
+"""Metadata servers, which are asked for credentials if the environment has none, and boto3's message in that case."""
 _REFUSED = {"401", "403", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"}
 
 
 class Service(NamedTuple):
-    """A client, and the variables by which it is told whom to talk to."""
+    """A client class, and the environment variables with its credentials and endpoint, for error messages."""
 
     client: Any
     credentials: str
@@ -44,7 +44,7 @@ SERVICES = {
     "gs": Service(GCSStore, "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BASE_URL"),
     "az": Service(AzureStore, "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ENDPOINT"),
 }
-"""By the scheme of an address."""
+"""Services by scheme of an address."""
 
 
 def open_bucket(
@@ -56,17 +56,17 @@ def open_bucket(
     timeout_s: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """A client of what lies below `prefix`. Does no I/O.
+    """Return a client of the objects below `prefix`. Does no I/O.
 
     Raises:
-        InvalidInputError: an endpoint that is no URL.
-        StorageError: the environment lacks what the client needs.
+        InvalidInputError: the endpoint is not a URL.
+        StorageError: the environment lacks a setting that the client needs.
     """
     options = {
-        "allow_http": True,  # where the endpoint says so
+        "allow_http": True,  # if the endpoint is http://
         "connect_timeout": timedelta(seconds=min(timeout_s, 10)),
         "read_timeout": timedelta(seconds=timeout_s),
-        "timeout": timedelta(days=1),  # a large object takes as long as it takes
+        "timeout": timedelta(days=1),  # a large object may take any time
         "default_headers": dict(headers or {}),
     }
     pauses = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=6), "base": 3}
@@ -81,15 +81,15 @@ def open_bucket(
 
 
 def _s3_options(bucket: str, client_options: dict[str, Any]) -> dict[str, Any]:
-    """Options that boto3 takes from the environment and obstore does not."""
+    """Return the options that boto3 takes from the environment and obstore does not."""
     options: dict[str, Any] = {}
     if endpoint := _s3_endpoint():
         options["aws_endpoint_url_s3"] = endpoint
-    elif "." not in bucket:  # a dot does not fit the certificate
+    elif "." not in bucket:  # the server's certificate does not cover names with dots
         options["virtual_hosted_style_request"] = True
     if bundle := os.environ.get("AWS_CA_BUNDLE"):
         client_options["root_certificate"] = Path(bundle).read_bytes()
-    if not os.environ.get("AWS_ACCESS_KEY_ID") and find_spec("boto3"):  # without it: roles, and no profiles
+    if not os.environ.get("AWS_ACCESS_KEY_ID") and find_spec("boto3"):  # without boto3: roles, but no profiles
         from boto3.session import Session
         from obstore.auth.boto3 import Boto3CredentialProvider
 
@@ -99,12 +99,12 @@ def _s3_options(bucket: str, client_options: dict[str, Any]) -> dict[str, Any]:
         def credentials() -> S3Credential:
             return Boto3CredentialProvider(session, ttl=timedelta(minutes=10))()
 
-        options["credential_provider"] = credentials  # asked when there is a request to sign
+        options["credential_provider"] = credentials  # called when a request is to be signed
     return options
 
 
 def _s3_endpoint() -> str | None:
-    """`AWS_ENDPOINT_URL` or its S3-only form. Raises `InvalidInputError` if malformed."""
+    """Return `AWS_ENDPOINT_URL_S3` or `AWS_ENDPOINT_URL`, None if unset. Raises `InvalidInputError` if malformed."""
     name = "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
     endpoint = os.environ.get(name)
     if not endpoint:
@@ -120,22 +120,22 @@ def _s3_endpoint() -> str | None:
 
 
 def has_answer(error: Exception) -> bool:
-    """Whether the server has answered the request that failed."""
+    """Whether the failed request got an answer from the server."""
     return _STATUS.search(str(error)) is not None
 
 
 def was_repeated(error: Exception) -> bool:
-    """Whether the client has sent the request more than once."""
+    """Whether the client sent the request more than once."""
     return " retries, max_retries" in str(error)
 
 
 def is_missing(error: Exception) -> bool:
-    """The object, rather than the bucket, is not there. (HEAD has no body: there a missing bucket looks the same.)"""
+    """Whether the object is missing, rather than the bucket. (A HEAD request cannot tell them apart.)"""
     return isinstance(error, FileNotFoundError) and error.errno is None and not _NO_BUCKET.search(str(error))
 
 
 def describe(error: Exception, scheme: str, bucket: str) -> str:
-    """Return the reason that a request failed and what to do about it."""
+    """Return why a request failed and what to do about it."""
     service, text = SERVICES[scheme], str(error)
     found = _CODE.search(text) or _STATUS.search(text)
     code = found.group(1) if found else None

@@ -1,4 +1,4 @@
-"""Objects below an `s3://` address as files of this machine. Knows addresses and keys, little of what they hold."""
+"""Download objects below an `s3://` address. Knows addresses and keys, little about contents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 
 def download_model(uri: str, target: Path, *, access: Access, field: str) -> Path:
-    """The model below `uri` as the directory `target`; where sources have rules, held to its own files.
+    """Download the model below `uri` to `target`. If sources are restricted, check that it names only its own files.
 
     Raises:
-        ModelError: nothing is there, or a model that asks for code or for what may not be read.
+        ModelError: there is no object, or the model asks for code or for files that may not be read.
     """
     download_below(uri, target, ModelError, field=field)
     if access.is_restricted:
@@ -24,7 +24,7 @@ def download_model(uri: str, target: Path, *, access: Access, field: str) -> Pat
 
 
 def download_below(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:
-    """Download every object below `uri` to `target`. Raises `missing` where there is none."""
+    """Download every object below `uri` to `target`. Raises `missing` if there is none."""
     source = S3Source(uri)
     store = open_store(f"s3://{source.bucket}")
     for key in keys_below(store, source, missing, field=field):
@@ -34,7 +34,7 @@ def download_below(uri: str, target: Path, missing: type[InvalidInputError], *, 
 
 
 def keys_below(store: ObjectStore, source: S3Source, missing: type[InvalidInputError], *, field: str) -> list[str]:
-    """Keys of the objects below `source`, which is in the bucket `store`. Raises `missing` where there is none."""
+    """Return the keys of the objects below `source`, in the bucket `store`. Raises `missing` if there is none."""
     keys = [info.key for info in store.list(source.key)]
     if not keys:
         raise missing(

@@ -22,9 +22,9 @@ from swiftkv_platform.storage.object_store import (
 
 
 class LocalObjectStore:
-    """Each object is a file; it is written beside its place under a temporary name, then moved there in one step.
+    """Store with one file per object, written under a temporary name and then moved into place atomically.
 
-    Files whose names start with `TEMPORARY_PREFIX` are objects in the making and are not listed.
+    Files whose names start with `TEMPORARY_PREFIX` are objects being written and are not listed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -125,7 +125,7 @@ class LocalObjectStore:
         return self._root / validate_key(key)
 
     def _walk(self, directory: str, start_after: str | None) -> Iterator[ObjectInfo]:
-        """Objects below `directory` (empty, or with a trailing slash) in key order, from `start_after` on."""
+        """Yield objects below `directory` (empty, or with a trailing slash) in key order, those after `start_after`."""
         for name in self._entries(directory, start_after):
             key = directory + name
             if name.endswith("/"):
@@ -135,8 +135,8 @@ class LocalObjectStore:
                     yield ObjectInfo(key, (self._root / key).stat().st_size)
 
     def _entries(self, directory: str, start_after: str | None = None) -> builtins.list[str]:
-        """Names in `directory` that may lead to keys after `start_after`; no file is looked at. A trailing slash marks
-        a directory, and gives the order S3 has."""
+        """Return sorted names in `directory` that may lead to keys after `start_after`, without opening files. A
+        trailing slash marks a directory, and gives S3's order."""
         names: builtins.list[str] = []
         try:
             with os.scandir(self._root / directory) as scan:
@@ -152,7 +152,7 @@ class LocalObjectStore:
 
 
 def _flush(path: Path) -> None:
-    """Force the content to disk: a rename must not survive a power loss that the content did not."""
+    """Force the content to disk, so that after a power loss a renamed file is never without it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

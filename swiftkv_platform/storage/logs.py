@@ -1,6 +1,6 @@
-"""Logs of attempts as objects: written and read in pieces, the middle of a long one left out. Knows bytes, no job.
+"""Logs of attempts as objects, written and read in pieces, the middle of a long one left out. Knows bytes, no job.
 
-`logs.txt` is what is shown. `logs.json` says how it lies in the log as it was printed, for followers who go on in it.
+`logs.txt` is the saved log. `logs.json` is its `Layout`, by which followers continue from their place in the original.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 _BLOCK = 1 << 16
 _NOTICE_BYTES = 200
-"""Room for the line that says what is left out."""
+"""Room for the line that reports the bytes left out."""
 
 
 class Layout(FrozenModel):
-    """Place of the kept bytes in the log as it was printed; all sizes in bytes."""
+    """Place of the saved bytes in the original log. All sizes in bytes."""
 
     size: int
-    """Size of the log as it was printed."""
+    """Size of the original log."""
     head: int
-    """Kept from its beginning."""
+    """Size of the saved beginning."""
     left_out: int = 0
 
 
 def keep(store: ObjectStore, key: str, pieces: Iterable[bytes], *, most: int) -> None:
-    """Store a log at `key`, and its layout beside it; of more than `most` bytes the middle is left out.
+    """Store a log at `key` and its layout next to it, leaving out the middle beyond `most` bytes.
 
-    Temporary files take up to one and a half times `most`. Raises `StorageError`, also where the disk is full.
+    Temporary files take up to 1.5 times `most`. Raises `StorageError`, also if the disk is full.
     """
     with _storage_errors(key), tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
         path, room = Path(directory) / "log", most - _NOTICE_BYTES
         with path.open("wb") as file, _Tail(Path(directory), room - room // 2) as tail:
             layout = _write(file, pieces, room // 2, tail)
-        # The layout first: a log that is there has one.
+        # The layout first, so that every stored log has one.
         store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
         store.upload_file(path, key)
 
 
 @dataclass(frozen=True)
 class SavedLog:
-    """A log in the store; nothing of it is held."""
+    """A log in the store; its bytes are not held in memory."""
 
     store: ObjectStore
     key: str
     size: int
-    """Bytes kept, with the line that says what is left out."""
+    """Bytes saved, including the line that reports the bytes left out."""
     layout: Layout
 
     def stream(self, start: int = 0) -> Iterator[bytes]:
-        """Stream what is kept, from byte `start` on."""
+        """Stream the saved log from byte `start` on."""
         return self.store.stream(self.key, _BLOCK, start=start)
 
     def rest(self, sent: int) -> Iterator[bytes]:
-        """Stream what is kept of the log after the first `sent` bytes that were printed."""
+        """Stream the saved part of the original log after its first `sent` bytes."""
         tail_at = self.layout.head + self.layout.left_out
         if not self.layout.left_out or sent <= self.layout.head:
             return self.stream(sent)
@@ -72,12 +72,12 @@ class SavedLog:
         return self.stream(self.size - (self.layout.size - sent))
 
     def tail(self, lines: int) -> Iterator[bytes]:
-        """The last `lines` lines."""
+        """Stream the last `lines` lines."""
         start = self.size
         while start > 0:
             begin = max(start - _BLOCK, 0)
             block = self._block(begin, start - begin)
-            # The end of the last line ends no earlier one.
+            # Skip the newline that ends the last line.
             ends = len(block) - 1 if start == self.size else len(block)
             while (ends := block.rfind(b"\n", 0, ends)) != -1:
                 lines -= 1
@@ -92,7 +92,7 @@ class SavedLog:
 
 
 def open_log(store: ObjectStore, key: str) -> SavedLog | None:
-    """The log at `key`, None if there is none."""
+    """Return the log at `key`; None if there is none."""
     info = store.head(key)
     if info is None:
         return None
@@ -100,7 +100,7 @@ def open_log(store: ObjectStore, key: str) -> SavedLog | None:
     try:
         layout = Layout.model_validate_json(store.get_bytes(_layout_key(key)))
     except (ObjectNotFoundError, ValidationError):
-        layout = whole  # a log that was saved before layouts were
+        layout = whole  # a log saved by a version without layouts
     return SavedLog(store, key, info.size, layout)
 
 
@@ -109,7 +109,7 @@ def _layout_key(key: str) -> str:
 
 
 class _Tail:
-    """The last bytes of what is added, in two files: one is filled while the other is kept."""
+    """Keeps the last `room` bytes added, in two files: one is filled while the other is kept."""
 
     def __init__(self, directory: Path, room: int) -> None:
         self.room = room
@@ -140,7 +140,7 @@ class _Tail:
             piece = piece[len(part) :]
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes that are kept, in pieces of at most `_BLOCK` bytes."""
+        """Yield the kept bytes in pieces of at most `_BLOCK` bytes."""
         present, before = self._sizes
         skipped = max(present + before - self.room, 0)
         for file, size, start in ((self._files[1], before, min(skipped, before)), (self._files[0], present, 0)):
@@ -152,7 +152,7 @@ class _Tail:
 
 
 def _write(file: IO[bytes], pieces: Iterable[bytes], most_of_head: int, tail: _Tail) -> Layout:
-    """Head to the file, the rest to the tail; then, where more came than is kept, what was left out, and the tail."""
+    """Write the head, then a line on the bytes left out, if any, then the tail, which `tail` buffers meanwhile."""
     head = 0
     for piece in pieces:
         to_head = piece[: most_of_head - head]
@@ -173,8 +173,8 @@ def _write(file: IO[bytes], pieces: Iterable[bytes], most_of_head: int, tail: _T
 
 
 def _cut_at_lines(file: IO[bytes], head: int, tail: bytes) -> tuple[int, int]:
-    """Let head and tail end and begin with whole lines, where those are not very long: the head's size, and the bytes
-    that go from the beginning of the tail."""
+    """Cut the head after its last whole line, unless that is longer than `_BLOCK`. Returns the head's size, and the
+    bytes to drop from the beginning of `tail` so that it begins with a whole line."""
     file.flush()
     with Path(file.name).open("rb") as written:
         written.seek(max(head - _BLOCK, 0))

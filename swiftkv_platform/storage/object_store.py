@@ -1,4 +1,4 @@
-"""Interface of object stores, and the one that an address means. Knows keys and bytes, nothing about jobs or models."""
+"""Interface of object stores, and rules for their keys. Knows keys and bytes, nothing about jobs or models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK_SIZE = 1 << 20
 """Bytes per read of a streamed object."""
 
 TEMPORARY_PREFIX = ".tmp-"
-"""File names a directory store keeps for objects being written; no key may contain such a segment."""
+"""Prefix of file names that a directory store uses for objects being written; no key may have such a segment."""
 
 PROBE_KEY = ".swiftkv-probe"
 """Object that `ping` writes and deletes."""
@@ -50,28 +50,28 @@ class ObjectStore(Protocol):
         """Write an object. With `if_absent`, raise `ConflictError` when the key exists."""
 
     def get_bytes(self, key: str) -> bytes:
-        """The object's content. Raises `ObjectNotFoundError`."""
+        """Return the object's content. Raises `ObjectNotFoundError`."""
 
     def head(self, key: str) -> ObjectInfo | None:
-        """Size of the object, None if there is none."""
+        """Return key and size of the object; None if it does not exist."""
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        """Objects below `prefix` in ascending order of their key, those after the key `start_after` only."""
+        """Yield objects below `prefix` in ascending order of their keys, only those after the key `start_after`."""
 
     def list_directories(self, prefix: str) -> builtins.list[str]:
-        """Sorted names of the immediate sub-directories that hold an object somewhere below."""
+        """Return the sorted names of the immediate subdirectories that hold an object somewhere below."""
 
     def upload_file(self, path: Path, key: str) -> None:
         """Write the file's content as an object."""
 
     def download_file(self, key: str, path: Path) -> None:
-        """Write the object to `path`, replacing it in one step. Raises `ObjectNotFoundError`."""
+        """Write the object to `path`, replacing it atomically. Raises `ObjectNotFoundError`."""
 
     def stream(
         self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:
-        """The content from byte `start` on, and up to `stop` if that is given, in pieces of at most `chunk_size` bytes;
-        nothing beyond its end.
+        """Yield bytes [start, stop) of the content (to its end if `stop` is None or beyond it) in pieces of at most
+        `chunk_size` bytes.
 
         Raises `ObjectNotFoundError`.
         """
@@ -86,14 +86,14 @@ class ObjectStore(Protocol):
         """Remove every object below `prefix`, which must not be empty."""
 
     def presigned_url(self, key: str, expires_s: int) -> str | None:
-        """A URL that reads the object without credentials for `expires_s` seconds, where the store has such."""
+        """Return a URL that reads the object without credentials for `expires_s` seconds; None if there are no such."""
 
     def ping(self) -> None:
-        """Write, read and delete one small object, without waiting for a store that is away. Raises `StorageError`."""
+        """Write, read and delete one small object, without retrying if the store is down. Raises `StorageError`."""
 
 
 def validate_key(key: str) -> str:
-    """`key` itself, if it is a relative path of ordinary segments. Raises `InvalidInputError`."""
+    """Return `key` if it is a relative path of ordinary segments. Raises `InvalidInputError`."""
     reason = _key_fault(key)
     if reason is not None:
         raise InvalidInputError(
@@ -103,19 +103,19 @@ def validate_key(key: str) -> str:
 
 
 def validate_prefix(prefix: str) -> str:
-    """`prefix` without a trailing slash, if it is empty or a valid key. Raises `InvalidInputError`."""
+    """Return `prefix` without a trailing slash, if it is empty or a valid key. Raises `InvalidInputError`."""
     trimmed = prefix.removesuffix("/")
     return validate_key(trimmed) if trimmed else ""
 
 
 def join_key(prefix: str, name: str) -> str:
-    """`name` below `prefix`, which may be empty."""
+    """Return the key of `name` below `prefix`, which may be empty."""
     return f"{prefix.removesuffix('/')}/{name}" if prefix else name
 
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """A fresh file in the directory of `path`, gone at the end unless it was moved."""
+    """Yield a new file in the directory of `path`, deleted at the end unless it was moved."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
     os.close(handle)

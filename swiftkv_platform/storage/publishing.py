@@ -1,7 +1,7 @@
-"""Copies of published models outside the platform's own store: repositories of the hub, buckets, directories.
+"""Copy published models out of the platform's store: to hub repositories, buckets and directories.
 
-A model is copied file by file: one of its weight files at a time is on this machine. Copying it again changes nothing.
-Credentials are this process's environment's (`HF_TOKEN`, `AWS_*`).
+A model is copied file by file, so that this machine holds one weight file at a time. Copying it again changes nothing.
+Credentials come from this process's environment (`HF_TOKEN`, `AWS_*`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 _MARK = "publishing.json"
-"""Object at a target that is not complete yet: the manifest of what is being copied there."""
+"""Object at an incomplete target: the manifest of the model being copied there."""
 _FIELD = "publish.to"
 
 
@@ -41,20 +41,20 @@ def publish(
     targets: Sequence[str] | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> str:
-    """Copy the artifact at `key`, with its card, to `target`, and return its address for people.
+    """Copy the artifact at `key`, with its card, to `target`, and return the target's address to show to users.
 
     Args:
         card: makes the card of an artifact that has none.
-        private: visibility of a repository that is made for it.
-        targets: places in one of which a directory has to lie once links are followed; None allows all.
-        progress: called with the bytes that are copied, and with all.
+        private: visibility of a repository that is created.
+        targets: directories within which a target directory must lie, links resolved; None allows all.
+        progress: called with the bytes copied so far and in total.
 
     Raises:
-        InvalidInputError: the directory, or one in it, leads out.
+        InvalidInputError: the target directory, or one in it, lies outside of `targets`.
         ObjectNotFoundError: the artifact is not complete.
         ArtifactCorruptError: a file differs from its manifest.
-        ConflictError: the target holds something else than a model.
-        StorageError: the target does not take it.
+        ConflictError: the target holds something other than a model.
+        StorageError: the target cannot be written.
     """
     manifest = read_manifest(source, key)
     extra = {} if CARD in manifest.files else {CARD: card(manifest).encode()}
@@ -68,7 +68,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _Places:
-    """Directory that is written to, and where it has to lie. A tenant that may write there may have put links."""
+    """Directory to write to, and where it must lie; a tenant that may write there may have placed links."""
 
     directory: Path | None
     """None for a bucket, which has no links."""
@@ -81,8 +81,8 @@ class _Places:
         return cls(Path(target), Boundary.of(*(each for each in targets if each.startswith("/"))))
 
     def check(self, name: str) -> str:
-        """The name itself. Raises `InvalidInputError` where its directory lies elsewhere: of the opened places, or,
-        below the target, of the target."""
+        """Return `name`. Raises `InvalidInputError` if, links resolved, the target lies outside of the allowed places,
+        or the name's directory outside of the target."""
         if self.directory is not None:
             inside = Boundary.of(self.directory)
             parent = (self.directory / name).parent
@@ -103,7 +103,7 @@ def _to_store(
     target: ObjectStore,
     places: _Places,
 ) -> None:
-    """The manifest is deleted first and written last, so that no mixture of two models looks complete."""
+    """Copy a model to a store. The manifest is deleted first and written last, so that no mixture looks complete."""
     for name in (_MARK, *manifest.files, *extra):
         places.check(name)
     before = _manifest_at(target, MANIFEST)
@@ -143,7 +143,7 @@ def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
 def _files(
     source: ObjectStore, key: str, manifest: Manifest, progress: Callable[[int, int], None]
 ) -> Iterator[tuple[str, Path]]:
-    """Each file of an artifact, on this machine until the next one is asked for."""
+    """Yield name and local copy of each file of an artifact; a copy is deleted when the next one is requested."""
     done, total = 0, sum(file.size for file in manifest.files.values())
     progress(done, total)
     for name, expected in sorted(manifest.files.items()):
@@ -158,11 +158,11 @@ def _files(
 def _to_hub(
     files: Iterator[tuple[str, Path]], manifest: Manifest, extra: Mapping[str, bytes], repository: str, *, private: bool
 ) -> str:
-    """One commit, whose large files go ahead of it. Files that are there already are not sent again."""
+    """Copy a model to a hub repository in one commit; large files are uploaded before it, unless already there."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    disable_progress_bars()  # which a log would be full of
+    disable_progress_bars()  # they would fill the log
     api = HfApi(library_name="swiftkv-platform")
     with _hub_errors(repository):
         url = str(api.create_repo(repository, private=private, exist_ok=True))
@@ -171,7 +171,7 @@ def _to_hub(
         for name, path in files:
             operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
             api.preupload_lfs_files(repository, additions=[operation])
-            if operation.path_or_fileobj:  # small, and sent with the commit
+            if operation.path_or_fileobj:  # a small file, sent with the commit
                 operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path.read_bytes())
             operations.append(operation)
         operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in extra.items()]
@@ -183,7 +183,7 @@ def _to_hub(
 
 
 def _check_ours(api: HfApi, repository: str) -> None:
-    """Raises `ConflictError` for a repository with files that are no model of this platform."""
+    """Raise `ConflictError` if the repository holds files that are not a model of this platform."""
     present = set(api.list_repo_files(repository))
     if present - {CARD, ".gitattributes"} and MANIFEST not in present:
         raise ConflictError(
@@ -195,7 +195,7 @@ def _check_ours(api: HfApi, repository: str) -> None:
 
 
 def _deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
-    """Deletions of the weight files of what was published there before."""
+    """Return deletions of weight files left by an earlier model."""
     from huggingface_hub import CommitOperationDelete
 
     present = api.list_repo_files(repository)
@@ -209,7 +209,7 @@ def _hub_errors(repository: str) -> Iterator[None]:
 
     try:
         yield
-    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, RuntimeError) as error:  # failed uploads are the last
+    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, RuntimeError) as error:  # the last: failed uploads
         first = redact(str(error)).strip().splitlines()
         raise StorageError(
             f"{_FIELD} is 'hf://{repository}', and the hub refuses it ({first[0] if first else type(error).__name__}); "

@@ -1,7 +1,7 @@
-"""JSON bodies of requests: who sends one comes first, then its size, then the number of its values; it is parsed once.
+"""JSON bodies of requests: check the sender, then the size, then the number of values; then parse once.
 
-Knows no route. Parsing holds Python's lock, in whatever thread it is done. So values are counted before anything is
-parsed, by a count that lets other threads in, and large bodies have one thread for all of them.
+Knows no route. Parsing holds the GIL in whatever thread it runs. So values are counted before anything is parsed, in
+pieces that let other threads run, and all large bodies are parsed on one thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from swiftkv_platform.web.middleware import LARGE_BODY_BYTES
 from swiftkv_platform.web.places import Place, Places, Share
 
 MAX_VALUES = 1 << 14
-"""Numbers, strings, lists and objects of a body that is no prompt of token ids: more than the longest job spec has, and
-few enough to be complained of one by one."""
+"""Most numbers, strings, lists and objects of a body that is not a prompt of token ids: more than the longest job spec
+has, and few enough to report an error for each."""
 MAX_STRINGS = 1 << 14
-"""Strings of such a body, keys included."""
+"""Most strings of such a body, keys included."""
 _LONGEST_READ_S = 60.0
-"""Seconds in which a body has to come."""
+"""Seconds within which a body must arrive."""
 
 
 @dataclass(frozen=True)
 class Sender:
-    """Sender of a body, by which its share of what is read at a time is counted."""
+    """Sender of a body, whose bytes count against its key and its tenant."""
 
     tenant: str
     key: str
@@ -44,13 +44,13 @@ class Bodies:
     """Reads the bodies of an application.
 
     Args:
-        admit: tells who a request is from, and counts it. Raises what refuses it; nothing of the body is read then.
-        share: bytes of bodies at a time.
-        max_values: most values of a body, asked for each.
+        admit: authenticates a request and counts it against rate limits. If it raises, the body is not read.
+        share: bytes of bodies held at a time.
+        max_values: most values of a body; called for each body.
         max_strings: most strings of a body.
         max_keys: see `load_json`.
         allow_nul: see `load_json`.
-        until_answered: whether a body counts until its route has answered; else until it is parsed.
+        until_answered: whether a body counts against `share` until its route has answered; else until it is parsed.
     """
 
     def __init__(
@@ -74,16 +74,17 @@ class Bodies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     async def open(self, request: Request) -> Place:
-        """Let a request in, without reading it. Raises as `admit`."""
+        """Admit a request without reading its body. Raises as `admit`."""
         sender = await self._admit(request)
         return Place(self.places, sender.tenant, sender.key)
 
     async def read(self, request: Request, place: Place) -> bytes:
-        """The body, counted as it comes. Raises `OverloadedError`, and `HTTPException` for one that does not come."""
+        """Read the body, counting its bytes as they arrive. Raises `OverloadedError`, and `HTTPException` (408) if it
+        does not arrive in time."""
         announced = request.headers.get("content-length", "")
         held = int(announced) if announced.isascii() and announced.isdecimal() else 0
-        place.grow(held)  # no more than the limit of its size, which comes first
-        body = bytearray()  # however small the pieces are
+        place.grow(held)  # `BodyLimit` has refused larger announcements already
+        body = bytearray()  # appending stays cheap however small the pieces are
         try:
             async with asyncio.timeout(_LONGEST_READ_S):
                 async for piece in request.stream():
@@ -95,8 +96,8 @@ class Bodies:
         return bytes(body)
 
     async def parse(self, body: bytes) -> Any:
-        """The value of a body. Raises as `load_json`, and `HTTPException` for too many values."""
-        if len(body) <= LARGE_BODY_BYTES:  # a larger one is parsed in the thread for all of them
+        """Return the value of a JSON body. Raises as `load_json`, and `HTTPException` (413) for too many values."""
+        if len(body) <= LARGE_BODY_BYTES:  # larger ones share one thread
             return self._parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, body)
 
@@ -113,7 +114,7 @@ class BodyRoute(APIRoute):
     """A route whose body is read by the application's `Bodies` (`app.state.bodies`)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's own, on a request whose body is read and parsed already."""
+        """Return FastAPI's handler, wrapped so that `Bodies` reads and parses the body first."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
@@ -123,7 +124,7 @@ class BodyRoute(APIRoute):
             place = await bodies.open(request)
             try:
                 request._body = body = await bodies.read(request, place)
-                # Starlette's `Request.json` returns `_json`: bytes, where nothing is to be parsed.
+                # Starlette's `Request.json` returns `_json`: the bytes themselves if the body is not JSON.
                 request._json = await bodies.parse(body) if body and _is_json(request) else body
                 if not bodies.until_answered:
                     place.free()
@@ -137,7 +138,7 @@ class BodyRoute(APIRoute):
 
 
 def _is_json(request: Request) -> bool:
-    """Whether FastAPI parses such a body."""
+    """Whether FastAPI would parse the body as JSON, by its content type."""
     message = Message()
     message["content-type"] = request.headers.get("content-type", "")
     kind = message.get_content_subtype()
@@ -145,7 +146,7 @@ def _is_json(request: Request) -> bool:
 
 
 def _no_json(error: json.JSONDecodeError) -> dict[str, Any]:
-    """FastAPI's own words."""
+    """Describe a JSON error as FastAPI does."""
     return {
         "type": "json_invalid",
         "loc": ("body", error.pos),

@@ -1,8 +1,8 @@
-"""JSON that no route can use: text that cannot be encoded, numbers no column holds, keys and depths beyond all reason.
+"""Refuse JSON that no route can use: text that cannot be encoded, integers beyond 64 bits, overlong keys, deep nesting.
 No I/O, no HTTP.
 
-A large good body costs a few searches through its bytes beside its parsing. Only one that contains something that could
-be hostile, or is small enough for it not to matter, is walked.
+Apart from its parsing, a large harmless body costs only a few searches through its bytes. The parsed value is walked
+only if the bytes contain something that could be hostile, or if the body is small.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 MAX_INTEGER = 2**63 - 1
 """Largest magnitude that databases and other languages hold."""
 MAX_DEPTH = 100
-"""Lists and objects inside each other; programs that recurse through a value stay far from their own limit."""
+"""Most nested lists and objects; code that recurses through a value stays far below Python's recursion limit."""
 MAX_KEY_LENGTH = 256
-"""Characters of an object's key."""
+"""Most characters of an object's key."""
 
 WHOLE = "body"
-"""Field of a refusal that means the whole body."""
+"""Field named by an error about the body as a whole."""
 
 _ALWAYS_WALKED = 1 << 20
-"""Bytes up to which a body is walked whatever is in it."""
+"""Bytes up to which a body is walked whatever it contains."""
 _MARKS = (b"\\ud", b"\\uD", b"\\u0000", b"NaN", b"Infinity")
-"""Bytes without which JSON in UTF-8 has neither a lone surrogate, nor NUL, nor a number that is none."""
+"""JSON in UTF-8 has a lone surrogate, NUL, NaN or an infinity only if it contains one of these."""
 _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_NUMBERS = (b"0" * 19, b"e000")
-"""Patterns, one of which every number that is too large contains once all digits are 0 and plus signs are gone."""
+"""Every number that is too large contains one of these once its digits are replaced by 0 and plus signs removed."""
 _BEFORE_VALUES = (b",", b"[", b"{")
 _PIECE_BYTES = 1 << 18
 _LONGEST_PATH = 200
@@ -39,14 +39,13 @@ Place = tuple[str | int, ...]
 
 
 def exceeds(body: bytes, max_values: int, max_strings: int) -> bool:
-    """Whether JSON has more strings, or more other values, than that; counted without parsing anything.
+    """Whether JSON has more than `max_strings` strings or `max_values` other values, counted without parsing.
 
-    A few searches through a piece at a time: other threads come between, and none waits for steps of Python as many as
-    values.
+    Searches one piece of `_PIECE_BYTES` at a time, so that other threads can run in between.
     """
     num_quotes, num_others = 0, 1
     for piece in _pieces(body):
-        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')  # what is escaped ends no string
+        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')  # an escaped quote ends no string
         outside = b"".join(parts[num_quotes % 2 :: 2])
         num_quotes += len(parts) - 1
         num_others += sum(map(outside.count, _BEFORE_VALUES))
@@ -56,7 +55,7 @@ def exceeds(body: bytes, max_values: int, max_strings: int) -> bool:
 
 
 def _pieces(body: bytes) -> Iterator[bytes]:
-    """A body in pieces, none of which ends within an escape."""
+    """Split a body into pieces, none of which ends within an escape."""
     start = 0
     while start < len(body):
         piece = body[start : start + _PIECE_BYTES]
@@ -68,10 +67,10 @@ def _pieces(body: bytes) -> Iterator[bytes]:
 
 
 def load_json(body: bytes, *, allow_nul: bool = False, max_keys: int | None = None) -> Any:
-    """The value of a body. NUL in strings, which databases cannot hold, passes with `allow_nul`. `max_keys`: most keys
-    of an object, in bodies of up to 1 MiB.
+    """Parse and check a body. `allow_nul`: accept NUL in strings, which databases cannot hold. `max_keys`: most keys of
+    an object, checked in bodies of up to 1 MiB.
 
-    Raises `json.JSONDecodeError` for what is no JSON, and `InvalidInputError` that names the field, or `body`, for what
+    Raises `json.JSONDecodeError` for invalid JSON, and `InvalidInputError`, naming the field or `body`, for values that
     no route can use.
     """
     try:
@@ -87,7 +86,7 @@ def load_json(body: bytes, *, allow_nul: bool = False, max_keys: int | None = No
 
 
 def check_text(text: str, place: Place, *, allow_nul: bool = False) -> None:
-    """Raise `InvalidInputError` for text that UTF-8, or with NUL a database, cannot hold."""
+    """Raise `InvalidInputError` for a lone surrogate, and for NUL unless `allow_nul`."""
     if (found := lone_surrogate(text)) is not None:
         raise _refused(place, f"has a lone surrogate at character {found}, which is no text; leave it out")
     if "\0" in text and not allow_nul:
@@ -165,8 +164,8 @@ def _refused(place: Place, problem: str) -> InvalidInputError:
 
 
 def dotted(place: Sequence[str | int]) -> str | None:
-    """`("data", "sources", 0, "split")` as `data.sources[0].split`, in characters that any answer can hold and not more
-    than a reader wants; None for the whole."""
+    """Return `("data", "sources", 0, "split")` as `data.sources[0].split`: safe to encode, cut at `_LONGEST_PATH`
+    characters; None for an empty place."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
     shown = path[:_LONGEST_PATH].encode("utf-8", "backslashreplace").decode().replace("\0", r"\x00")
     return (shown if len(path) <= _LONGEST_PATH else f"{shown}...") or None

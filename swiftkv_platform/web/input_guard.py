@@ -1,4 +1,4 @@
-"""The door of an application: hostile queries, paths and headers go no further. Knows no route."""
+"""Middleware that refuses hostile queries, paths and headers. Knows no route."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from swiftkv_platform.web.hostile_json import MAX_KEY_LENGTH, check_text, dotted
 from swiftkv_platform.web.middleware import Middleware
 
 MAX_QUERY_VALUE_LENGTH = 2048
-"""Characters of a query parameter's value."""
+"""Most characters of a query parameter's value."""
 MAX_QUERY_PARAMETERS = 256
 
 
 class InputGuard(Middleware):
-    """Answers what cannot be meant as the application itself answers an `InvalidInputError`. Bodies are read by
-    `web.bodies`."""
+    """Refuses hostile paths, queries and headers with the application's own answer to an `InvalidInputError`. Bodies
+    are checked by `web.bodies`."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -60,7 +60,7 @@ def _check_query(scope: Scope) -> None:
 
 
 async def _answer(scope: Scope, error: Exception) -> ASGIApp:
-    """Return the application's answer to such an error: middleware is outside the reach of its handlers."""
+    """Return the application's answer to an error; its exception handlers do not see errors raised in middleware."""
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
     response = handler(Request(scope), error)

@@ -1,4 +1,4 @@
-"""ASGI parts that every server of ours wants. Knows no route and no error format."""
+"""ASGI middleware shared by the control plane and the replicas. Knows no route and no error format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PAGE_HEADERS: Mapping[str, str] = {
-    # Nothing from elsewhere runs, is embedded or is asked; libraries set styles of elements and have icons as data.
+    # Only this origin may be loaded from or connected to; libraries need inline styles and icons as data URLs.
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -25,7 +25,7 @@ PAGE_HEADERS: Mapping[str, str] = {
 
 
 class PageFiles(StaticFiles):
-    """The files of pages, with headers that keep everything else out."""
+    """Static files of pages, sent with `PAGE_HEADERS`."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -34,7 +34,7 @@ class PageFiles(StaticFiles):
 
 
 class Middleware:
-    """An ASGI application around another one, which `handle` asks for a request's answer."""
+    """ASGI application around another one; subclasses answer HTTP requests in `handle`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -54,8 +54,8 @@ _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"
 
 
 class RequestTimes(Middleware):
-    """Tells how long each request takes to the head of its answer: a stream may go on for hours. `answered`: (method,
-    template of the route, status, seconds); what no route answers is `unmatched`."""
+    """Measures the time from each request to the start of its response, since a stream may last hours. `answered`:
+    called with (method, route template, status, seconds); the template is `unmatched` if no route answers."""
 
     def __init__(self, app: ASGIApp, *, answered: Callable[[str, str, int, float], None]) -> None:
         super().__init__(app)
@@ -79,7 +79,7 @@ class RequestTimes(Middleware):
         try:
             await self._app(scope, receive, watch)
         except Exception:
-            if not told:  # the server's own 500 is made further out
+            if not told:  # the 500 response is made by an outer layer
                 tell(500)
             raise
 
@@ -87,13 +87,13 @@ class RequestTimes(Middleware):
 REFUSAL_WAIT_S = 0.1
 MOST_REFUSAL_WAIT_S = 2.0
 LARGE_BODY_BYTES = 1 << 16
-"""Bytes of a body whose parsing is felt."""
+"""Bytes above which parsing a body takes noticeable time."""
 
 
 class PatientRefusals(Middleware):
-    """Lets callers whose requests are refused, with one of `statuses`, or 422 for a large body, wait for the answer,
-    `REFUSAL_WAIT_S` for each of theirs that waits: who asks again at once, over many connections, would have others
-    wait."""
+    """Delays refusals (one of `statuses`, or 422 for a large body) by `REFUSAL_WAIT_S` for each waiting refusal of the
+    same caller, up to `MOST_REFUSAL_WAIT_S`. A caller that retries at once over many connections would otherwise slow
+    down all others."""
 
     def __init__(self, app: ASGIApp, *, statuses: Collection[int]) -> None:
         super().__init__(app)
@@ -123,15 +123,15 @@ class PatientRefusals(Middleware):
 
 
 def _is_large(scope: Scope) -> bool:
-    """Whether a body is large, or does not say."""
+    """Whether a body is large, or does not announce its size."""
     headers = Headers(scope=scope)
     announced = headers.get("content-length", "")
     return "transfer-encoding" in headers or _exceeds(announced, LARGE_BODY_BYTES)
 
 
 class BodyLimit(Middleware):
-    """Refuses bodies of more bytes than a path accepts, announced or not. `refuse`: (path, why) -> the 413 answer to a
-    body that announces its size; one that does not gets an `HTTPException` while it is read."""
+    """Refuses bodies of more bytes than a path accepts. `refuse`: (path, reason) -> the 413 answer to a body whose
+    `Content-Length` is too large; any other raises `HTTPException` while it is read."""
 
     def __init__(self, app: ASGIApp, *, max_bytes: Callable[[str], int], refuse: Callable[[str, str], ASGIApp]) -> None:
         super().__init__(app)
@@ -159,6 +159,6 @@ class BodyLimit(Middleware):
 
 
 def _exceeds(announced: str, most: int) -> bool:
-    """Whether a `Content-Length` is above `most`, with however many digits: Python makes no number of thousands."""
+    """Whether a `Content-Length` is above `most`; compares digits, since Python's `int` refuses thousands of them."""
     digits, limit = announced.lstrip("0"), str(most)
     return announced.isdecimal() and (len(digits), digits) > (len(limit), limit)

@@ -1,7 +1,7 @@
-"""Hosts and origins of requests: which of them were not meant for this server, or come from another one's pages.
+"""Checks of `Host`, `Origin` and `Sec-Fetch-Site`: refuse requests for another host, or from another server's pages.
 
-A browser names in `Origin` the page that asks, and says in `Sec-Fetch-Site` how that is related to who is asked.
-Programs send neither.
+A browser names the requesting page in `Origin`, and its relation to the server in `Sec-Fetch-Site`. Programs send
+neither.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.datastructures import Headers
 
 _OWN_PAGES = ("same-origin", "none")
-"""Values of `Sec-Fetch-Site` of a page of this server, and of a user's own doing."""
+"""Values of `Sec-Fetch-Site` for a page of this server, and for a user's own navigation."""
 _PORTS = {"http": 80, "https": 443}
 _LONGEST_SHOWN = 100
 _NOT_PUBLIC = (".localhost", ".local", ".internal", ".svc", ".cluster.local")
-"""Endings of names below domains that are not public."""
+"""Suffixes of names in domains that are not public."""
 
 
 def foreign_page(headers: Headers, scheme: str) -> str | None:
-    """Return what says that another server's page has asked; None where nothing does. `scheme`: of the request, which
-    behind a proxy that is not trusted is `http` for pages over https too."""
+    """Return why a request seems to come from another server's page; None if it does not. `scheme`: of the request;
+    behind an untrusted proxy it is `http` even for https pages."""
     for site in headers.getlist("sec-fetch-site"):
         if site not in _OWN_PAGES:
             return f"Sec-Fetch-Site is {_shown(site)}; requests of web pages are accepted from this server's own alone"
@@ -37,12 +37,12 @@ def foreign_page(headers: Headers, scheme: str) -> str | None:
 
 
 def foreign_host(headers: Headers, allowed: Collection[str], *, local_names: bool = False) -> str | None:
-    """Return what is wrong with `Host`, which names another server where a page has rebound its own name to this one;
-    None for nothing.
+    """Return why `Host` is refused, None if it is accepted. Guards against DNS rebinding, where a page's host name
+    resolves to this server.
 
     Args:
         allowed: hosts without ports, in lower case.
-        local_names: accept addresses and local names (without a dot, `.svc`, `.local`) as well: no page has such a one.
+        local_names: accept addresses and local names (without a dot, `.svc`, `.local`) too; no public page has one.
     """
     host = headers.get("host", "")
     parts = _split(f"http://{host}")
@@ -54,7 +54,7 @@ def foreign_host(headers: Headers, allowed: Collection[str], *, local_names: boo
 
 
 def is_local_name(name: str) -> bool:
-    """Whether a host is an address, or a local name: without a dot, or below a domain that is not public."""
+    """Whether a host is an IP address, or a local name: without a dot, or in a domain that is not public."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -65,7 +65,7 @@ def is_local_name(name: str) -> bool:
 def _split(origin: str) -> SplitResult | None:
     try:
         parts = urlsplit(origin)
-        _ = parts.port  # raises where that is no number
+        _ = parts.port  # raises if it is not a number
     except ValueError:
         return None
     return parts

@@ -1,4 +1,4 @@
-"""Places that callers hold of something bounded: streams, uploads, bytes of bodies. Knows no HTTP."""
+"""Shares of a bounded resource (streams, uploads, bytes of bodies) that each key and tenant may hold. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RETRY_AFTER_S = 2.0
 
 @dataclass(frozen=True)
 class Share:
-    """Bounds of what is held at a time."""
+    """Most that one key, one tenant, and all callers together may hold at a time."""
 
     of_key: int
     of_tenant: int
@@ -23,7 +23,7 @@ class Share:
 
 
 class Places:
-    """Amounts of `what` that each key, each tenant and all of them together hold, within a `Share`."""
+    """Amounts of `what` held by each key, each tenant and all callers, bounded by a `Share`."""
 
     def __init__(self, what: str, share: Share, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
         self._what = what
@@ -35,7 +35,7 @@ class Places:
 
     @contextmanager
     def place(self, tenant: str, key: str, amount: int = 1) -> Iterator[Place]:
-        """Hold a place, which is free again at the end. Raises `OverloadedError` where there is none."""
+        """Hold `amount` within the context. Raises `OverloadedError` if it is not available."""
         place = Place(self, tenant, key)
         place.grow(amount)
         try:
@@ -45,11 +45,11 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Amount that all hold together."""
+        """Amount that all callers hold together."""
         return self._taken[()]
 
     def take(self, tenant: str, key: str, amount: int) -> None:
-        """Take `amount` more. Raises `OverloadedError`; who holds nothing may take as much as all may hold."""
+        """Take `amount` more. Raises `OverloadedError`. A key or tenant that holds nothing may take up to `of_all`."""
         share = self._share
         bounds = {
             (tenant, key): (share.of_key, f"key {key!r}"),
@@ -69,7 +69,7 @@ class Places:
                 self._taken[holder] += amount
 
     def give_back(self, tenant: str, key: str, amount: int) -> None:
-        """Give back what `take` took."""
+        """Return `amount`, taken by `take`."""
         with self._lock:
             for holder in ((tenant, key), (tenant,), ()):
                 self._taken[holder] -= amount
@@ -86,13 +86,13 @@ class Place:
         self._amount = 0
 
     def grow(self, amount: int) -> None:
-        """Hold `amount` more. Raises `OverloadedError`, and holds what it did."""
+        """Hold `amount` more. Raises `OverloadedError`; what was held before stays held."""
         if amount:
             self._places.take(*self._holder, amount)
             self._amount += amount
 
     def free(self) -> None:
-        """Give all of it back; again is the same."""
+        """Give back all of it; a second call does nothing."""
         amount, self._amount = self._amount, 0
         if amount:
             self._places.give_back(*self._holder, amount)

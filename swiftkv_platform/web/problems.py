@@ -1,6 +1,5 @@
-"""Errors as problem documents (RFC 9457), and below `/v1` in the shape that OpenAI's or Anthropic's clients read: their
-statuses, types and headers, the same in every application of ours. The one place where errors become HTTP. Knows no
-route.
+"""The one place where errors become HTTP: problem documents (RFC 9457), and below `/v1` the error formats of OpenAI and
+Anthropic. Statuses, types and headers are the same in the control plane and the replicas. Knows no route.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ _STATUS: Sequence[tuple[type[SwiftKVError], HTTPStatus]] = (
     (DeadlineExceededError, HTTPStatus.GATEWAY_TIMEOUT),
     (SwiftKVError, HTTPStatus.INTERNAL_SERVER_ERROR),
 )
-"""The first class that fits decides."""
+"""Statuses by class of error; the first match counts."""
 
 _HEADERS: Mapping[int, Mapping[str, str]] = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
     HTTPStatus.TOO_MANY_REQUESTS: {"Retry-After": "30"},
     HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "5"},
 }
-"""Headers by status. `Retry-After` is a hint here, where it is unknown how long the wait will be."""
+"""Headers by status. `Retry-After` is a guess, for errors that do not know how long to wait."""
 _LONGEST_VALUE = 500
-"""Bytes of a refused value that are repeated in the answer."""
+"""Most bytes of a refused value that the answer repeats."""
 
 
 class FieldProblem(BaseModel):
@@ -72,11 +71,11 @@ class FieldProblem(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     field: str | None
-    """Dotted path, such as `swiftkv.num_key_value_layers`; null where the request as a whole is meant."""
+    """Dotted path, such as `swiftkv.num_key_value_layers`; null for the request as a whole."""
     value: Any = None
-    """Value as it was sent; null where it is missing or long."""
+    """Value as it was sent; null if it is missing or too long to repeat."""
     message: str
-    """Statement of the problem, and of what is accepted."""
+    """Statement of what is wrong, and of what is accepted."""
 
 
 class Problem(BaseModel):
@@ -85,7 +84,7 @@ class Problem(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     type: str
-    """`urn:swiftkv:problem:` and the `code`."""
+    """`urn:swiftkv:problem:` followed by `code`."""
     title: str
     status: int
     detail: str
@@ -96,7 +95,7 @@ class Problem(BaseModel):
 
 
 def make_problem(path: str, status: int, code: str, detail: str, errors: Sequence[FieldProblem] = ()) -> Problem:
-    """The document of a problem with a request for `path`."""
+    """Return the problem document for a request to `path`."""
     return Problem(
         type=f"urn:swiftkv:problem:{code}",
         title=HTTPStatus(status).phrase,
@@ -109,18 +108,18 @@ def make_problem(path: str, status: int, code: str, detail: str, errors: Sequenc
 
 
 def no_json(complaint: Mapping[str, Any]) -> FieldProblem:
-    """The problem with a body that cannot be parsed. `complaint`: FastAPI's, whose place is a character."""
+    """Return the problem of a body that is not JSON. `complaint`: FastAPI's error; its `loc` ends with a position."""
     where = f" (character {complaint['loc'][-1]})" if len(complaint["loc"]) > 1 else ""
     return FieldProblem(field=None, message=f"the body is no JSON: {complaint['ctx']['error']}{where}")
 
 
 def sentence_of(errors: Iterable[FieldProblem]) -> str:
-    """One sentence on several fields."""
+    """Join the problems of several fields into one sentence."""
     return "; ".join(f"{each.field}: {each.message}" if each.field else each.message for each in errors)
 
 
 def problem_of(error: SwiftKVError, path: str) -> Problem:
-    """The document of an error."""
+    """Return the problem document of an error in a request to `path`."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     errors = []
     if error.field is not None:
@@ -129,7 +128,7 @@ def problem_of(error: SwiftKVError, path: str) -> Problem:
 
 
 def problem_headers(status: int, error: SwiftKVError | None = None) -> dict[str, str]:
-    """Headers of an answer with a problem; `Retry-After` is the wait that the error knows, in whole seconds."""
+    """Return the headers of a problem response; `Retry-After` is the error's own wait if known, in whole seconds."""
     headers = dict(_HEADERS.get(status, {}))
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_s), 1))
@@ -137,7 +136,7 @@ def problem_headers(status: int, error: SwiftKVError | None = None) -> dict[str,
 
 
 def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """An `application/problem+json` answer, with the headers of its status where `headers` names no others."""
+    """Return an `application/problem+json` response; `headers` override the default ones of its status."""
     return AsciiJSON(
         problem.model_dump(),
         status_code=problem.status,
@@ -147,14 +146,14 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
 
 
 class AsciiJSON(JSONResponse):
-    """Errors repeat what they were sent, and whatever that was has to fit."""
+    """JSON in ASCII only: errors repeat what was sent, which may hold text that UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode("ascii")
 
 
 def short_value(value: Any) -> Any:
-    """The value if it is JSON, and short enough to repeat; takes no longer for a long one."""
+    """Return the value if it is JSON and short enough to repeat, else None; the cost is bounded for a long one."""
     try:
         if not _has_room_for(value):
             return None
@@ -165,7 +164,7 @@ def short_value(value: Any) -> Any:
 
 
 def _has_room_for(value: Any) -> bool:
-    """Whether a value may be short enough to repeat; looks at no more of its parts than a short value has."""
+    """Whether a value may be short enough to repeat; visits no more parts than a short value can have."""
     room, pending = _LONGEST_VALUE, [value]
     while pending and room >= 0:
         item = pending.pop()
@@ -193,25 +192,25 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether a path is of Anthropic's Messages API, under whatever prefix."""
+    """Whether a path belongs to Anthropic's Messages API, under any prefix."""
     return _ANTHROPIC in path
 
 
 class OpenAIError(BaseModel):
-    """An error as OpenAI's clients know it."""
+    """An error in OpenAI's format."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
     type: str
     param: str | None
-    """Dotted path of the field that was refused."""
+    """Dotted path of the refused field."""
     code: str
     """Stable machine-readable name."""
 
 
 class OpenAIErrorBody(BaseModel):
-    """Body of an answer with an error."""
+    """Body of an error response."""
 
     error: OpenAIError
 
@@ -219,30 +218,30 @@ class OpenAIErrorBody(BaseModel):
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": OpenAIErrorBody, "description": "An error in OpenAI's shape"} for status in ("4XX", "default")
 }
-"""Documentation of routes below `/v1`."""
+"""OpenAPI `responses` of routes below `/v1`."""
 
 
 def openai_error(problem: Problem) -> dict[str, Any]:
-    """A problem in OpenAI's shape."""
+    """Return a problem in OpenAI's error format."""
     kind = "server_error" if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     kind, param = _TYPES.get(problem.status, kind), problem.errors[0].field if problem.errors else None
     return {"error": {"message": problem.detail, "type": kind, "param": param, "code": problem.code}}
 
 
 def anthropic_error(problem: Problem) -> dict[str, Any]:
-    """A problem in Anthropic's shape, with OpenAI's `param` and `code` beside its own."""
+    """Return a problem in Anthropic's error format, with OpenAI's `param` and `code` added."""
     error = openai_error(problem)["error"]
-    if problem.code == ContextLengthError.code:  # as programs that speak to Anthropic know it
+    if problem.code == ContextLengthError.code:  # Anthropic's clients look for this text
         error["message"] = f"prompt is too long: {problem.detail}"
     other = "api_error" if error["type"] == "server_error" else error["type"]
     return {"type": "error", "error": error | {"type": _ANTHROPIC_TYPES.get(problem.status, other)}}
 
 
 def error_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The answer to a request that failed, in the shape that its path asks for."""
+    """Return the error response in the format of its path: OpenAI's, Anthropic's or a problem document."""
     if _OPENAI not in problem.instance:
         return problem_response(problem, headers)
-    # Their clients know bad input as 400.
+    # OpenAI and Anthropic answer bad input with 400.
     bad_input = problem.status == HTTPStatus.UNPROCESSABLE_ENTITY
     status = HTTPStatus.BAD_REQUEST if bad_input else problem.status
     body = (anthropic_error if is_anthropics(problem.instance) else openai_error)(problem)

@@ -1,4 +1,4 @@
-"""Settings of the interpreter for a process that answers requests while other threads compute."""
+"""Interpreter settings for a process that answers requests while other threads compute."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 SWITCH_INTERVAL_S = 0.0002
-"""Most that a thread waits for Python's lock while another computes. An answer takes it some ten times, and a step of
-the engine in each operator: with Python's own 5 ms, that is longer than the work itself."""
+"""Seconds after which a computing thread must give up the GIL. A response takes the GIL about ten times, and an engine
+step once per operator: with Python's default of 5 ms, waiting takes longer than the work itself."""
 
 
 def answer_promptly() -> None:
-    """Bound the waits for Python's lock, and take what is in memory now out of garbage collections, which stop all
-    threads: 0.2 s for the objects of torch. Call it again once what was replaced is gone."""
+    """Bound waits for the GIL, and exclude all present objects from garbage collections, which stop all threads (0.2 s
+    for the objects of torch). Call it again after replacing large objects, so that the old ones are collected."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.unfreeze()
     gc.collect()
@@ -26,8 +26,8 @@ def answer_promptly() -> None:
 
 
 def answering_promptly(app: FastAPI) -> FastAPI:
-    """Return `app`, which does so once it has started. FastAPI builds its routes in the first request: they are built
-    before, and belong to what collections leave alone."""
+    """Make `app` call `answer_promptly` once it has started, and return it. FastAPI builds its routes in the first
+    request; they are built before that here, so that garbage collections skip them."""
     start = app.router.lifespan_context
 
     @asynccontextmanager

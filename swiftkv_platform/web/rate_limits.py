@@ -1,4 +1,4 @@
-"""Token buckets, and the number of requests of each caller. Knows no HTTP."""
+"""Token buckets, and the request rate limit of each caller. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from swiftkv_platform.errors import RateLimitedError
 Clock = Callable[[], float]
 _MINUTE_S = 60.0
 _MOST_BUCKETS = 10_000
-"""A caller with many addresses fills no memory; the bucket that was asked longest ago is given up."""
+"""Bounds memory against a caller with many addresses; the least recently used bucket is dropped."""
 
 
 class TokenBucket:
-    """Amount left of `per_minute`, refilled evenly; below zero once more was taken than there was. `capacity`: the most
-    that it holds; None: a minute's worth."""
+    """Token bucket refilled at `per_minute`; its level is negative after more was taken than it held. `capacity`: its
+    highest level; None: one minute's refill."""
 
     def __init__(self, per_minute: int, clock: Clock, *, capacity: float | None = None) -> None:
         self.per_minute = per_minute
@@ -27,23 +27,23 @@ class TokenBucket:
     @property
     def level(self) -> float:
         now = self._clock()
-        # A clock that was set back refills nothing.
+        # A clock that is set back must not drain the bucket.
         refilled = self._level + max(now - self._at, 0.0) * self.per_minute / _MINUTE_S
         self._level, self._at = min(refilled, self._capacity), now
         return self._level
 
     def take(self, amount: float) -> None:
-        """Negative puts back."""
+        """Take `amount`, even below zero; a negative amount is put back."""
         self._level = min(self.level - amount, self._capacity)
 
     def seconds_until(self, level: float) -> float:
-        """Seconds until it holds `level`, if nothing is taken meanwhile."""
+        """Return the seconds until the bucket holds `level` if nothing is taken."""
         return max((level - self.level) * _MINUTE_S / self.per_minute, 0.0)
 
 
 class RateLimit:
-    """A bucket of requests for each key or address. `burst`: requests that may come at once; None: a tenth of a
-    minute's. `of`: what is counted, for the refusal."""
+    """Request rate limit of each key or address. `burst`: requests accepted at once; None: a tenth of `per_minute`.
+    `of`: kind of caller ("key") that the error message names."""
 
     def __init__(self, per_minute: int, clock: Clock, *, burst: int | None = None, of: str = "key") -> None:
         self._per_minute = per_minute
@@ -51,11 +51,11 @@ class RateLimit:
         self._clock = clock
         self._of = of
         self._buckets: dict[str, TokenBucket] = {}
-        """Buckets by name; the one asked last comes last."""
+        """Buckets by name, least recently used first."""
         self._lock = threading.Lock()
 
     def take(self, name: str) -> None:
-        """Count a request. Raises `RateLimitedError` with the time until there is room for it."""
+        """Count a request. Raises `RateLimitedError` with the time until it would be accepted."""
         with self._lock:
             bucket = self._buckets.pop(name, None)
             if bucket is None:

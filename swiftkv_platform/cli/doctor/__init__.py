@@ -1,6 +1,4 @@
-"""`swiftkv doctor` and its checks, in the order in which they are reported. A check changes nothing that it does not
-remove.
-"""
+"""`swiftkv doctor`, with its checks in the order in which they are reported. A check removes whatever it creates."""
 
 from __future__ import annotations
 
@@ -48,12 +46,12 @@ def doctor(
     min_free_gib: Annotated[float, typer.Option(min=0.0, help="Free disk space to ask for, GiB.")] = 2.0,
     json: Json = False,
 ) -> None:
-    """Look at everything the platform needs here, and say what to do; the exit code is not 0 where something failed."""
+    """Check everything the platform needs here, and say what to do. The exit code is 1 if a check failed."""
     with err().status("Looking"):
         try:
             surroundings = Surroundings(settings(), min_free_bytes=int(min_free_gib * GIB), timeout_s=timeout)
         except InvalidInputError as error:
-            # Without settings no other check knows what to look at.
+            # No other check can run without settings.
             results = [("settings", failed(one_line(error), "correct or unset these variables"))]
         else:
             results = run_checks(CHECKS, surroundings)

@@ -1,4 +1,4 @@
-"""Findings of `swiftkv doctor`: checks run side by side, each within its time. Knows no check."""
+"""Findings of `swiftkv doctor`, and running of checks in parallel with a time limit. Knows no check."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from swiftkv_platform.settings import Settings
 GIB = 1 << 30
 Status = Literal["ok", "warning", "failed"]
 _STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
-"""From the mildest status to the gravest."""
+"""Styles by status, from the mildest to the worst."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of a check: one sentence, and the remedy where there is something to do."""
+    """Outcome of a check: one sentence, and advice if there is something to do."""
 
     status: Status
     message: str
@@ -33,23 +33,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Configuration that checks look at."""
+    """Configuration for checks."""
 
     settings: Settings
     min_free_bytes: int
-    """Free space below which a directory is too full."""
+    """Least free space of a directory's disk."""
     timeout_s: float
-    """Seconds that a check may take."""
+    """Most seconds for a check."""
 
     @property
     def stack(self) -> Stack:
-        """The local stack, started or not."""
+        """Local stack, started or not."""
         return Stack(self.settings)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at; `remedy` is the advice where the check itself breaks or does not end in time."""
+    """One check. `remedy`: advice if the check itself fails or does not end in time."""
 
     name: str
     examine: Callable[[Surroundings], Finding]
@@ -57,7 +57,7 @@ class Check:
 
 
 def check(name: str, remedy: str) -> Callable[[Callable[[Surroundings], Finding]], Check]:
-    """Decorator that makes a check of a function."""
+    """Decorator that turns a function into a check."""
     return lambda examine: Check(name, examine, remedy)
 
 
@@ -74,7 +74,7 @@ def failed(message: str, advice: str) -> Finding:
 
 
 def print_findings(results: list[tuple[str, Finding]]) -> None:
-    """Print a line a check, its advice below it, and how many there are of each status."""
+    """Print a line for each check with its advice below, and the number of findings by status."""
     width = max(len(name) for name, _ in results)
     for name, finding in results:
         status = f"[{_STYLES[finding.status]}]{finding.status:<7}[/]"
@@ -86,19 +86,19 @@ def print_findings(results: list[tuple[str, Finding]]) -> None:
 
 
 def count(results: list[tuple[str, Finding]]) -> dict[str, int]:
-    """Number of findings by status."""
+    """Return the number of findings by status."""
     return {status: sum(finding.status == status for _, finding in results) for status in _STYLES}
 
 
 def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tuple[str, Finding]]:
-    """Names and findings in the order of the checks, after `surroundings.timeout_s` seconds at the latest."""
+    """Return names and findings in the order of the checks, within `surroundings.timeout_s` seconds."""
     deadline = time.monotonic() + surroundings.timeout_s
     running = [(one, _start(one, surroundings)) for one in checks]
     return [(one.name, _finding(one, answer, deadline, surroundings.timeout_s)) for one, answer in running]
 
 
 def worst(findings: Sequence[Finding]) -> Finding:
-    """The findings of the gravest status as one."""
+    """Join the findings of the worst status into one."""
     status = max((each.status for each in findings), key=list(_STYLES).index)
     gravest = [each for each in findings if each.status == status]
     advice = dict.fromkeys(each.advice for each in gravest if each.advice)
@@ -107,7 +107,7 @@ def worst(findings: Sequence[Finding]) -> Finding:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed distribution; None where there is none."""
+    """Return the version of an installed distribution; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -115,13 +115,13 @@ def installed_version(name: str) -> str | None:
 
 
 def one_line(error: object) -> str:
-    """The text of an error without its line breaks."""
+    """Return the text of an error in one line."""
     return " ".join(str(error).split())
 
 
 def _start(one: Check, surroundings: Surroundings) -> SimpleQueue[Finding]:
     answer: SimpleQueue[Finding] = SimpleQueue()
-    # A daemon: what hangs in a driver's code is left behind when the process ends.
+    # A daemon thread, so that a check that hangs in a driver does not keep the process from ending.
     threading.Thread(target=lambda: answer.put(_examined(one, surroundings)), daemon=True).start()
     return answer
 
@@ -132,7 +132,7 @@ def _examined(one: Check, surroundings: Surroundings) -> Finding:
     except ModuleNotFoundError as error:
         advice = "pip install 'swiftkv-platform[train,serve]' where jobs or deployments are to run"
         return warning(f"Not looked at: {error.name} is not installed.", advice)
-    except Exception as error:  # a defect of one check must not hide what the others have found
+    except Exception as error:  # a bug in one check must not hide the others' findings
         return failed(f"The check broke: {type(error).__name__}: {one_line(error)}.", one.remedy)
 
 

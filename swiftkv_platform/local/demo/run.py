@@ -1,6 +1,6 @@
-"""The whole path, once: a stack of its own, the demo job, the deployed model, a generated text, a report.
+"""End-to-end demo: start a stack of its own, run the demo job, deploy the model, generate text, write a report.
 
-Knows the public interfaces alone (stack and client); what it can do, any user can.
+Uses only public interfaces (stack and client), so any user can do the same.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n    with
 _MAX_TOKENS = 64
 _LOG_TAIL_LINES = 30
 _HOME_MARK = "this-is-a-demo"
-"""File that tells a home we made from a directory of the user's."""
+"""File that marks a home as made by the demo, so that no directory of the user's is emptied."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
     output: Path
-    """Path of the report; the loss curve lies beside it as `demo-loss.png`."""
+    """Path of the report; the loss curve is written next to it as `demo-loss.png`."""
     home: Path
     """Directory of databases, store and logs; emptied first."""
     model: str | None = None
-    """Teacher in place of the built-in one: hub id or directory."""
+    """Teacher instead of the built-in one: hub id or directory."""
     keep_running: bool = False
 
 
 @dataclass
 class Observed:
-    """Observations of the demo itself; the report's `demo`."""
+    """Ids, text and timings that the demo observed; `demo` in the report."""
 
     job_id: str = ""
     model_id: str = ""
@@ -67,8 +67,8 @@ class Observed:
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
-    """Run the demo and return its report; its stack is stopped in any case unless it is to be kept. Raises
-    `SwiftKVError`: some step failed; the logs stay where the output says."""
+    """Run the demo and return its report. Stops the stack at the end, except after a success with `keep_running`.
+    Raises `SwiftKVError` if a step failed; the output says where the logs are."""
     home = options.home.expanduser().resolve()
     spec = job_spec(options.model)
     stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
@@ -116,7 +116,8 @@ def _distill(client: Client, spec: dict[str, Any], observed: Observed, console: 
 
 
 def follow_job(client: Client, job: Job, observed: Observed, console: Console) -> Job:
-    """Show a job until it ends. Raises `SwiftKVError`, with the end of its logs shown, unless it has succeeded."""
+    """Show a job until it ends, and return it. If it did not succeed, print the end of its logs and raise
+    `SwiftKVError`."""
     with observed.phase("distill"):
         observed.job_id = job.id
         follow(client.jobs.events(job.id), console)
@@ -148,7 +149,7 @@ def _deploy_and_generate(client: Client, job: Job, observed: Observed, console: 
 
 
 def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
-    """`evaluation.json` of the artifact of a job."""
+    """Download `evaluation.json` of a job's artifact and return its content."""
     with tempfile.TemporaryDirectory() as directory:
         path = client.jobs.download(job.id, "evaluation.json", Path(directory) / "evaluation.json")
         evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -156,7 +157,7 @@ def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
 
 
 def job_spec(model: str | None) -> dict[str, Any]:
-    """The recipe, which lies in the installed package; for another teacher half of that one's layers are skipped."""
+    """Return the job spec of the packaged recipe. `model`: another teacher, of which half the layers are skipped."""
     spec: dict[str, Any] = yaml.safe_load(recipe(RECIPE).read_text(encoding="utf-8"))
     if model is not None:
         path = Path(model).expanduser()
@@ -169,7 +170,8 @@ def job_spec(model: str | None) -> dict[str, Any]:
 
 
 def claim_home(stack: Stack, *, keep: bool) -> None:
-    """Leave nothing of an earlier demo, or all of it; a directory that no demo made is refused."""
+    """Prepare the stack's home, emptied of an earlier demo unless `keep`. Raises `InvalidInputError` for a non-empty
+    directory that no demo made."""
     mark = stack.home / _HOME_MARK
     if stack.home.exists() and any(stack.home.iterdir()):
         if not mark.exists():
@@ -187,7 +189,7 @@ def claim_home(stack: Stack, *, keep: bool) -> None:
 
 @contextmanager
 def signals_as_exit() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal unwind the calls as Ctrl-C does: what was started is stopped."""
+    """Turn SIGTERM and SIGHUP (closed terminal) into `SystemExit`, so that what was started is stopped."""
 
     def leave(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)

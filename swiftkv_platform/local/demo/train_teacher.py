@@ -3,8 +3,8 @@
     python -m swiftkv_platform.local.demo.train_teacher --output DIR [--hours 1.5]
 
 Writes a Hugging Face directory (bf16 safetensors, tokenizer) and `training.json` (arguments, seed, loss curve, held-out
-perplexity of the teacher and of its rewired copy). It knows plain transformers and torch, nothing of SwiftKV but the
-rewired perplexity it reports.
+perplexity of the teacher and of its rewired copy). Uses plain transformers and torch, nothing of SwiftKV except the
+rewired perplexity that it reports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\
 
 
 def train_tokenizer(modules: list[Module]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `VOCAB_SIZE` words with the word pattern of Llama 3 (runs of indentation stay whole)."""
+    """Train a byte-level BPE of `VOCAB_SIZE` tokens with Llama 3's word pattern (keeps runs of indentation whole)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,13 +53,13 @@ def train_tokenizer(modules: list[Module]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, modules: list[Module]) -> list[np.ndarray]:
-    """Token ids of each module: BOS, text, EOS."""
+    """Return the token ids of each module: BOS, text, EOS."""
     encoded = tokenizer([module.text for module in modules], add_special_tokens=False)["input_ids"]
     return [np.array([tokenizer.bos_token_id, *ids, tokenizer.eos_token_id], dtype=np.int32) for ids in encoded]
 
 
 def batches(documents: list[np.ndarray], length: int, size: int, rng: np.random.Generator) -> Iterator[torch.Tensor]:
-    """Endless [size, length + 1] batches; every epoch joins the documents in a new order at a new offset."""
+    """Yield endless [size, length + 1] batches; each epoch joins the documents in a new order, at a new offset."""
     while True:
         stream = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
         stream = stream[rng.integers(length) :]
@@ -71,7 +71,7 @@ def batches(documents: list[np.ndarray], length: int, size: int, rng: np.random.
 
 
 def rewire(model: LlamaForCausalLM, num_key_value_layers: int) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hooks under which layers >= l take K and V from the hidden state after layer l - 1 (copied weights, g = 1)."""
+    """Add hooks by which layers >= l take K and V from the hidden state after layer l - 1 (copied, g = 1)."""
     layers = model.model.layers
     shared: dict[str, torch.Tensor] = {}
 
@@ -90,7 +90,7 @@ def rewire(model: LlamaForCausalLM, num_key_value_layers: int) -> list[torch.uti
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, documents: list[np.ndarray], length: int) -> float:
-    """exp of the mean next-token loss over windows of `length` tokens that never cross a document."""
+    """Return exp of the mean next-token loss over windows of `length` tokens that never cross a document."""
     total, count = 0.0, 0
     for document in documents:
         for start in range(0, len(document) - 1, length):
@@ -102,7 +102,7 @@ def perplexity(model: LlamaForCausalLM, documents: list[np.ndarray], length: int
 
 
 def evaluate(model: LlamaForCausalLM, documents: list[np.ndarray], length: int) -> dict[str, float]:
-    """Held-out perplexity of the teacher and of its copy rewired at half depth."""
+    """Return the held-out perplexity of the teacher and of its copy rewired at half depth, and their ratio."""
     model.eval()
     teacher = perplexity(model, documents, length)
     handles = rewire(model, model.config.num_hidden_layers // 2)
@@ -140,9 +140,10 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def replan(model: LlamaForCausalLM, start: dict[str, torch.Tensor], plan: str) -> None:
-    """Load `start` into `model`, layer by layer as `plan` says: indices of its layers, `+` for a fresh identity layer.
+    """Load `start` into `model` layer by layer. `plan`: comma-separated layer indices of `start`, `+` for a new
+    identity layer.
 
-    Where a plan moves the layers that look things up (induction) above the middle, the upper half starts to matter.
+    A plan that moves the induction layers above the middle makes the upper half matter.
     """
     places = plan.split(",")
     if len(places) != model.config.num_hidden_layers:
@@ -159,7 +160,7 @@ def replan(model: LlamaForCausalLM, start: dict[str, torch.Tensor], plan: str) -
 
 
 def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the layers' matrices, and AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     return [
@@ -169,7 +170,8 @@ def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[
 
 
 def schedule(progress: float, *, decay_from: float, warmup: float = 0.01) -> float:
-    """Trapezoid: warm-up, plateau, linear decay to zero; `progress` is the share of the time budget used."""
+    """Return the trapezoid factor of the learning rate: warm-up, plateau, linear decay to zero. `progress`: share of
+    the time budget used."""
     return min(1.0, progress / warmup, (1.0 - progress) / (1.0 - decay_from))
 
 

@@ -1,5 +1,5 @@
-"""`/docs`: an application's OpenAPI document in Swagger UI, whose files the package `fastapi-offline` brings. That
-package's own page has a script in it, which our content policy lets no page run, and knows no route prefix.
+"""`/docs`: an application's OpenAPI document in Swagger UI, whose files come from the package `fastapi-offline`. That
+package's own page has an inline script, which our content security policy forbids, and supports no route prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FILES = Path(__file__).parent
 LICENSE = {"name": "Apache 2.0", "identifier": "Apache-2.0"}
 """The `license_info` of both applications."""
 OPEN: dict[str, Any] = {"security": []}
-"""The `openapi_extra` of a route that asks for no key."""
+"""The `openapi_extra` of a route that needs no key."""
 
 
 def add_docs(app: FastAPI) -> None:

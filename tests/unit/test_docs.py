@@ -170,7 +170,7 @@ STATEMENTS = {
     "numbers found in 512 tokens": (r"a student finds ([\d.]+), [\d.]+ and", r"of 512 tokens \| ([\d.]+); [\d.]+% \|"),
     "numbers found in 1,024 tokens": (r"a student finds [\d.]+, ([\d.]+) and", r"\| 1024 \| ([\d.]+); [\d.]+% \|"),
     "numbers found in 2,048 tokens": (
-        r"finds [\d.]+, [\d.]+ and ([\d.]+)%",
+        r"a student finds [\d.]+, [\d.]+ and ([\d.]+)%",
         r"\| 2048 \| ([\d.]+); [\d.]+% \|",
     ),
     "time of SmolLM2 at l = 22": (r"27% skipped, [^|]*\|(?:[^|]*\|){5} ([\d.]+)", r"at l = 22 takes ([\d.]+) of"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, exists, insert, select, update
+from sqlalchemy import ColumnElement, exists, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -20,13 +20,13 @@ class Leases(Store):
     def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
         """Take or renew a lease; returns its token, None while another holder's has not run out.
 
+        One that lasts for twice as long as this one would has run out: its holder's clock has been set back since.
         The token is at least 1, rises each time that another holder takes the lease, and stays with a renewal.
         """
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
-        succeed = row.where(LeaseRow.expires_at <= now).values(
-            holder=holder, expires_at=until, token=LeaseRow.token + 1
-        )
+        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > until + (until - now))
+        succeed = row.where(has_run_out).values(holder=holder, expires_at=until, token=LeaseRow.token + 1)
         try:
             with self._database.writing() as session:
                 for statement in (renew, succeed):

@@ -11,7 +11,9 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.queue import Placed
+from swiftkv_platform.control_plane.kept import Kept
 from swiftkv_platform.control_plane.loops.leadership import LEASE_S, Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.loops.rows import Leases
@@ -148,6 +150,32 @@ def test_a_step_ends_where_its_lease_cannot_be_renewed(plane: Plane) -> None:
     first.guard(step)()  # comes to an end
     with pytest.raises(LeaseLostError):
         first.check()
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
+    """By an hour, as on a machine that goes on after a pause: jobs, the cluster that was away, readiness, the lease."""
+    lease = Leadership(Leases(plane.database), "jobs", "a", plane.clock)
+    step = lease.guard(plane.reconciler(max_running_jobs=2, polls=PollSchedule(SPARING), lease=lease).tick)
+    readiness = Kept(lambda: plane.clock.now, plane.clock, keep_s=2.0)
+    step()
+    job = plane.submit()
+    step()
+    plane.cluster.away = True
+    step()
+    readiness.get().result(30)
+    plane.cluster.away = False
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    plane.worker(job).artifact()
+    plane.clock.now -= 3600.0
+    assert readiness.get().result(30) == plane.clock.now
+    step()
+    assert plane.get(job).status is JobStatus.SUCCEEDED
+    plane.clock.now -= 3600.0
+    restarted, turns = Leadership(Leases(plane.database), "jobs", "b", plane.clock), list[str]()
+    restarted.guard(lambda: turns.append("b"))()
+    assert turns == ["b"], "the one that was killed held it until an hour from now"
+    lease.guard(lambda: turns.append("a"))()
+    assert turns == ["b"]
 
 
 def placed(count: int) -> list[Placed]:

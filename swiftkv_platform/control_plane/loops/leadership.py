@@ -19,7 +19,10 @@ from swiftkv_platform.logs import get_logger
 
 LEASE_S = 5.0
 """Seconds that the others wait for a control plane that has died, at most."""
+LONGEST_LEASE_S = 60.0
+"""Seconds that they wait at most, where the database needs so long to give a lease that a shorter one would run out."""
 _RENEWALS_PER_LEASE = 3
+_TAKES_PER_LEASE = 4
 
 
 class Lease(Protocol):
@@ -58,6 +61,8 @@ class Leadership:
         self._holder = holder
         self._clock = clock
         self._lease_s = lease_s
+        self._took = 0.0
+        """Seconds that the database needed for the latest lease."""
         self._until = 0.0
         self._fence: Fence | None = None
         self._log = get_logger(loop=name)
@@ -80,7 +85,8 @@ class Leadership:
         return LeaseLostError(message, field="lease", value=self._name)
 
     def guard(self, step: Callable[[], None]) -> Callable[[], None]:
-        """`step`, which then does nothing while another process leads. Raises `DatabaseUnavailableError`."""
+        """`step`, which then does nothing while another process leads. Raises `DatabaseUnavailableError`, and
+        `LeaseLostError` for a lease that ran out in the middle of it: a loop to which that happens each time stalls."""
 
         def guarded() -> None:
             led = self._fence is not None
@@ -89,11 +95,8 @@ class Leadership:
                 self._log.info("leads" if leads else "stands by", holder=self._holder)
             if not leads:
                 return
-            try:
-                with self._renewing():
-                    step()
-            except LeaseLostError as error:
-                self._log.warning("stopped in the middle of a round", reason=error.message)
+            with self._renewing():
+                step()
 
         return guarded
 
@@ -105,8 +108,9 @@ class Leadership:
 
     def _take(self) -> bool:
         now = self._clock()
-        token = self._leases.take(self._name, self._holder, now=now, until=now + self._lease_s)
-        self._until = now + self._lease_s
+        until = now + max(self._lease_s, min(_TAKES_PER_LEASE * self._took, LONGEST_LEASE_S))
+        token = self._leases.take(self._name, self._holder, now=now, until=until)
+        self._took, self._until = self._clock() - now, until
         self._fence = None if token is None else Fence(self._name, self._holder, token)
         return token is not None
 

@@ -12,6 +12,8 @@ from swiftkv_platform.control_plane.database.tables import LeaseRow
 from swiftkv_platform.errors import LeaseLostError
 
 _NOT_HELD = ""
+_LONGEST_S = 120.0
+"""Seconds ahead to which no lease goes, with room for clocks that differ."""
 
 
 class Leases(Store):
@@ -20,12 +22,12 @@ class Leases(Store):
     def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
         """Take or renew a lease; returns its token, None while another holder's has not run out.
 
-        One that lasts for twice as long as this one would has run out: its holder's clock has been set back since.
+        One that lasts for longer than any has run out: its holder's clock has been set back since.
         The token is at least 1, rises each time that another holder takes the lease, and stays with a renewal.
         """
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
-        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > until + (until - now))
+        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _LONGEST_S)
         succeed = row.where(has_run_out).values(holder=holder, expires_at=until, token=LeaseRow.token + 1)
         try:
             with self._database.writing() as session:

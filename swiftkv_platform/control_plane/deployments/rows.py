@@ -203,8 +203,9 @@ def read_deployment(row: DeploymentRow) -> Deployment:
 
 
 def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
-    """Something else is wanted of it; its route prefix stays."""
-    document = spec.model_dump(mode="json")
+    """Something else is wanted of it; its route prefix stays, and so do fields that a newer version has stored."""
+    newer = {name: value for name, value in row.spec.items() if name not in ResolvedDeployment.model_fields}
+    document = {**newer, **spec.model_dump(mode="json")}
     if document != row.spec:
         row.version += 1
     row.model = spec.model

@@ -15,6 +15,12 @@ Clock = Callable[[], float]
 """Clock of Unix seconds."""
 
 
+def is_due(at: float, now: float, *, within: float) -> bool:
+    """Whether a time has come that was at most `within` seconds away when it was chosen. One that is farther away has,
+    too: the clock has been set back since, and by nothing longer."""
+    return not 0.0 < at - now <= within
+
+
 @dataclass(frozen=True)
 class Page:
     """A request for part of a list."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.base import Clock, is_due
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Kept(Generic[T]):
         """Return the future of the answer. A failure of `ask` is not kept."""
         with self._lock:
             now, answer = self._clock(), self._answer
-            is_old = now - self._asked >= self._keep_s
+            is_old = is_due(self._asked + self._keep_s, now, within=self._keep_s)
             if answer is None or (answer.done() and (is_old or answer.exception() is not None)):
                 self._asked, answer = now, self._thread.submit(self._ask)
                 self._answer = answer

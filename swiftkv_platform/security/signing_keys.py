@@ -73,7 +73,7 @@ class SigningKeys:
             if self._fetching is not None:
                 return self._fetching
             now = self._clock()
-            if self._tried_at is not None and now - self._tried_at < REFETCH_INTERVAL_S:
+            if self._tried_at is not None and 0.0 <= now - self._tried_at < REFETCH_INTERVAL_S:
                 return None
             self._tried_at = now
             self._fetching = done = threading.Event()

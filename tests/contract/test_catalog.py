@@ -138,6 +138,15 @@ def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
         )
     assert catalog.all_deployments().items == [stored]
 
+    def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
+        return present.spec.model_copy(update={"max_replicas": 7}), present.state
+
+    catalog.change_deployment(stored.spec.id, change, tenant=TENANT)
+    with database.reading() as session:
+        kept = session.execute(text("SELECT spec FROM deployments")).scalar_one()
+    kept = json.loads(kept) if isinstance(kept, str) else kept
+    assert (kept["colour"], kept["max_replicas"]) == ("red", 7), "the newer version finds what it has stored"
+
 
 def test_what_is_wanted_at_once_is_given_once_and_changed_one_after_another(
     database: Database, catalog: DeploymentRepository, model: Model

@@ -113,6 +113,16 @@ def test_a_process_that_was_frozen_in_a_transaction_has_lost_it(
         ask(database)
 
 
+def test_a_pooler_may_give_each_transaction_another_connection(postgres_url: str) -> None:
+    """PgBouncer in transaction mode: what was prepared on one is not on the next, or is another's of the same name."""
+    with closing(Database(postgres_url)) as database:
+        for _ in range(20):
+            with database.writing() as session:
+                session.execute(text("SELECT :number"), {"number": 1})
+        with database.reading() as session:
+            assert session.execute(text("SELECT count(*) FROM pg_prepared_statements")).scalar_one() == 0
+
+
 def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -> None:
     settings = Settings(database_tcp_timeout_s=40, database_pool_recycle_s=7, _env_file=None)
     timeouts = Timeouts(tcp_s=settings.database_tcp_timeout_s, recycle_s=settings.database_pool_recycle_s)
@@ -120,7 +130,13 @@ def test_connections_notice_a_lost_network_unless_the_address_says_otherwise() -
     assert own == {
         "pool_pre_ping": True,
         "pool_recycle": 7,
-        "connect_args": {"keepalives": 1, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 40_000},
+        "connect_args": {
+            "keepalives": 1,
+            "keepalives_interval": 10,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 40_000,
+            "prepare_threshold": None,
+        },
     }
     assert "connect_args" not in engine_options(make_url("mysql://db/swiftkv"), timeouts)
 

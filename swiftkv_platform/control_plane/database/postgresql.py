@@ -51,7 +51,11 @@ def engine_options(url: URL, timeouts: Timeouts) -> dict[str, Any]:
             "keepalives_count": 3,
             "tcp_user_timeout": 1000 * timeouts.tcp_s,
         }
-        options["connect_args"] = {name: value for name, value in wanted.items() if name not in url.query}
+        arguments: dict[str, Any] = {name: value for name, value in wanted.items() if name not in url.query}
+        if url.get_driver_name() == "psycopg":
+            # By itself it prepares statements, which a pooler in transaction mode leaves on another's connection.
+            arguments["prepare_threshold"] = None
+        options["connect_args"] = arguments
     return options
 
 

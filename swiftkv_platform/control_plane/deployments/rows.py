@@ -205,8 +205,9 @@ def read_deployment(row: DeploymentRow) -> Deployment:
 
 
 def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
-    """Write a changed spec and state into the row; its route prefix stays."""
-    document = spec.model_dump(mode="json")
+    """Write a changed spec and state into the row. Its route prefix stays, and so do fields of newer versions."""
+    newer = {name: value for name, value in row.spec.items() if name not in ResolvedDeployment.model_fields}
+    document = {**newer, **spec.model_dump(mode="json")}
     if document != row.spec:
         row.version += 1
     row.model = spec.model

@@ -9,7 +9,7 @@ from functools import partial
 
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.control_plane.base import Clock, Page, Slice
+from swiftkv_platform.control_plane.base import Clock, Page, Slice, is_due
 from swiftkv_platform.control_plane.http.turns import Turns
 from swiftkv_platform.control_plane.jobs.job import Event, JobStatus
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
@@ -153,7 +153,7 @@ class Watches:
         """Have the job's events read often for a minute. If the database is away, only logs it: the caller's own query
         fails as well."""
         now = self._clock()
-        if now - self._told.get(job_id, float("-inf")) < _AGAIN_S:
+        if job_id in self._told and not is_due(self._told[job_id] + _AGAIN_S, now, within=_AGAIN_S):
             return
         try:
             self._jobs.watch(job_id, now + _WATCHED_S)

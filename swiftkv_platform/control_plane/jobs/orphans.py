@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.jobs.ports import JobCluster, ListedSubmission
 from swiftkv_platform.control_plane.jobs.rows import JobRepository
 from swiftkv_platform.errors import ClusterUnavailableError
@@ -41,7 +41,7 @@ class Orphans:
     def tick(self) -> None:
         """Run once a minute. An unavailable cluster is asked again next time. Raises `DatabaseUnavailableError`."""
         now = self.clock()
-        if now < self._next:
+        if not is_due(self._next, now, within=_INTERVAL_S):
             return
         self._next = now + _INTERVAL_S
         try:

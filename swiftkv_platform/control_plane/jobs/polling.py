@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from swiftkv_platform.control_plane.base import is_due
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.queue import Placed
 
@@ -98,4 +99,5 @@ class PollSchedule:
         interval = min(intervals.busy_s * 2.0 ** min(look.silent, 16), intervals.quiet_s) * size
         if job.watched_until > now or job.status in _URGENT:
             interval = min(interval, intervals.watched_s * min(watched / intervals.watched_for_longest, 1.0))
-        return look.at + interval
+        due = look.at + interval
+        return min(due, now) if is_due(due, now, within=interval) else due

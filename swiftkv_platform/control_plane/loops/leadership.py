@@ -19,7 +19,10 @@ from swiftkv_platform.logs import get_logger
 
 LEASE_S = 5.0
 """Most seconds until another control plane takes over from one that has died."""
+LONGEST_LEASE_S = 60.0
+"""The same with a database so slow that a shorter lease would expire before it is granted."""
 _RENEWALS_PER_LEASE = 3
+_TAKES_PER_LEASE = 4
 
 
 class Lease(Protocol):
@@ -59,6 +62,8 @@ class Leadership:
         self._holder = holder
         self._clock = clock
         self._lease_s = lease_s
+        self._took = 0.0
+        """Seconds that the database needed for the latest lease."""
         self._until = 0.0
         self._fence: Fence | None = None
         self._log = get_logger(loop=name)
@@ -81,7 +86,8 @@ class Leadership:
         return LeaseLostError(message, field="lease", value=self._name)
 
     def guard(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `step` so that it does nothing while another process leads. Raises `DatabaseUnavailableError`."""
+        """Wrap `step` so that it does nothing while another process leads. Raises `DatabaseUnavailableError`, and
+        `LeaseLostError` if the lease expires during the step, so that a loop to which this always happens stalls."""
 
         def guarded() -> None:
             led = self._fence is not None
@@ -90,11 +96,8 @@ class Leadership:
                 self._log.info("leads" if leads else "stands by", holder=self._holder)
             if not leads:
                 return
-            try:
-                with self._renewing():
-                    step()
-            except LeaseLostError as error:
-                self._log.warning("stopped in the middle of a round", reason=error.message)
+            with self._renewing():
+                step()
 
         return guarded
 
@@ -106,8 +109,9 @@ class Leadership:
 
     def _take(self) -> bool:
         now = self._clock()
-        token = self._leases.take(self._name, self._holder, now=now, until=now + self._lease_s)
-        self._until = now + self._lease_s
+        until = now + max(self._lease_s, min(_TAKES_PER_LEASE * self._took, LONGEST_LEASE_S))
+        token = self._leases.take(self._name, self._holder, now=now, until=until)
+        self._took, self._until = self._clock() - now, until
         self._fence = None if token is None else Fence(self._name, self._holder, token)
         return token is not None
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 
@@ -21,7 +21,7 @@ class Backoff:
     _not_before: dict[str, float] = field(default_factory=dict)
 
     def ready(self, name: str, now: float) -> bool:
-        return now >= self._not_before.get(name, 0.0)
+        return is_due(self._not_before.get(name, now), now, within=self.longest_s)
 
     def failed(self, name: str, now: float) -> float:
         """Count a failure, and return the seconds until the next try."""
@@ -37,7 +37,7 @@ class Backoff:
 
     def resting(self, now: float) -> set[str]:
         """Return the names whose next try is not due yet."""
-        return {name for name, due in self._not_before.items() if now < due}
+        return {name for name in self._not_before if not self.ready(name, now)}
 
     def succeeded(self, name: str) -> None:
         self._failures.pop(name, None)

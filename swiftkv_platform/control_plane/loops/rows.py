@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, exists, insert, select, update
+from sqlalchemy import ColumnElement, exists, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -12,6 +12,8 @@ from swiftkv_platform.control_plane.database.tables import LeaseRow
 from swiftkv_platform.errors import LeaseLostError
 
 _NOT_HELD = ""
+_LONGEST_S = 120.0
+"""Seconds ahead to which no lease goes, with room for clocks that differ."""
 
 
 class Leases(Store):
@@ -20,13 +22,13 @@ class Leases(Store):
     def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
         """Take or renew a lease. Returns its token, or None while another holder's lease has not expired.
 
-        The token is at least 1, increases each time that another holder takes the lease, and stays the same on renewal.
+        A lease that would last longer than any has expired: its holder's clock has been set back since. The token is at
+        least 1, increases each time that another holder takes the lease, and stays the same on renewal.
         """
         row = update(LeaseRow).where(LeaseRow.name == name)
         renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
-        succeed = row.where(LeaseRow.expires_at <= now).values(
-            holder=holder, expires_at=until, token=LeaseRow.token + 1
-        )
+        has_run_out = or_(LeaseRow.expires_at <= now, LeaseRow.expires_at > now + _LONGEST_S)
+        succeed = row.where(has_run_out).values(holder=holder, expires_at=until, token=LeaseRow.token + 1)
         try:
             with self._database.writing() as session:
                 for statement in (renew, succeed):

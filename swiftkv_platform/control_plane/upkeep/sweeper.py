@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
-from swiftkv_platform.control_plane.base import Clock
+from swiftkv_platform.control_plane.base import Clock, is_due
 from swiftkv_platform.control_plane.upkeep.objects import RetainedObjects
 from swiftkv_platform.control_plane.upkeep.retention import (
     DAY_S,
@@ -70,7 +70,7 @@ class Sweeper:
         """Continue the round for about a second. Raises `DatabaseUnavailableError` and `StorageError`."""
         self.also()
         if self._round is None:
-            if self.clock() < self._next_round:
+            if not is_due(self._next_round, self.clock(), within=self.interval_s):
                 return
             self._round = self._round_and_counts()
         until = self.monotonic() + _TICK_S

@@ -143,6 +143,9 @@ def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() 
         before = health("d", "before", load_seconds=dict.fromkeys(slow, 60.0))
         script.on("GET", "/one/health", before, health("c", load_seconds=slow), health("d", load_seconds=fast))
         assert cluster.status() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
+        script.on("GET", APPLICATIONS, json_answer({**details, "proxies": {"node": {"status": "UNHEALTHY"}}}))
+        unheard = DeploymentState(DeploymentStatus.DEPLOYING, "no HTTP proxy of Serve is healthy yet", 4)
+        assert cluster.status() == {"dep_1": unheard}, "replicas that nobody reaches do not run"
 
 
 @pytest.mark.parametrize(

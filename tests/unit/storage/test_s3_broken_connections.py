@@ -1,5 +1,7 @@
 """Connections that really break in the middle: nothing is lost, doubled or mixed."""
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.storage.addresses import open_store
+from tests.requirements import required_module
 from tests.s3_servers import Front, client_environment, run_moto
 
 pytestmark = pytest.mark.slow
@@ -79,6 +82,17 @@ def test_a_failed_upload_leaves_no_parts_behind(front: Front, tmp_path: Path) ->
     uploads = httpx.get(f"http://127.0.0.1:{front.port}/swiftkv-test?uploads").text
     assert "ListMultipartUploadsResult" in uploads
     assert "<UploadId>" not in uploads
+
+
+def test_the_rule_that_ends_what_killed_uploads_leave_is_one_that_s3_takes(front: Front) -> None:
+    """Nobody else ends the uploads of a process that was killed."""
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    [rules] = re.findall(r"`(\{\"Rules\": .+\})`", page)
+    address = f"http://127.0.0.1:{front.port}"
+    client = required_module("boto3").client("s3", endpoint_url=address, region_name="us-east-1")
+    client.put_bucket_lifecycle_configuration(Bucket="swiftkv-test", LifecycleConfiguration=json.loads(rules))
+    [rule] = client.get_bucket_lifecycle_configuration(Bucket="swiftkv-test")["Rules"]
+    assert (rule["Status"], rule["AbortIncompleteMultipartUpload"]) == ("Enabled", {"DaysAfterInitiation": 7})
 
 
 def test_a_conditional_write_knows_its_own_object_again(front: Front) -> None:

@@ -11,8 +11,10 @@ import pytest
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.control_plane.jobs.job import JobStatus
 from swiftkv_platform.control_plane.jobs.polling import SPARING, PollSchedule
+from swiftkv_platform.control_plane.jobs.ports import SubmissionStatus
 from swiftkv_platform.control_plane.jobs.queue import Placed
-from swiftkv_platform.control_plane.loops.leadership import LEASE_S, Leadership
+from swiftkv_platform.control_plane.kept import Kept
+from swiftkv_platform.control_plane.loops.leadership import LEASE_S, LONGEST_LEASE_S, Leadership
 from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.control_plane.loops.rows import Leases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
@@ -109,7 +111,8 @@ def test_a_control_plane_whose_lease_ran_out_in_a_round_submits_nothing_more(pla
             other()
 
     job = plane.submit()
-    first.guard(plane.reconciler(store=Slow(), lease=first).tick)()
+    with pytest.raises(LeaseLostError):
+        first.guard(plane.reconciler(store=Slow(), lease=first).tick)()
     assert calls == [f"{job.id}-1"]
     assert plane.get(job).attempt.submitted_at is not None
     with pytest.raises(LeaseLostError):
@@ -145,9 +148,67 @@ def test_a_step_ends_where_its_lease_cannot_be_renewed(plane: Plane) -> None:
             first.check()
             began.wait(0.01)
 
-    first.guard(step)()  # comes to an end
+    with pytest.raises(LeaseLostError):
+        first.guard(step)()
     with pytest.raises(LeaseLostError):
         first.check()
+
+
+def test_a_database_that_needs_longer_than_a_lease_slows_a_loop_down_and_does_not_stop_it(plane: Plane) -> None:
+    leases = Leases(plane.database)
+    take, turns, longest = leases.take, list[str](), list[float]()
+
+    def slow(name: str, holder: str, *, now: float, until: float) -> int | None:
+        longest.append(until - now)
+        token = take(name, holder, now=now, until=until)
+        plane.clock.now += seconds
+        return token
+
+    leases.take = slow  # type: ignore[method-assign]
+    lease = Leadership(leases, "jobs", "a", plane.clock)
+
+    def step() -> None:
+        lease.check()
+        turns.append("a")
+
+    seconds = LEASE_S + 1.0
+    guarded = lease.guard(step)
+    with pytest.raises(LeaseLostError):
+        guarded()  # which its loop tells as a failure
+    for _ in range(3):
+        guarded()
+    assert turns == ["a", "a", "a"]
+    seconds = 1e4
+    for _ in range(2):
+        with pytest.raises(LeaseLostError):
+            guarded()
+    assert max(longest) == LONGEST_LEASE_S
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_waiting(plane: Plane) -> None:
+    """By an hour, as on a machine that goes on after a pause: jobs, the cluster that was away, readiness, the lease."""
+    lease = Leadership(Leases(plane.database), "jobs", "a", plane.clock)
+    step = lease.guard(plane.reconciler(max_running_jobs=2, polls=PollSchedule(SPARING), lease=lease).tick)
+    readiness = Kept(lambda: plane.clock.now, plane.clock, keep_s=2.0)
+    step()
+    job = plane.submit()
+    step()
+    plane.cluster.away = True
+    step()
+    readiness.get().result(30)
+    plane.cluster.away = False
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    plane.worker(job).artifact()
+    plane.clock.now -= 3600.0
+    assert readiness.get().result(30) == plane.clock.now
+    step()
+    assert plane.get(job).status is JobStatus.SUCCEEDED
+    plane.clock.now -= 3600.0
+    restarted, turns = Leadership(Leases(plane.database), "jobs", "b", plane.clock), list[str]()
+    restarted.guard(lambda: turns.append("b"))()
+    assert turns == ["b"], "the one that was killed held it until an hour from now"
+    lease.guard(lambda: turns.append("a"))()
+    assert turns == ["b"]
 
 
 def placed(count: int) -> list[Placed]:

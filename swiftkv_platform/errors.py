@@ -20,6 +20,7 @@ SwiftKVError
 │   └── UnreadableRowError         a row that another version of this program has written
 ├── StorageError               the object store failed
 │   ├── ObjectNotFoundError
+│   ├── BucketError                a bucket that is not there, or closed to this program
 │   └── ArtifactCorruptError       a file differs from its manifest
 ├── ClusterUnavailableError    Ray does not answer
 ├── DatabaseUnavailableError   the database does not answer
@@ -28,6 +29,7 @@ SwiftKVError
 │   └── QueueFullError             the engine's waiting line is full
 ├── DeadlineExceededError      the answer did not come within the time the caller gave it
 ├── EngineDeadError            the engine's loop has failed and answers no more requests
+│   └── LoadingError               there is no engine yet
 ├── GenerationError            the model put out no numbers for one request
 └── TrainingError              a run that cannot go on
     ├── LossNotFiniteError
@@ -162,6 +164,10 @@ class ObjectNotFoundError(StorageError):
     code = "object_not_found"
 
 
+class BucketError(StorageError):
+    """Refusal of a whole bucket, which stays one however often it is asked."""
+
+
 class ArtifactCorruptError(StorageError):
     code = "artifact_corrupt"
 
@@ -205,6 +211,10 @@ class DeadlineExceededError(SwiftKVError):
 
 class EngineDeadError(SwiftKVError):
     code = "engine_dead"
+
+
+class LoadingError(EngineDeadError):
+    code = "loading"
 
 
 class GenerationError(SwiftKVError):

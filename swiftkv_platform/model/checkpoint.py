@@ -71,11 +71,10 @@ class Checkpoint:
             with _opened(weights, source) as file:
                 return cls(str(source), dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME), hub)
         if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, hub):
-            try:
-                shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read") from error
-            return cls(str(source), dict(shards), hub)
+            shards = _weight_map(Path(index))
+            if shards is None:
+                raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
+            return cls(str(source), shards, hub)
         if any(_find(source, name, hub) for name in (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
             raise _unusable(
                 source, "its weights are pickles (.bin), which may run code when read; save it as safetensors"
@@ -199,6 +198,16 @@ def _find(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
     except OSError as error:
         raise _unusable(source, str(error).splitlines()[0]) from error
     return found
+
+
+def _weight_map(index: Path) -> dict[str, str] | None:
+    """File name by tensor; None where the index is no such object."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    names = isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values())
+    return shards if names else None
 
 
 @contextmanager

@@ -49,7 +49,8 @@ def absolute_change(place: str, value: Any) -> Any:
 
 
 def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
-    """Raises `InvalidInputError` naming the first relative path, which workers would look for elsewhere.
+    """Raises `InvalidInputError` naming the first relative path, which workers would look for elsewhere: below another
+    directory, or another user's home.
 
     Args:
         relative_paths: as for `parse_source`.
@@ -57,7 +58,7 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
 
     def check(name: str, kind: Kind, field: str) -> str:
         path = _path(name, kind, field, relative_paths=relative_paths)
-        if path is not None and not path.is_absolute():
+        if path is not None and (name.startswith("~") or not path.is_absolute()):
             raise InvalidInputError.of(
                 field, name, ", a relative path, which workers do not find; use an absolute path that they see"
             )

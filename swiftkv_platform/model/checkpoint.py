@@ -37,6 +37,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+_POINTER = b"version https://git-lfs"
+
 Part = slice | tuple[slice, ...]
 """Rows of a tensor, or a range of each of its first dimensions."""
 
@@ -215,9 +217,21 @@ def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise _unusable(source, f"{Path(path).name} is no safetensors file or not all of one ({error})") from error
+        why = f"is no safetensors file or not all of one ({error})"
+        if _is_pointer(Path(path)):
+            why = "is a pointer of Git LFS, without the weights; `git lfs pull` brings them"
+        raise _unusable(source, f"{Path(path).name} {why}") from error
     with file as opened:
         yield opened
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a repository was cloned without the files that Git LFS keeps."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
 
 
 def _read(file: Any, name: str, part: Part | None) -> torch.Tensor:

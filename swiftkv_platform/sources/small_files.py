@@ -56,7 +56,7 @@ def _without_waiting(path: str, flags: int) -> int:
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in `data`. Raises `UnusableFileError`: there is none."""
     try:
-        document = json.loads(data)
+        document = json.loads(data.decode())  # in other encodings transformers reads none
     except RecursionError as error:
         raise UnusableFileError("is nested too deeply") from error
     except ValueError as error:  # UnicodeDecodeError is one

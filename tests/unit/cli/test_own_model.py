@@ -73,6 +73,17 @@ def test_what_cannot_be_served_is_said_before_it_is_loaded(tmp_path: Path) -> No
         assert (result.exit_code, words in result.stderr) == (1, True), result.stderr
 
 
+@pytest.mark.parametrize("name", ["./nosuch", "~nobody9/x", "https://example.org/x", "s3://Bad/x", "x" * 3000, "{}/b"])
+def test_every_command_says_of_a_name_that_it_names_no_model_here(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.json").touch()
+    name = name.format(tmp_path / "file.json")
+    for command, *more in (["serve"], ["convert", tmp_path / "out"], ["plan"]):
+        result = run(command, name, *more)
+        said = result.stderr.replace("\n", " ")
+        assert (result.exit_code, said.startswith(f"Error: model is {name[:60]!r}"[:-1])) == (1, True), said
+        assert len(said) < 400
+
+
 def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chats.jsonl").write_text("{}\n")

@@ -105,6 +105,8 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
     for config, complaint in (
         (None, "cannot be read"),
         ("{", "no JSON"),
+        ("\ufeff{}", "no JSON"),  # transformers reads neither
+        (json.dumps(llama_config(12)).encode("utf-16"), "no JSON"),
         ("[]", "no object"),
         ("{}", "its config.json has model_type None"),
         (json.dumps(llama_config(1)), "num_hidden_layers 1"),
@@ -117,7 +119,7 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
         ),
     ):
         if config is not None:
-            (tmp_path / "config.json").write_text(config)
+            (tmp_path / "config.json").write_bytes(config if isinstance(config, bytes) else config.encode())
         sources = [{"name_or_path": str(tmp_path / "missing.jsonl")}]  # the model comes first
         found = refused(ModelError, complaint, model={"name_or_path": str(tmp_path)}, data={"sources": sources})
         assert found[0] == "model.name_or_path"

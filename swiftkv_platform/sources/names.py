@@ -142,7 +142,7 @@ def _s3(name: str, field: str) -> S3Source:
 
 
 def key_fault(key: str) -> str | None:
-    """What keeps `key` from being a relative path of ordinary segments; None for nothing."""
+    """Return why `key` is no relative path of ordinary segments; None if it is one."""
     segments = key.split("/")
     if "" in segments:
         return "is empty, absolute or has an empty segment"

@@ -32,8 +32,8 @@ def answering_promptly(app: FastAPI) -> FastAPI:
     @asynccontextmanager
     async def started(app: FastAPI) -> AsyncIterator[Any]:
         async with start(app) as state:
-            built = getattr(routing, "iter_route_contexts", iter)  # before 0.137, which vLLM asks for, they are
-            for _ in built(app.routes):
+            # The older FastAPI that vLLM 0.32 asks for has no such function: there they are built already.
+            for _ in getattr(routing, "iter_route_contexts", iter)(app.routes):
                 pass
             answer_promptly()
             yield state

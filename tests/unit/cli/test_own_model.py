@@ -84,6 +84,11 @@ def test_every_command_says_of_a_name_that_it_names_no_model_here(name: str, tmp
         assert len(said) < 400
 
 
+def test_no_option_takes_the_home_of_a_user_who_is_not_here(tmp_path: Path) -> None:
+    result = run("convert", "builtin:python-5m", "~nobody9/student")
+    assert (result.exit_code, "a path begins with ~ and a user without a home" in result.stderr) == (1, True)
+
+
 def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chats.jsonl").write_text("{}\n")

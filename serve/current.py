@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, RateLimitedError, SwiftKVError
+from swiftkv_platform.errors import InvalidInputError, LoadingError, QueueFullError, RateLimitedError, SwiftKVError
 from swiftkv_platform.serve.access import Caller, Reservation
 from swiftkv_platform.serve.answers import Answers, RequestContext
 from swiftkv_platform.serve.args import Served
@@ -206,9 +206,9 @@ class Current:
 
     @property
     def version(self) -> Version:
-        """Current version. Raises `EngineDeadError` while no model is loaded."""
+        """Current version. Raises `LoadingError` while no model is loaded."""
         if self._version is None:
-            raise EngineDeadError("no model is loaded yet")
+            raise LoadingError("no model is loaded yet: the first one is being loaded")
         return self._version
 
     def replace(self, version: Version) -> Version | None:

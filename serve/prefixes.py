@@ -19,6 +19,7 @@ from starlette.middleware import Middleware as Installed
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from swiftkv_platform.errors import LoadingError
 from swiftkv_platform.serve.access import API_KEY_HEADER
 from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.problems import make_problem, problem_response
@@ -136,6 +137,11 @@ class PrefixIndex:
         return set()
 
 
+def is_probe(scope: Scope) -> bool:
+    """Whether a request asks for `/health`."""
+    return scope["method"] in ("GET", "HEAD") and scope["path"].rstrip("/").endswith("/health")
+
+
 class Probes(Middleware):
     """Answers 503 to probes of `/health` while no replica answers, since Serve holds requests until one is ready.
 
@@ -148,8 +154,7 @@ class Probes(Middleware):
         self._timeout_s = timeout_s
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].rstrip("/")
-        if scope["method"] not in ("GET", "HEAD") or not path.endswith("/health"):
+        if not is_probe(scope):
             await self._app(scope, receive, send)
             return
         begun = asyncio.Event()
@@ -169,4 +174,4 @@ class Probes(Middleware):
         detail = (
             f"no replica has answered within {self._timeout_s:g} s: the first model is being loaded, or all are busy"
         )
-        await problem_response(make_problem(path, 503, "loading", detail))(scope, receive, send)
+        await problem_response(make_problem(scope["path"], 503, LoadingError.code, detail))(scope, receive, send)

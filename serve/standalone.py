@@ -11,14 +11,17 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.current import Current, Observer
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.prefixes import is_probe
 from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 from swiftkv_platform.serve.versions import load_version
+from swiftkv_platform.web.middleware import Middleware
 from swiftkv_platform.web.promptness import answer_promptly
 
 _DRAIN_TIMEOUT_S = 5
@@ -32,7 +35,7 @@ def serve(
 
     Args:
         port: port to listen at; 0 takes a free one.
-        on_ready: called with the URL once requests are answered.
+        on_ready: called with the URL once requests are answered; until then they wait, and `/health` is 503.
 
     Raises:
         InvalidInputError: the address is taken or not of this machine; raised before the model is loaded.
@@ -43,24 +46,52 @@ def serve(
 
 
 async def _serve(served: Served, args: ReplicaArgs, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    version = await load_version(args, served)
-    answer_promptly()
     tracing = configured_tracing()
     observers: list[Observer] = [RequestLog(with_text=args.log_text), *([tracing] if tracing else [])]
     credentials = open_credentials(None if args.api_keys_file is None else Path(args.api_keys_file), None)
-    current = Current(version, observers=observers)
+    current = Current(observers=observers)
     app = create_http_app(current, key_ring=credentials, allowed_hosts=args.allowed_hosts)
+    over = asyncio.Event()
+    app.add_middleware(Waiting, over=over)
+    options = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_TIMEOUT_S)
+    server = uvicorn.Server(options)
+
+    async def load() -> None:
+        try:
+            current.replace(await load_version(args, served))
+            answer_promptly()
+            host, port = listener.getsockname()[:2]
+            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        finally:
+            server.should_exit |= current.is_empty
+            over.set()
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
-        host, port = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         yield
-        await version.engine.aclose()
+        loading.cancel()
+        await asyncio.wait({loading})
+        if not current.is_empty:
+            await current.version.engine.aclose()
 
     app.router.lifespan_context = running
-    options = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_DRAIN_TIMEOUT_S)
-    await uvicorn.Server(options).serve(sockets=[listener])
+    loading = asyncio.create_task(load(), name="load")
+    await server.serve(sockets=[listener])
+    if not loading.cancelled():
+        await loading
+
+
+class Waiting(Middleware):
+    """Holds requests until loading is `over`, but for probes: `/health` tells at once that a model is being loaded."""
+
+    def __init__(self, app: ASGIApp, over: asyncio.Event) -> None:
+        super().__init__(app)
+        self._over = over
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not is_probe(scope):
+            await self._over.wait()
+        await self._app(scope, receive, send)
 
 
 def _listening(host: str, port: int) -> socket.socket:

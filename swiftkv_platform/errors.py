@@ -21,6 +21,7 @@ SwiftKVError
 │   └── UnreadableRowError         a row that another version of this program has written
 ├── StorageError               the object store failed
 │   ├── ObjectNotFoundError
+│   ├── BucketError                a bucket that is not there, or closed to this program
 │   └── ArtifactCorruptError       a file differs from its manifest
 ├── ClusterUnavailableError    Ray does not answer
 ├── DatabaseUnavailableError   the database does not answer
@@ -29,6 +30,7 @@ SwiftKVError
 │   └── QueueFullError             the engine's waiting queue is full
 ├── DeadlineExceededError      the answer did not come within the time the caller gave it
 ├── EngineDeadError            the engine's loop has failed and answers no more requests
+│   └── LoadingError               no model is loaded yet
 ├── GenerationError            the model's logits for one request are not numbers
 └── TrainingError              a run that cannot go on
     ├── LossNotFiniteError
@@ -163,6 +165,10 @@ class ObjectNotFoundError(StorageError):
     code = "object_not_found"
 
 
+class BucketError(StorageError):
+    """Refusal of a whole bucket, which stays one however often it is asked."""
+
+
 class ArtifactCorruptError(StorageError):
     code = "artifact_corrupt"
 
@@ -206,6 +212,10 @@ class DeadlineExceededError(SwiftKVError):
 
 class EngineDeadError(SwiftKVError):
     code = "engine_dead"
+
+
+class LoadingError(EngineDeadError):
+    code = "loading"
 
 
 class GenerationError(SwiftKVError):

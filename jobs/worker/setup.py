@@ -47,7 +47,7 @@ from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.sources import OPEN, Access, S3Source
 from swiftkv_platform.specs import JobSpec, ModelSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.downloads import download_model, keys_below
+from swiftkv_platform.storage.downloads import bucket_of, download_model, keys_below
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 _MAPPED_BYTES = 8 << 20
@@ -56,6 +56,7 @@ size is freed; gathered layers then stay in its heap, and a worker holds twice w
 _PATIENCE = timedelta(hours=24)
 """Longest wait of a worker for another one, such as for a download; a lost one is noticed at once."""
 _MODEL = "model.name_or_path"
+_DATA = "data.sources"
 
 
 def set_up_process(spec: JobSpec) -> None:
@@ -175,11 +176,11 @@ class StoreFiles:
 
     def list(self, source: S3Source) -> builtins.list[RemoteFile]:
         """List the objects at or below `source`. Raises `DataError` if there are none."""
-        address = f"s3://{source.bucket}"
-        store = open_store(address)
-        if source.key and store.head(source.key) is not None:
-            return [RemoteFile(address, source.key)]
-        return [RemoteFile(address, key) for key in keys_below(store, source, DataError, field="data.sources")]
+        with bucket_of(source, DataError, field=_DATA) as store:
+            if source.key and store.head(source.key) is not None:
+                return [RemoteFile(source.store, source.key)]
+            keys = keys_below(store, source, DataError, field=_DATA)
+            return [RemoteFile(source.store, key) for key in keys]
 
     def fetch(self, file: RemoteFile) -> Path:
         """Download one object, unless it is there."""
@@ -200,7 +201,7 @@ def fetch_data(uri: str, workspace: Path) -> Path:
     files, source = StoreFiles(workspace), S3Source(uri)
     for file in files.list(source):
         files.fetch(file)
-    return files.path(RemoteFile(f"s3://{source.bucket}", source.key))
+    return files.path(RemoteFile(source.store, source.key))
 
 
 def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:

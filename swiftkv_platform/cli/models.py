@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +13,7 @@ from swiftkv_platform.cli.output import local_time, print_json, print_table, tel
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import size
+from swiftkv_platform.sources.relative import absolute
 from swiftkv_platform.specs.changes import with_changes
 
 _SECTIONS = ("evaluation", "resources", "metadata")
@@ -69,10 +69,8 @@ def import_model(
 
     The control plane reads the source itself: a directory on its machine, or a bucket, that its jobs may read.
     """
-    if "://" not in source:
-        source = str(Path(source).expanduser().resolve())
     with connect(url) as client:
-        model = client.models.import_(source, name=name)
+        model = client.models.import_(absolute(source, "location", "source"), name=name)
     tell(model, f"{model.id} is {model.name}. `swiftkv deploy {model.id}` serves it.", json=json)
 
 

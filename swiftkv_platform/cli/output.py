@@ -21,6 +21,8 @@ from swiftkv_platform.client import APIError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 _JSON = "swiftkv.json"
+_NO_HOME = "Could not determine home directory."
+"""Words of `Path.expanduser`."""
 _INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GAP = 2
@@ -165,18 +167,25 @@ class ReportingGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except SwiftKVError as error:
-            _print_error(error, as_json=bool(ctx.meta.get(_JSON)))
-            raise typer.Exit(1) from error
+            raise self._ended(ctx, error) from error
         except OSError as error:
             if error.filename is None and error.errno not in _FULL:
                 raise
             place = "what this command writes" if error.filename is None else str(error.filename)
             refusal = InvalidInputError(f"{place}: {error.strerror}", field="file", value=error.filename)
-            _print_error(refusal, as_json=bool(ctx.meta.get(_JSON)))
-            raise typer.Exit(1) from error
+            raise self._ended(ctx, refusal) from error
+        except RuntimeError as error:
+            if str(error) != _NO_HOME:
+                raise
+            refusal = InvalidInputError("a path begins with ~ and a user without a home here; use an absolute path")
+            raise self._ended(ctx, refusal) from error
         except KeyboardInterrupt as error:
             err().print("Interrupted.")
             raise typer.Exit(_INTERRUPTED) from error
+
+    def _ended(self, ctx: Any, error: SwiftKVError) -> typer.Exit:
+        _print_error(error, as_json=bool(ctx.meta.get(_JSON)))
+        return typer.Exit(1)
 
 
 def _print_error(error: SwiftKVError, *, as_json: bool) -> None:

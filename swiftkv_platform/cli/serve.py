@@ -56,7 +56,7 @@ def serve(
     with needs_extra("Serving here"):
         from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, Served
         from swiftkv_platform.serve.standalone import serve as answer
-    directory = Path(model_path(model)).expanduser()
+    directory = Path(model_path(model))
     is_local = directory.is_dir()
     if not is_local and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise InvalidInputError.of(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.planning import read_config
-from swiftkv_platform.sources import OPEN
+from swiftkv_platform.sources import OPEN, BuiltinSource, HubSource, PathSource, parse_source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.storage.addresses import open_store
@@ -26,13 +27,25 @@ def model_config(name: str) -> dict[str, Any]:
 
 
 def model_path(name: str) -> str:
-    """Return a name that transformers can load: a directory for a built-in teacher or a GGUF file, else `name`."""
-    path = builtin_teacher(name, field="model") if name.startswith("builtin:") else Path(name)
+    """Return a name that transformers can load: a directory for a built-in teacher or a GGUF file, else `name`.
+
+    Raises:
+        InvalidInputError: the name stands for nothing, or for no model on this machine.
+    """
+    match parse_source(name, field="model", suffixes=(SUFFIX,)):
+        case BuiltinSource():
+            path = builtin_teacher(name, field="model")
+        case PathSource(path=path) if os.path.isdir(path) or path.suffix == SUFFIX:  # noqa: PTH112 (which raises for some)
+            pass
+        case HubSource():
+            return name
+        case _:
+            raise ModelError.of("model", name, ", no directory here; a directory, a .gguf file or a hub id is accepted")
     if path.suffix == SUFFIX:
         from swiftkv_platform.model.gguf import gguf_directory
 
         return str(gguf_directory(path, read_gguf_config(path, name, field="model"), field="model"))
-    return str(path) if name.startswith("builtin:") else name
+    return str(path)
 
 
 def read_stored(store: str, key: str) -> bytes:

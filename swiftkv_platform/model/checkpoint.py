@@ -37,6 +37,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+_POINTER = b"version https://git-lfs"
+
 Part = slice | tuple[slice, ...]
 """Part of a tensor: a range of rows, or a range of each of its first dimensions."""
 
@@ -71,11 +73,10 @@ class Checkpoint:
             with _opened(weights, source) as file:
                 return cls(str(source), dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME), hub)
         if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, hub):
-            try:
-                shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read") from error
-            return cls(str(source), dict(shards), hub)
+            shards = _weight_map(Path(index))
+            if shards is None:
+                raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read")
+            return cls(str(source), shards, hub)
         if any(_find(source, name, hub) for name in (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
             raise _unusable(
                 source, "its weights are pickles (.bin), which may run code when read; save it as safetensors"
@@ -200,14 +201,36 @@ def _find(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
     return found
 
 
+def _weight_map(index: Path) -> dict[str, str] | None:
+    """File name by tensor; None where the index is no such object."""
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    names = isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values())
+    return shards if names else None
+
+
 @contextmanager
 def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise _unusable(source, f"{Path(path).name} is no safetensors file or not all of one ({error})") from error
+        why = f"is no safetensors file or not all of one ({error})"
+        if _is_pointer(Path(path)):
+            why = "is a pointer of Git LFS, without the weights; `git lfs pull` brings them"
+        raise _unusable(source, f"{Path(path).name} {why}") from error
     with file as opened:
         yield opened
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a repository was cloned without the files that Git LFS keeps."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
 
 
 def _read(file: Any, name: str, part: Part | None) -> torch.Tensor:

@@ -17,6 +17,13 @@ from swiftkv_platform.specs import looks_like_a_path
 
 _BUILTIN = "builtin:"
 _S3 = "s3://"
+BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+"""Names of buckets."""
+BUCKETS = "3 to 63 lower-case letters, digits, dots, hyphens"
+TEMPORARY_PREFIX = ".tmp-"
+"""File names a directory store keeps for objects being written; no key may contain such a segment."""
+_MAX_KEY_BYTES = 1024
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _HUB_ID = re.compile(r"(?:(?P<organization>[A-Za-z0-9_][A-Za-z0-9_.-]*)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _LONGEST_NAME = 2048
@@ -50,6 +57,11 @@ class S3Source:
     @property
     def bucket(self) -> str:
         return self.name.removeprefix(_S3).partition("/")[0]
+
+    @property
+    def store(self) -> str:
+        """Address of the bucket, in which keys are named as they are."""
+        return f"{_S3}{self.bucket}"
 
     @property
     def key(self) -> str:
@@ -103,7 +115,7 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
     if name.startswith(_BUILTIN):
         return BuiltinSource(name)
     if name.startswith(_S3):
-        return S3Source(name)
+        return _s3(name, field)
     if is_file_id(name):
         return FileSource(name)
     is_path = looks_like_a_path(name, suffixes) or _HUB_ID.fullmatch(name) is None
@@ -116,11 +128,38 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
 def parse_location(name: str, *, field: str) -> S3Source | PathSource:
     """Parse a name that is never a hub id, such as a task's `data_dir`. Raises as `parse_source`."""
     check_name(name, field)
-    return S3Source(name) if name.startswith(_S3) else PathSource(name, _expanded(name, field))
+    return _s3(name, field) if name.startswith(_S3) else PathSource(name, _expanded(name, field))
+
+
+def _s3(name: str, field: str) -> S3Source:
+    source = S3Source(name)
+    if BUCKET.fullmatch(source.bucket) is None:
+        raise _refused(name, field, f"names no bucket; {BUCKETS} are accepted")
+    fault = key_fault(source.key) if source.key else None
+    if fault is not None:
+        raise _refused(name, field, f"has a key that {fault}; s3://bucket/prefix is accepted")
+    return source
+
+
+def key_fault(key: str) -> str | None:
+    """Return why `key` is no relative path of ordinary segments; None if it is one."""
+    segments = key.split("/")
+    if "" in segments:
+        return "is empty, absolute or has an empty segment"
+    if "." in segments or ".." in segments:
+        return "has a '.' or '..' segment"
+    if any(segment.startswith(TEMPORARY_PREFIX) for segment in segments):
+        return f"has a segment that starts with {TEMPORARY_PREFIX!r}"
+    if "\\" in key or not key.isprintable():
+        return "has a backslash or a character that cannot be printed"
+    if len(key.encode()) > _MAX_KEY_BYTES:
+        return f"is longer than {_MAX_KEY_BYTES} bytes"
+    return None
 
 
 def check_name(name: str, field: str) -> None:
-    """Raise `InvalidInputError` for a name with control characters or lone surrogates, or one that is too long."""
+    """Raise `InvalidInputError` for a name with control characters or lone surrogates, one that is too long, or a URL
+    of a scheme that is not supported."""
     try:
         encoded = name.encode()
     except UnicodeEncodeError as error:
@@ -131,6 +170,9 @@ def check_name(name: str, field: str) -> None:
         raise _refused(name, field, f"has {len(encoded)} bytes, and at most {_LONGEST_NAME} are accepted")
     if max(map(len, encoded.split(b"/"))) > _LONGEST_SEGMENT:
         raise _refused(name, field, f"has more than {_LONGEST_SEGMENT} bytes between two slashes")
+    scheme = _SCHEME.match(name)
+    if scheme is not None and not name.startswith(_S3):
+        raise _refused(name, field, f"begins with {scheme[0]}; a path without it, {_S3} or a hub id is accepted")
 
 
 def refuse_shadowed(name: str, field: str) -> None:

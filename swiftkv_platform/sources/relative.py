@@ -48,7 +48,8 @@ def absolute_change(place: str, value: Any) -> Any:
 
 
 def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
-    """Raise `InvalidInputError` for the first relative path, since workers have other working directories.
+    """Raise `InvalidInputError` for the first relative path, or path in another user's home: workers would resolve it
+    differently.
 
     Args:
         relative_paths: as for `parse_source`.
@@ -56,13 +57,18 @@ def refuse_relative_paths(spec: JobSpec, *, relative_paths: bool) -> None:
 
     def check(name: str, kind: Kind, field: str) -> str:
         path = _path(name, kind, field, relative_paths=relative_paths)
-        if path is not None and not path.is_absolute():
+        if path is not None and is_relative(name):
             raise InvalidInputError.of(
                 field, name, ", a relative path, which workers do not find; use an absolute path that they see"
             )
         return name
 
     _mapped(spec, check)
+
+
+def is_relative(path: str) -> bool:
+    """Whether another process sees something else at this path: below its own directory, or another user's home."""
+    return not path.startswith("/")
 
 
 def _path(name: str, kind: Kind, field: str, *, relative_paths: bool) -> Path | None:

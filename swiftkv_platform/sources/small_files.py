@@ -57,7 +57,7 @@ def _without_waiting(path: str, flags: int) -> int:
 def parse_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`. Raises `UnusableFileError` if it is not one."""
     try:
-        document = json.loads(data)
+        document = json.loads(data.decode())  # in other encodings transformers reads none
     except RecursionError as error:
         raise UnusableFileError("is nested too deeply") from error
     except ValueError as error:  # includes UnicodeDecodeError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import swiftkv_platform.sources
-from swiftkv_platform.errors import ModelError, ObjectNotFoundError
+from swiftkv_platform.errors import BucketError, ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.small_files import UnusableFileError, parse_object
@@ -40,9 +40,11 @@ def read_teacher_config(
     match access.model(name, field):
         case S3Source() if name.endswith(SUFFIX):
             raise unusable(name, "GGUF files are read from a path; use a model directory here", field)
-        case S3Source():
+        case S3Source(store=store, key=key):
             try:
-                return parse_object(read_object(name.rstrip("/"), "config.json"))
+                return parse_object(read_object(store, f"{key}/config.json".lstrip("/")))
+            except BucketError as error:
+                raise unusable(name, error.message, field) from error
             except ObjectNotFoundError as error:
                 raise _unreadable(name, field) from error
             except UnusableFileError as error:

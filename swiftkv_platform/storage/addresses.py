@@ -7,9 +7,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.storage.object_store import ObjectStore, _key_fault
+from swiftkv_platform.sources.names import BUCKET, BUCKETS, key_fault
+from swiftkv_platform.storage.object_store import ObjectStore
 
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _BUCKETS = {"s3", "gs", "az"}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -41,10 +41,10 @@ def _parse_bucket(uri: str) -> tuple[str, str]:
     parts = urlsplit(uri)
     if parts.query or parts.fragment:
         raise _bad_uri(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
-    if not _BUCKET.fullmatch(parts.netloc):
-        raise _bad_uri(uri, "it names no bucket (3 to 63 lower-case letters, digits, dots, hyphens)")
+    if not BUCKET.fullmatch(parts.netloc):
+        raise _bad_uri(uri, f"it names no bucket ({BUCKETS})")
     prefix = parts.path.strip("/")
-    fault = _key_fault(prefix) if prefix else None
+    fault = key_fault(prefix) if prefix else None
     if fault is not None:
         raise _bad_uri(uri, f"its prefix {fault}")
     return parts.netloc, prefix

@@ -17,9 +17,9 @@ from typing import Any
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
 
-from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
+from swiftkv_platform.errors import BucketError, ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.storage.buckets import describe, has_answer, is_missing, open_bucket, was_repeated
+from swiftkv_platform.storage.buckets import describe, has_answer, is_missing, is_refused, open_bucket, was_repeated
 from swiftkv_platform.storage.object_store import (
     CHUNK_SIZE,
     PROBE_KEY,
@@ -229,4 +229,5 @@ class BucketStore:
                     f"there is no object {key!r} in {self.uri}", field="key", value=key
                 ) from error
             why = describe(error, *self._place[:2])
-            raise StorageError(f"cannot {action} {key!r} in {self.uri}: {why}", field="key", value=key) from error
+            kind = BucketError if is_refused(error) else StorageError
+            raise kind(f"cannot {action} {key!r} in {self.uri}: {why}", field="key", value=key) from error

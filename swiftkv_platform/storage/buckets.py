@@ -134,6 +134,13 @@ def is_missing(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) and error.errno is None and not _NO_BUCKET.search(str(error))
 
 
+def is_refused(error: Exception) -> bool:
+    """The server has answered that the bucket is not there, or not for these credentials."""
+    text = str(error)
+    found = _CODE.search(text)
+    return bool(_NO_BUCKET.search(text) or (found and found[1] in _REFUSED) or "status code: 403" in text)
+
+
 def describe(error: Exception, scheme: str, bucket: str) -> str:
     """Return why a request failed and what to do about it."""
     service, text = SERVICES[scheme], str(error)

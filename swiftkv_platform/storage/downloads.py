@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.errors import BucketError, InvalidInputError, ModelError
 from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.storage.addresses import open_store
@@ -26,18 +28,25 @@ def download_model(uri: str, target: Path, *, access: Access, field: str) -> Pat
 def download_below(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:
     """Download every object below `uri` to `target`. Raises `missing` if there is none."""
     source = S3Source(uri)
-    store = open_store(f"s3://{source.bucket}")
-    for key in keys_below(store, source, missing, field=field):
-        path = target / key.removeprefix(source.key).lstrip("/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.download_file(key, path)
+    with bucket_of(source, missing, field=field) as store:
+        for key in keys_below(store, source, missing, field=field):
+            path = target / key.removeprefix(source.key).lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.download_file(key, path)
 
 
 def keys_below(store: ObjectStore, source: S3Source, missing: type[InvalidInputError], *, field: str) -> list[str]:
     """Return the keys of the objects below `source`, in the bucket `store`. Raises `missing` if there is none."""
     keys = [info.key for info in store.list(source.key)]
     if not keys:
-        raise missing(
-            f"{field}: there is no object at {source.name!r} and none below it", field=field, value=source.name
-        )
+        raise missing.of(field, source.name, "; there is no object at that address and none below it")
     return keys
+
+
+@contextmanager
+def bucket_of(source: S3Source, missing: type[InvalidInputError], *, field: str) -> Iterator[ObjectStore]:
+    """The bucket of `source`. Raises `missing` in place of `BucketError`: it is not there, or closed."""
+    try:
+        yield open_store(source.store)
+    except BucketError as error:
+        raise missing.of(field, source.name, f": {error.message}") from error

@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
+from swiftkv_platform.sources.names import TEMPORARY_PREFIX
 from swiftkv_platform.storage.object_store import (
     CHUNK_SIZE,
     PROBE_KEY,
-    TEMPORARY_PREFIX,
     ObjectInfo,
     temporary_beside,
     validate_key,

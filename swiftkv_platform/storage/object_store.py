@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Protocol
 
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.sources.names import TEMPORARY_PREFIX, key_fault
 
 CHUNK_SIZE = 1 << 20
 """Bytes per read of a streamed object."""
 
-TEMPORARY_PREFIX = ".tmp-"
-"""Prefix of file names that a directory store uses for objects being written; no key may have such a segment."""
-
 PROBE_KEY = ".swiftkv-probe"
 """Object that `ping` writes and deletes."""
-
-_MAX_KEY_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ class ObjectStore(Protocol):
 
 def validate_key(key: str) -> str:
     """Return `key` if it is a relative path of ordinary segments. Raises `InvalidInputError`."""
-    reason = _key_fault(key)
+    reason = key_fault(key)
     if reason is not None:
         raise InvalidInputError(
             f"object key {key!r} {reason}; keys are relative paths such as 'jobs/1/a.json'", field="key", value=key
@@ -125,18 +121,3 @@ def temporary_beside(path: Path) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _key_fault(key: str) -> str | None:
-    segments = key.split("/")
-    if "" in segments:
-        return "is empty, absolute or has an empty segment"
-    if "." in segments or ".." in segments:
-        return "has a '.' or '..' segment"
-    if any(segment.startswith(TEMPORARY_PREFIX) for segment in segments):
-        return f"has a segment that starts with {TEMPORARY_PREFIX!r}"
-    if "\\" in key or not key.isprintable():
-        return "has a backslash or a character that cannot be printed"
-    if len(key.encode()) > _MAX_KEY_BYTES:
-        return f"is longer than {_MAX_KEY_BYTES} bytes"
-    return None

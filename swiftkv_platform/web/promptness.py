@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.routing import iter_route_contexts
+from fastapi import FastAPI, routing
 
 SWITCH_INTERVAL_S = 0.0002
 """Seconds after which a computing thread must give up the GIL. A response takes the GIL about ten times, and an engine
@@ -33,7 +32,8 @@ def answering_promptly(app: FastAPI) -> FastAPI:
     @asynccontextmanager
     async def started(app: FastAPI) -> AsyncIterator[Any]:
         async with start(app) as state:
-            for _ in iter_route_contexts(app.routes):
+            # The older FastAPI that vLLM 0.32 asks for has no such function: there they are built already.
+            for _ in getattr(routing, "iter_route_contexts", iter)(app.routes):
                 pass
             answer_promptly()
             yield state

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempts import StoredFile, file_key, new_file_id
+from swiftkv_platform.control_plane.parts import read_object
 from swiftkv_platform.data.opening import RemoteFile
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.rows import source_rows
-from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.jobs.worker.setup import StoreFiles
 from swiftkv_platform.sources import Access, S3Source
+from swiftkv_platform.sources.teacher_config import read_teacher_config
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.downloads import download_below
@@ -72,6 +74,20 @@ def test_a_key_is_taken_character_by_character(prefix: str, tmp_path: Path) -> N
         assert sorted(found) == (sorted(ODD) if name == place.name else [name.removeprefix(f"{place.name}/")])
     download_below(place.name, tmp_path / "model", DataError, field="model")
     assert len([path for path in (tmp_path / "model").rglob("*") if path.is_file()]) == len(ODD)
+    store.put_bytes(f"{place.key}/config.json", b'{"model_type": "odd"}')
+    assert read_teacher_config(place.name, read_object) == {"model_type": "odd"}
+
+
+def test_a_bucket_that_is_not_there_is_a_fault_of_the_name(prefix: str, tmp_path: Path) -> None:
+    name = f"s3://no-such-{S3Source(prefix).bucket}/rows"
+    for kind, work in (
+        (DataError, lambda: StoreFiles(tmp_path).list(S3Source(name))),
+        (ModelError, lambda: download_below(name, tmp_path / "model", ModelError, field="model")),
+        (ModelError, lambda: read_teacher_config(name, read_object)),
+    ):
+        with pytest.raises(kind, match=f"is '{name}': .*(does not exist|cannot be read)") as caught:
+            work()
+        assert caught.value.value == name
 
 
 def test_a_key_that_no_client_can_name_is_refused_and_not_tried_again(prefix: str, tmp_path: Path) -> None:

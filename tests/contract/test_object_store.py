@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.errors import (
+    BucketError,
     ConflictError,
     InvalidInputError,
     ObjectNotFoundError,
@@ -224,7 +225,7 @@ def test_a_wrong_secret_is_refused_and_not_repeated(
         lambda: store.put_bytes("a", b""),
         lambda: list(store.list("")),
     ):
-        with pytest.raises(StorageError, match="refuses the credentials") as caught:
+        with pytest.raises(BucketError, match="refuses the credentials") as caught:
             call()
         assert "not-the-secret" not in caught.value.message
 
@@ -240,7 +241,7 @@ def test_a_missing_bucket_is_named(s3_store: ObjectStore, monkeypatch: pytest.Mo
         lambda: store.upload_file(tmp_path / "file", "a"),
     )
     for call in calls:
-        with pytest.raises(StorageError, match="bucket 'no-such-bucket' does not exist"):
+        with pytest.raises(BucketError, match="bucket 'no-such-bucket' does not exist"):
             call()
 
 

@@ -98,6 +98,16 @@ def torn_index(directory: Path) -> None:
     next(iter(sorted(directory.glob("part-*")))).unlink()
 
 
+def listed_index(directory: Path) -> None:
+    in_shards(directory)
+    change_json(directory / "model.safetensors.index.json", weight_map=[HEAD, EMBEDDING])
+
+
+def pointer(directory: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 900\n"
+    (directory / "model.safetensors").write_text(text)
+
+
 def pickled(directory: Path) -> None:
     path = directory / "model.safetensors"
     torch.save(load_file(path), directory / "pytorch_model.bin")
@@ -133,6 +143,8 @@ BAD: dict[str, tuple[Write, str]] = {
     "tied, neither stored": (brought(lambda t: (t.pop(HEAD), t.pop(EMBEDDING)), tied=True), "lacks 2 tensors"),
     "pickles": (brought(files=pickled), r"pickles \(\.bin\)"),
     "a file of the index is missing": (brought(files=torn_index), "its index names part-0.safetensors, which is not"),
+    "an index without files": (brought(files=listed_index), "index.json has no weight_map that can be read"),
+    "cloned without Git LFS": (brought(files=pointer), "model.safetensors is a pointer of Git LFS"),
     "dtype with its module": (brought(config={"dtype": "torch.float32"}), "config.json has dtype 'torch.float32'; one"),
     "no such activation": (brought(config={"hidden_act": "sulu"}), "config.json has hidden_act 'sulu'; one of"),
     "no such kind of RoPE": (

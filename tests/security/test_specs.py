@@ -26,6 +26,8 @@ IMPOSSIBLE = [
     "/data/" + "x" * 300,
     "s3://bucket/" + "x" * 5000,
     "builtin:" + "x" * 5000,
+    "hf://datasets/org/rows",
+    "http://127.0.0.1/rows.jsonl",
     "/data/a\0b",
     "org/a\0b",
     "s3://bucket/a\0b",
@@ -91,8 +93,6 @@ def test_a_name_means_one_thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("org/rows", False, HubSource),
         ("org/elsewhere", True, HubSource),
         ("./org/rows", False, PathSource),
-        ("hf://datasets/org/rows", True, PathSource),
-        ("http://127.0.0.1/rows.jsonl", False, PathSource),
         ("org:rows", False, PathSource),
         ("../rows", False, PathSource),
     ):

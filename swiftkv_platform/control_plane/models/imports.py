@@ -29,6 +29,7 @@ from swiftkv_platform.families import STUDENT_SUFFIX
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access, Boundary, S3Source
 from swiftkv_platform.sources.models import check_model_files
+from swiftkv_platform.sources.relative import is_relative
 from swiftkv_platform.sources.small_files import CONFIG_BYTES, UnusableFileError, read_object
 from swiftkv_platform.specs.job import JobName
 from swiftkv_platform.storage.artifacts import delete_directory, describe_directory, manifest_digest, publish_directory
@@ -67,6 +68,8 @@ class ModelImports:
                 copy = Path(directory) / "model"
                 if isinstance(place, S3Source):
                     download_below(place.name, copy, ModelError, field=_FIELD)
+                elif is_relative(source):
+                    raise _unusable(source, "a relative path; use an absolute path of the control plane's machine")
                 else:
                     _copy(Path(place.path), copy, access.boundary)
                 return self._keep(copy, source, name, caller)

@@ -36,6 +36,10 @@ def test_vllm_finds_the_plugin() -> None:
     assert entry.load() is register
 
 
+def test_a_replica_is_imported_beside_the_libraries_that_vllm_asks_for() -> None:
+    assert "swiftkv_platform.serve.http" in imported("import swiftkv_platform.serve.app")
+
+
 def test_registering_twice_changes_nothing() -> None:
     register()
     once = dict(ModelRegistry.models)

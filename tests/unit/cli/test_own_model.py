@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli import distill
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.specs import JobSpec
+from tests.rays import free_port
 from tests.surface.replicas import save_chat_model
 
 SWIFTKV = Path(sys.executable).parent / "swiftkv"
@@ -27,13 +29,29 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner(env={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}).invoke(app, [str(each) for each in arguments])
 
 
+def first_answer(url: str, server: subprocess.Popen[str]) -> httpx.Response:
+    while True:
+        try:
+            return httpx.get(url, timeout=60.0)
+        except httpx.ConnectError:
+            assert server.poll() is None, "it has ended"
+            time.sleep(0.02)
+
+
 @pytest.mark.slow("a process of its own, which loads a model")
 def test_a_directory_is_served_until_ctrl_c(tmp_path: Path) -> None:
     save_chat_model(tmp_path / "student", 128, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    command = [SWIFTKV, "serve", "student", "--port", "0", "--max-num-seqs", "3", "--json"]
+    port = free_port()
+    command = [SWIFTKV, "serve", "student", "--port", str(port), "--max-num-seqs", "3", "--json"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
+        probe = first_answer(f"http://127.0.0.1:{port}/health", server)
+        assert (probe.status_code, probe.json()["code"]) == (503, "loading"), "a model takes longer"
+        assert httpx.head(f"http://127.0.0.1:{port}/health/").status_code == 503
+        waiting = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=120.0)
         url = json.loads(server.stdout.readline())["url"]
+        assert [model["id"] for model in waiting.json()["data"]] == ["student"]
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         (model,) = client.models.list().data
         messages = [{"role": "user", "content": "hi"}]
@@ -53,6 +71,22 @@ def test_what_cannot_be_served_is_said_before_it_is_loaded(tmp_path: Path) -> No
     ):
         result = run(*arguments)
         assert (result.exit_code, words in result.stderr) == (1, True), result.stderr
+
+
+@pytest.mark.parametrize("name", ["./nosuch", "~nobody9/x", "https://example.org/x", "s3://Bad/x", "x" * 3000, "{}/b"])
+def test_every_command_says_of_a_name_that_it_names_no_model_here(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.json").touch()
+    name = name.format(tmp_path / "file.json")
+    for command, *more in (["serve"], ["convert", tmp_path / "out"], ["plan"]):
+        result = run(command, name, *more)
+        said = result.stderr.replace("\n", " ")
+        assert (result.exit_code, said.startswith(f"Error: model is {name[:60]!r}"[:-1])) == (1, True), said
+        assert len(said) < 400
+
+
+def test_no_option_takes_the_home_of_a_user_who_is_not_here(tmp_path: Path) -> None:
+    result = run("convert", "builtin:python-5m", "~nobody9/student")
+    assert (result.exit_code, "a path begins with ~ and a user without a home" in result.stderr) == (1, True)
 
 
 def test_a_spec_of_a_few_options(tmp_path: Path, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Sources that a tenant's specs may read."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,7 @@ def test_what_lies_below_a_root_is_open(shelves: Path, name: str) -> None:
         "{}/acme-not/data",
         "/etc/passwd",
         "~/.ssh",
-        "file:///etc/passwd",
         "s3://bucket/other/rows",
-        "s3://bucket/acme/../other/rows",
         "s3://bucket/acme-not/rows",
         "s3://else/acme/rows",
     ],
@@ -58,6 +57,29 @@ def test_everything_else_is_refused_by_field(shelves: Path, name: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         rules(shelves).access("acme").check(spec(model=name))
     assert caught.value.field == "model.name_or_path"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file:///rows.jsonl", "begins with file://; a path without it, s3:// or a hub id"),
+        ("https://example.org/rows.jsonl", "begins with https://"),
+        ("S3://bucket/rows", "begins with S3://"),
+        ("s3://", "names no bucket"),
+        ("s3:///rows", "names no bucket"),
+        ("s3://My_Bucket/rows", "names no bucket; 3 to 63 lower-case"),
+        ("s3://bucket//rows", "has a key that is empty, absolute"),
+        ("s3://bucket/acme/../other/rows", "has a key that has a '.' or '..' segment"),
+    ],
+)
+def test_an_address_that_nothing_fetches_is_refused_whatever_is_open(shelves: Path, name: str, why: str) -> None:
+    document = {"name": "t", "evaluation": {"tasks": [{"name": "builtin:mmlu", "data_dir": name}]}}
+    given = [(spec(model=name), "model.name_or_path"), (spec(source=name), "data.sources[0].name_or_path")]
+    for job, field in [*given, (JobSpec.model_validate(document), "evaluation.tasks[0].data_dir")]:
+        for opened in (rules(shelves), NO_RULES):
+            with pytest.raises(InvalidInputError, match=re.escape(why)) as caught:
+                opened.access("acme").check(job)
+            assert (caught.value.field, caught.value.value) == (field, repr(name))
 
 
 def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelves: Path) -> None:
@@ -90,6 +112,7 @@ def test_tasks_neither_run_code_nor_read_what_is_closed(shelves: Path, task: dic
 RELATIVE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model.name_or_path", {"model": {"name_or_path": "./teacher"}}),
     ("model.name_or_path", {"model": {"name_or_path": "here/teacher"}}),
+    ("model.name_or_path", {"model": {"name_or_path": "~/teacher"}}),
     ("data.sources[0].name_or_path", {"data": {"sources": [{"name_or_path": "rows.jsonl"}]}}),
     ("data.sources[0].name_or_path", {"data": {"sources": [{"name_or_path": "../rows"}]}}),
     ("evaluation.tasks[0]", {"evaluation": {"tasks": ["task.yaml"]}}),
@@ -103,6 +126,7 @@ def test_relative_paths_are_the_callers_and_nobody_elses(
 ) -> None:
     (tmp_path / "here" / "teacher").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     given = JobSpec.model_validate({"name": "t", **sections})
     with pytest.raises(InvalidInputError, match=r"a relative path, .* use an absolute path") as caught:
         refuse_relative_paths(given, relative_paths=True)

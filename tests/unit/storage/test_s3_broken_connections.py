@@ -85,7 +85,7 @@ def test_a_failed_upload_leaves_no_parts_behind(front: Front, tmp_path: Path) ->
 
 
 def test_the_rule_that_ends_what_killed_uploads_leave_is_one_that_s3_takes(front: Front) -> None:
-    """Nobody else ends the uploads of a process that was killed."""
+    """It is the only thing that ends the uploads of a killed process."""
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
     [rules] = re.findall(r"`(\{\"Rules\": .+\})`", page)
     address = f"http://127.0.0.1:{front.port}"

@@ -68,6 +68,13 @@ def test_an_imported_model_lives_as_others_do(server: Server, tmp_path: Path, sp
     assert (list(server.parts.objects.list(prefix)), server.get("/quota")["stored_bytes"]) == ([], 0)
 
 
+def test_a_path_of_another_process_is_refused(server: Server) -> None:
+    for source in ("./made", "made", "~/made"):
+        error = refusal(server.client.post("/models/import", json={"source": source}))
+        assert (error["field"], error["value"]) == ("source", source)
+        assert "a relative path" in error["message"]
+
+
 class Interrupted(Registry):
     """A registry during whose imports something happens: while objects are copied, or before the row."""
 

@@ -9,7 +9,14 @@ import pytest
 from swiftkv_platform.control_plane.jobs.estimates import JobEstimate
 from swiftkv_platform.control_plane.jobs.validation import validate
 from swiftkv_platform.data.checks import SourceEstimate
-from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, ObjectNotFoundError, StorageError
+from swiftkv_platform.errors import (
+    BucketError,
+    DataError,
+    InvalidInputError,
+    ModelError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from swiftkv_platform.specs import JobSpec
 from tests.model_configs import llama_config
 from tests.requirements import required_module
@@ -98,6 +105,8 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
     for config, complaint in (
         (None, "cannot be read"),
         ("{", "no JSON"),
+        ("\ufeff{}", "no JSON"),  # transformers reads neither
+        (json.dumps(llama_config(12)).encode("utf-16"), "no JSON"),
         ("[]", "no object"),
         ("{}", "its config.json has model_type None"),
         (json.dumps(llama_config(1)), "num_hidden_layers 1"),
@@ -110,7 +119,7 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
         ),
     ):
         if config is not None:
-            (tmp_path / "config.json").write_text(config)
+            (tmp_path / "config.json").write_bytes(config if isinstance(config, bytes) else config.encode())
         sources = [{"name_or_path": str(tmp_path / "missing.jsonl")}]  # the model comes first
         found = refused(ModelError, complaint, model={"name_or_path": str(tmp_path)}, data={"sources": sources})
         assert found[0] == "model.name_or_path"
@@ -119,9 +128,15 @@ def test_an_unreadable_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_in_an_object_store_is_read_there() -> None:
-    objects = {("s3://bucket/model", "config.json"): json.dumps(llama_config(4)).encode()}
-    estimate = check(lambda store, key: objects[store, key], model={"name_or_path": "s3://bucket/model"})
-    assert estimate.num_key_value_layers == 2
+    objects = {("s3://bucket", "a #1?/config.json"): json.dumps(llama_config(4)).encode()}
+    for name in ("s3://bucket/a #1?", "s3://bucket/a #1?/"):
+        assert check(lambda store, key: objects[store, key], model={"name_or_path": name}).num_key_value_layers == 2
+
+    def closed(store: str, key: str) -> bytes:
+        raise BucketError(f"cannot read {key!r} in {store}: bucket 'bucket' does not exist; create it")
+
+    with pytest.raises(ModelError, match=r"name_or_path is 's3://bucket/model': .*does not exist; create it"):
+        check(closed, model={"name_or_path": "s3://bucket/model"})
 
     def away(store: str, key: str) -> bytes:
         raise StorageError("the store does not answer")
@@ -253,6 +268,6 @@ def test_tasks_that_are_there_or_elsewhere_are_accepted(gsm8k: Path, tmp_path: P
     file.write_text("task: own\n")
     builtin, remote = (
         {"name": "builtin:gsm8k", "data_dir": str(gsm8k)},
-        {"name": "builtin:mmlu", "data_dir": "s3://b/m"},
+        {"name": "builtin:mmlu", "data_dir": "s3://bucket/m"},
     )
     check_tasks("paper", "no_name_of_the_harness_is_known_here", str(file), "s3://bucket/task.yaml", builtin, remote)

@@ -26,6 +26,16 @@ LONGEST_ROW = 4 << 20
 """Most bytes of a line; rows for a model with a context of a million tokens fit."""
 _MOST_COLUMNS = 64
 _LONGEST_COLUMN = 128
+_OTHERS = {
+    b"\x1f\x8b": "gzip-compressed",
+    b"(\xb5/\xfd": "zstd-compressed",
+    b"\xfd7zXZ": "xz-compressed",
+    b"BZh": "bzip2-compressed",
+    b"PK\x03\x04": "a ZIP archive, as .xlsx files are",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+}
+"""Kinds of files that are often uploaded instead, by their first bytes."""
 _PROMPTS = "prompts"
 """Format name of rows with prompts only, for the teacher to answer."""
 
@@ -54,8 +64,10 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
         max_rows: most rows that are accepted.
 
     Raises:
-        DataError: a row is not an object or no format reads it (with its line), or there are no rows or too many.
+        DataError: a row is not an object or no format reads it (with its line), there are no rows or too many, or the
+            file is of another kind.
     """
+    _check_kind(path, name, field)
     digest, size, rows = hashlib.sha256(), 0, 0
     format_, columns = "", tuple[str, ...]()
     holdings = Holdings(lambda: _rows(path, name, field))
@@ -78,6 +90,15 @@ def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> Uploade
     if not rows:
         raise DataError(f"{field}: {name} holds no rows; at least one is needed", field=field, value=name)
     return UploadedRows(size, digest.hexdigest(), rows, format_, columns)
+
+
+def _check_kind(path: Path, name: str, field: str) -> None:
+    with path.open("rb") as stream:
+        head = stream.read(8)
+    kind = next((kind for magic, kind in _OTHERS.items() if head.startswith(magic)), None)
+    if kind is not None:
+        message = f"{field}: {name} is {kind}; plain JSON Lines, one object a line, is accepted"
+        raise DataError(message, field=field, value=name)
 
 
 def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:

@@ -1,6 +1,7 @@
 """Uploaded files over HTTP: kept whole or not at all, within limits, for as long as a job needs them."""
 
 import hashlib
+import gzip
 import json
 import socket
 import time
@@ -101,8 +102,11 @@ def nested(key: str, *, outside: bool = False, as_text: bool = False) -> bytes:
         (nested("content"), "more than 100 deep"),
         (nested("tools", outside=True), "more than 100 deep"),
         (nested("tools", outside=True, as_text=True), "more than 100 deep"),
+        (gzip.compress(b'{"text": "x"}\n'), "is gzip-compressed; plain JSON Lines"),
+        (b"PAR1" + bytes(9), "is Parquet; plain JSON Lines"),
+        (b"PK\x03\x04" + bytes(9), "is a ZIP archive"),
     ],
-    ids=range(15),
+    ids=range(18),
 )
 def test_a_row_that_could_not_be_trained_on_is_told_and_nothing_is_kept(start: Start, rows: bytes, told: str) -> None:
     server = start(max_file_rows=5)

@@ -1,7 +1,7 @@
 """Uploaded files over HTTP: kept whole or not at all, within limits, for as long as a job needs them."""
 
-import hashlib
 import gzip
+import hashlib
 import json
 import socket
 import time

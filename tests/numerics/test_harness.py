@@ -337,7 +337,11 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
     assert score.drop == pytest.approx(100 * (score.student / score.teacher - 1), abs=1e-5)
 
 
-def test_needles_and_calls_of_tools_need_no_data(student: Any) -> None:
+def test_needles_and_calls_of_tools_need_no_data(
+    student: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They also need no git repository, for the lack of which the harness prints an error."""
+    monkeypatch.chdir(tmp_path)
     found = scores(student, needle_tasks((128, 256), 1, byte_tokenizer(), chat=False))
     expected = [("needle_128", "found", 1), ("needle_256", "found", 1)]
     assert [(score.task, score.metric, score.num_samples) for score in found] == expected
@@ -345,6 +349,7 @@ def test_needles_and_calls_of_tools_need_no_data(student: Any) -> None:
     assert all(score.drop_interval is not None for score in found)
     (score,) = scores(student, resolve_tasks([TaskSpec(name="builtin:tool-calls", metric="valid_json")]), task_limit=2)
     assert (score.task, score.metric, score.num_samples) == ("tool_calls", "valid_json", 2)
+    assert "not a git repository" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

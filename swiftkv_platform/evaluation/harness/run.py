@@ -323,15 +323,17 @@ def _num_samples(name: str, answers: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _without_surroundings() -> Iterator[None]:
-    """Keep the harness from querying pip and other programs about the machine, which takes seconds per task."""
+    """Keep the harness from querying pip, git and other programs, which takes seconds per task, and prints an error
+    outside a repository."""
+    from lm_eval import evaluator
     from torch.utils import collect_env
 
-    before = collect_env.get_pretty_env_info
-    collect_env.get_pretty_env_info = lambda: ""
+    before = collect_env.get_pretty_env_info, evaluator.get_git_commit_hash
+    collect_env.get_pretty_env_info, evaluator.get_git_commit_hash = lambda: "", lambda: None
     try:
         yield
     finally:
-        collect_env.get_pretty_env_info = before
+        collect_env.get_pretty_env_info, evaluator.get_git_commit_hash = before
 
 
 @contextmanager

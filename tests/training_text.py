@@ -73,8 +73,9 @@ def prepare(
     spec = DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
     directory = directory or Path(tempfile.mkdtemp(prefix="rows-"))
     tokenizer = tokenizer or byte_tokenizer(chat_template=template)
-    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, steers=steers)
-    return prepare_data(spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, access=access)
+    return prepare_data(
+        spec, tokenizer, directory, seed=seed, remote=remote, splits=splits, steers=steers, access=access
+    )
 
 
 def texts(rows: PackedRows) -> list[str]:

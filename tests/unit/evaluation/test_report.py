@@ -208,7 +208,7 @@ def test_points_lost_are_judged_only_with_samples_enough(
     ("limit", "outcome"), [(0.01, "failed"), (0.19, "undecided"), (0.25, "undecided"), (0.4, "passed")]
 )
 def test_figures_of_held_out_text_are_judged_by_their_intervals(limit: float, outcome: str) -> None:
-    """A mean of 0.2 over 12 texts of 0.1 or 0.3 is no 0.2 of all texts."""
+    """12 texts with a KL of 0.1 or 0.3 do not show that the mean over all texts is 0.2."""
     built = report(measured=totals(0.2, spread=0.1), max_kl=limit)
     (gate,) = built.gates
     assert built.intervals is not None

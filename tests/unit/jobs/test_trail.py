@@ -1,4 +1,4 @@
-"""Files that an attempt enters on its way to an optimizer step, against the table of the page on the architecture."""
+"""Files that an attempt enters on its way to an optimizer step, compared with the table in docs/architecture.md."""
 
 import sys
 import threading
@@ -32,7 +32,7 @@ def listable(name: str) -> str | None:
 
 
 class Arrived(BaseException):
-    """The first optimizer step."""
+    """Raised at the first optimizer step."""
 
 
 class Trail:
@@ -52,7 +52,7 @@ class Trail:
             threading.setprofile(None)
 
     def apart(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with what it calls left out."""
+        """Wrap a function so that the files it enters are not recorded."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             sys.setprofile(None)
@@ -69,7 +69,7 @@ class Trail:
 
 
 class Task:
-    """A Ray task that runs where it is asked for."""
+    """A Ray task that runs at once, in this thread."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.remote = function

@@ -19,8 +19,8 @@ def memory(**setup: Any) -> Any:
 
 
 def test_memory_of_strategies() -> None:
-    """They hold less and less on each worker; offloading moves bytes to the host, checkpointing trades arithmetic for
-    them."""
+    """From ddp to ZeRO 3 each worker holds less; offloading moves bytes to the host; activation checkpointing trades
+    memory for arithmetic."""
     zero = [memory(strategy="deepspeed", zero_stage=stage) for stage in (1, 2, 3)]
     ddp, fsdp = memory(strategy="ddp"), memory(strategy="fsdp2")
     assert ddp.optimizer == 4 * zero[0].optimizer == 4 * zero[2].optimizer == 4 * fsdp.optimizer
@@ -70,7 +70,7 @@ def test_attention_is_that_of_the_samples() -> None:
 
 
 def test_long_rows_fit_where_workers_share_them() -> None:
-    """128K tokens on 80 GB GPUs, Llama-3.1-8B."""
+    """A row of 128K tokens fits 80 GB GPUs where eight workers share it (Llama-3.1-8B)."""
     base = TrainingSetup(sequence_length=131072, num_workers=8, batch_size=8)
     alone, shared = (plan_training(LLAMA_8B, replace(base, sequence_parallel_size=size)).memory for size in (1, 8))
     assert alone.peak > 80e9 > shared.peak

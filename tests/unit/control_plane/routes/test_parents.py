@@ -1,4 +1,4 @@
-"""Jobs that continue from models and checkpoints, and models that are made of checkpoints."""
+"""Jobs that continue from models and checkpoints, and models that are made from checkpoints."""
 
 from typing import Any
 

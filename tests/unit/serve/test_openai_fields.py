@@ -1,4 +1,4 @@
-"""The table of request fields: complete against OpenAI's own types, obeyed by the bodies, and as the page says."""
+"""The table of request fields: complete by OpenAI's own types, obeyed by the bodies, and equal to the page."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_every_field_of_openais_own_client_has_one_treatment_which_the_body_obey
 
 
 def test_the_document_of_the_routes_has_json_schemas_names_of_bounds() -> None:
-    """Pydantic writes its own where a bound stands behind a validator."""
+    """Pydantic writes other names where a bound comes after a validator."""
     document = json.dumps(create_http_app(Current()).openapi())
     assert '"minimum": 1' in document
     assert not re.findall(r'"(?:ge|gt|le|lt)": ', document)

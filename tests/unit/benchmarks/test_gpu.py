@@ -53,7 +53,7 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
 STUDENTS = ("swiftkv_g1", "swiftkv_g1_own")
 
 
-@pytest.mark.slow  # thirteen models answer, and PyTorch reads their answers twice
+@pytest.mark.slow  # runs thirteen models, and scores their answers twice in PyTorch
 def test_the_agreement_of_small_and_tiny_models_on_a_cpu(tmp_path: Path) -> None:
     main(["--device", "cpu", "--tiny", "--agreement", "--output-dir", str(tmp_path)])
     rows = json.loads((tmp_path / "agreement.json").read_text())["own"]
@@ -67,8 +67,8 @@ Call = tuple[bool, bool, int, int, int]
 
 @contextmanager
 def upstream_fault() -> Iterator[set[Call]]:
-    """An operator that divides keys wherever it may and combines the parts as pytorch/pytorch#194167 says; yields the
-    calls."""
+    """Use an operator with the fault of pytorch/pytorch#194167: it splits keys where allowed and combines the parts
+    wrongly. Yields its calls."""
     calls = set[Call]()
 
     def attend(query: torch.Tensor, key: torch.Tensor, *others: Any, num_splits: int | None, **options: Any) -> Any:
@@ -88,10 +88,10 @@ def upstream_fault() -> Iterator[set[Call]]:
         yield calls
 
 
-@pytest.mark.slow  # six small models answer
+@pytest.mark.slow  # runs six small models
 @pytest.mark.parametrize("shape", SMALL)
 def test_the_agreement_sees_runs_that_are_written_over_the_first(shape: str, tmp_path: Path) -> None:
-    """Rows agree with the engine's rule and none does without it, in steps of every kind that the fault is in."""
+    """With the engine's rule all rows agree and without it none does, in every kind of step that the fault affects."""
     few = patch.object(steps, "NUM_TOKENS", 12)
     with few, patch.dict(SMALL, {shape: SMALL[shape]}, clear=True), upstream_fault() as calls:
         found = steps.agreements(tmp_path / "ruled", torch.bfloat16, "cpu")

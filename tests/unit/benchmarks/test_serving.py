@@ -1,4 +1,4 @@
-"""The serving benchmark: what is pure of it, and its parts on a tiny model."""
+"""The serving benchmark: its pure functions, and its parts on a tiny model."""
 
 import itertools
 import json
@@ -183,6 +183,6 @@ def test_every_part_runs_and_says_how_its_figures_came_about(
     shown = capsys.readouterr().out
     assert f"| SwiftKV, g = 2 | 1 | {blocks['swiftkv_g2']} |" in shown
     printed = [float(number) for number in re.findall(r"\| dense \| ([0-9.]+) \|", shown)]
-    rate = sustained["results"]["dense"]["sustained_request_rate"]  # rounded once more than what is printed
+    rate = sustained["results"]["dense"]["sustained_request_rate"]  # rounded once more than the printed value
     assert any(number == pytest.approx(rate, abs=0.011) for number in printed)
     assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {"lengths.svg", "memory.svg"}

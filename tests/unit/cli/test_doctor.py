@@ -1,4 +1,4 @@
-"""`swiftkv doctor` on real faults: each is named, with what to do, and a machine without one has no failure."""
+"""`swiftkv doctor` on real faults: each is named with its remedy, and a machine without faults has no failure."""
 
 import json
 import os
@@ -47,7 +47,7 @@ DEPENDS_ON: dict[str, Callable[[], Hashable]] = {
 
 @pytest.fixture(scope="module")
 def checks() -> tuple[Check, ...]:
-    """All checks. A costly one looks once at each environment, not once for every test of another check."""
+    """All checks. A costly one examines each environment once, not again in every test of another check."""
     found: dict[tuple[str, Hashable], Finding] = {}
 
     def remembering(check: Check) -> Check:
@@ -64,7 +64,7 @@ def checks() -> tuple[Check, ...]:
 
 @pytest.fixture
 def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...]) -> Examine:
-    """Runs the command on an environment of its own with some variables more, and returns what it found by check."""
+    """Return a function that runs the command with these variables and returns the findings by check."""
     monkeypatch.setattr("swiftkv_platform.cli.doctor.CHECKS", checks)
     for name in ("SWIFTKV_URL", "SWIFTKV_API_KEY", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -92,7 +92,7 @@ def only_failure(findings: Findings, name: str) -> Finding:
 
 
 def distribution(directory: Path, name: str, version: str) -> None:
-    """An installed distribution, as importlib finds one."""
+    """Write the metadata of an installed distribution, for importlib to find."""
     folder = directory / f"{name}-{version}.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -213,7 +213,7 @@ Told = dict[str, tuple[str, str, str]]
 
 
 def check(findings: Findings, told: Told) -> None:
-    """All findings that are told, and no other failure."""
+    """Check that the findings are those in `told`, without any other failure."""
     failed = {name for name, finding in findings.items() if finding.status == "failed"}
     assert failed == {name for name, (status, *_) in told.items() if status == "failed"}, findings
     for name, (status, message, advice) in told.items():
@@ -296,7 +296,7 @@ def test_other_faults_of_the_same_parts(doctor: Examine, tmp_path: Path, monkeyp
 
 @contextmanager
 def ray_and_wandb(nodes: list[Any], *, viewer: Any, version: str | None = None) -> Iterator[dict[str, str]]:
-    """A Ray and a W&B that answer; yields the variables that name them."""
+    """Stand-ins for Ray and W&B that answer; yields the environment variables that name them."""
     import ray
 
     script = Script()

@@ -1,4 +1,4 @@
-"""From one's own model and file to an answer: `swiftkv distill --model`, `serve`, `recipes`."""
+"""From a user's own model and file to an answer: `swiftkv distill --model`, `serve`, `recipes`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def first_answer(url: str, server: subprocess.Popen[str]) -> httpx.Response:
         try:
             return httpx.get(url, timeout=60.0)
         except httpx.ConnectError:
-            assert server.poll() is None, "it has ended"
+            assert server.poll() is None, "the server has ended"
             time.sleep(0.02)
 
 

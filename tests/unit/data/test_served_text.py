@@ -1,5 +1,5 @@
-"""A student is trained on the text that it is served: before each answer stands, token for token, what the chat routes
-write for the same messages."""
+"""A student is trained on the text that it is served: each answer follows, token for token, the prompt that the chat
+routes render for the same messages."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ COUNTED = [2, 4, 8]
 
 
 def served(tokenizer: Any, turn: int) -> list[int]:
-    """Tokens that the chat routes make of the request that `turn` answers."""
+    """Tokens of the prompt that the chat routes render for the request that message `turn` answers."""
     fields = [{key: value for key, value in message.items() if key != "weight"} for message in SENT[:turn]]
     messages = [ChatMessage.model_validate(message).for_template() for message in fields]
     return render_chat(tokenizer, messages, tools=[Tool.model_validate(TOOL).model_dump(exclude_none=True)])

@@ -1,6 +1,6 @@
-"""Buckets of Google and Azure that are opened with a pod's own identity, over the protocols of their token servers.
+"""Buckets of Google and Azure are opened with a pod's own identity, over the protocols of their token servers.
 
-Neither cloud runs here: a script has their documented answers.
+Neither cloud runs here: a script gives their documented answers.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_google_is_asked_with_the_identity_of_the_node_or_pod(monkeypatch: pytes
         monkeypatch.setenv("GOOGLE_BASE_URL", url)
         store = open_store("gs://bucket/models", patient=False)
         assert store.get_bytes("a") == b"data"
-        # Signing takes a role of its own, which this identity lacks: the control plane passes the object on itself.
+        # Signing needs a role that this identity lacks: the control plane then passes the object on itself.
         assert store.presigned_url("a", 60) is None
     [asked] = script.sent("GET", GOOGLES)[:1]
     assert asked.headers["metadata-flavor"] == "Google"
@@ -69,4 +69,4 @@ def test_azure_is_asked_with_the_identity_of_the_pod(monkeypatch: pytest.MonkeyP
     assert (exchanged["client_id"], exchanged["client_assertion"]) == (["client"], ["the-service-accounts"])
     [read] = script.sent("GET", "/container/models/a")
     assert read.headers["authorization"] == "Bearer of-this-pod"
-    assert len(script.sent("POST", "/")) == 1, "it is not asked to sign again and again"
+    assert len(script.sent("POST", "/")) == 1, "Azure is asked to sign once only"

@@ -62,7 +62,7 @@ def test_impossible_names_are_answered_with_422(server: Server) -> None:
     for revision in ("../../other", "a/../../b", "x" * 5000, "\0", "", "/etc/passwd"):
         model = {"name_or_path": "org/teacher", "revision": revision}
         error = refusal(server.client.post("/jobs", json={"name": "t", "model": model}))
-        assert error["field"] == "model.revision", "a revision stays within the cache"
+        assert error["field"] == "model.revision", "a revision must not leave the cache"
     assert server.get("/jobs")["data"] == []
     with pytest.raises(InvalidInputError, match="cannot be encoded") as caught:
         parse_source("/data/\ud800", field="f")
@@ -71,7 +71,7 @@ def test_impossible_names_are_answered_with_422(server: Server) -> None:
 
 
 def test_what_cannot_be_opened_is_the_callers_to_put_right(server: Server, tmp_path: Path) -> None:
-    """A pipe would block the control plane for ever; a loop of links leads nowhere."""
+    """A pipe, which would block the control plane for ever, and a loop of links are refused."""
     root = tmp_path / "acme"
     (root / "teacher").mkdir(parents=True)
     os.mkfifo(root / "rows.jsonl")

@@ -25,7 +25,7 @@ SERVICES = {
     *("aiohttp", "alembic", "fastapi", "obstore", "psycopg", "ray", "sqlalchemy"),
     *("starlette", "torch", "uvicorn"),
 }
-"""Distributions that no light installation brings."""
+"""Distributions that a light installation must not bring."""
 
 
 def closure(requirements: list[str]) -> set[str]:

@@ -207,7 +207,7 @@ def test_selectors_find_pods() -> None:
 
 def test_the_base_names_no_bucket_and_the_example_no_value() -> None:
     assert config_maps()["swiftkv-control-plane"]["SWIFTKV_STORAGE_URI"] == NO_BUCKET
-    with pytest.raises(InvalidInputError, match="names no bucket"):  # with it, no control plane starts
+    with pytest.raises(InvalidInputError, match="names no bucket"):  # so that no control plane starts with it
         open_store(NO_BUCKET)
     example = KUBERNETES / "production" / "values.example.env"
     assert variables(example) == {}

@@ -35,16 +35,16 @@ what is below `openAPIV3Schema` of the definitions in `ray-operator/config/crd/b
 `config/components/crd/bases` of Kueue (Apache License 2.0), by version of the API, without descriptions."""
 
 CRDS = os.environ.get("SWIFTKV_CRDS")
-"""Directory with the definitions of other versions, as their repositories have them, to be used instead."""
+"""Directory with definitions of other versions, as in their repositories, to use instead."""
 
 CUSTOM = ("ray.io", "kueue.x-k8s.io")
-"""Groups whose schemas are there."""
+"""API groups with schemas in `SCHEMAS`."""
 
 ADDING = ("../../monitoring", "../pinned-model", "../ingress", "../kueue")
 """Components that add objects."""
 
 RENDERINGS = ("base", "components")
-"""Renderings whose every object is looked at; production's own are among those with components."""
+"""Renderings of which every object is checked; "components" includes all of production."""
 
 
 def kubectl() -> str:

@@ -1,4 +1,4 @@
-"""The run for a GPU, on a CPU and a tiny model; with vLLM where SWIFTKV_TEST_VLLM_PYTHON names an interpreter."""
+"""The GPU benchmark, on a CPU and a tiny model; with vLLM where SWIFTKV_TEST_VLLM_PYTHON names an interpreter."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from swiftkv_platform.engine.varlen import VarlenArguments, reference_varlen_att
 VLLM_PYTHON = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
 EXACT = Scores(chosen=torch.tensor([-1.0, -2.0, -0.5]), best=torch.tensor([-1.0, -2.0, -0.5]))
 OWN = replace(EXACT, chosen=EXACT.chosen + torch.tensor([0.01, -0.01, 0.01]))
-"""Root mean square error 0.01."""
+"""Scores with a root mean square error of 0.01."""
 
 
 def answered(*errors: float) -> list[Answer]:
@@ -62,7 +62,7 @@ def test_the_agreement_of_small_and_tiny_models_on_a_cpu(tmp_path: Path) -> None
 
 
 Call = tuple[bool, bool, int, int, int]
-"""Whether heads are grouped and there is a window; most queries of a run, runs, and most keys."""
+"""(grouped heads, window, most queries of a run, number of runs, most keys)."""
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def test_scaling_keeps_rhythm_and_ratio() -> None:
     requests = [Request(0.0, 1000, 40), Request(1.0, 2, 2), Request(4.0, 100, 20)]
     short = scaled(requests, 0.25)
     assert [(r.num_input_tokens, r.num_output_tokens) for r in short] == [(250, 10), (1, 1), (25, 5)]
-    faster = at_rate(short, 4.0)  # two intervals in half a second
+    faster = at_rate(short, 4.0)  # scales two intervals to half a second
     assert [r.arrival for r in faster] == pytest.approx([0.0, 0.125, 0.5])
     assert [r.arrival for r in at_rate(short, float("inf"))] == [0.0, 0.0, 0.0]
     assert [r.num_input_tokens for r in faster] == [250, 1, 25]
@@ -104,7 +104,7 @@ def test_figures_in_the_fields_names() -> None:
     assert found["total_token_throughput"] == 11.0
     assert found["mean_ttft_ms"] == pytest.approx(2000)
     assert found["p99_ttft_ms"] == pytest.approx(2980)
-    assert found["mean_tpot_ms"] == found["p99_tpot_ms"] == pytest.approx(1000)  # of the one that has a second token
+    assert found["mean_tpot_ms"] == found["p99_tpot_ms"] == pytest.approx(1000)  # only one has a second token
     assert found["median_itl_ms"] == pytest.approx(1000)
     assert found["p99_itl_ms"] == pytest.approx(1490)
     assert found["mean_e2el_ms"] == pytest.approx(3000)

@@ -36,13 +36,13 @@ ROOT = Path(__file__).parents[3]
 PROJECT_VARIABLES = re.compile(r'"(SWIFTKV_[A-Z0-9_]*[A-Z0-9])"')
 
 EXAMINE_S = "120"
-"""Seconds that a machine with other work may take."""
+"""Time limit in seconds that a busy machine keeps."""
 
 DEPENDS_ON: dict[str, Callable[[], Hashable]] = {
     "packages": lambda: tuple(sys.path),
     "compiler": lambda: (os.environ.get("PATH"), os.environ.get("CXX")),
 }
-"""Conditions of what costly checks find: one compiles, and one reads the metadata of every package."""
+"""By costly check, what its finding depends on: one compiles, one reads the metadata of every package."""
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def program(path: Path, script: str) -> None:
 
 
 Told = dict[str, tuple[str, str, str]]
-"""Status of checks, and parts of what they say and of what they advise."""
+"""By check: its status, and a part of its message and of its advice."""
 
 
 def check(findings: Findings, told: Told) -> None:
@@ -345,7 +345,7 @@ def test_servers_that_take_connections_and_say_nothing(doctor: Examine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         environment = {
-            **client_environment(free_port()),  # and one that takes none
+            **client_environment(free_port()),  # a port that takes no connections
             "SWIFTKV_STORAGE_URI": "s3://bucket/prefix",
             "SWIFTKV_DATABASE_URL": f"postgresql+psycopg://swiftkv@127.0.0.1:{port}/swiftkv",
             "SWIFTKV_RAY_DASHBOARD_URL": f"http://127.0.0.1:{port}",
@@ -364,7 +364,7 @@ def test_a_bucket_is_left_as_it_was_and_missed_where_it_is_not(
     for name, value in moto_server.environment.items():
         monkeypatch.setenv(name, value)
     bucket = open_store(moto_server.uri(""))
-    others = list(bucket.list(""))  # the server is that of other tests too
+    others = list(bucket.list(""))  # other tests use the server too
     findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
     assert "takes, gives back, lists and deletes" in findings["object store"].message
     assert moto_server.environment["AWS_ENDPOINT_URL"] in findings["clock"].message

@@ -135,7 +135,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     "GET /audit": (lambda own, _: own.audit(status=201), "audit --status 201"),
     "GET /quota": (lambda own, _: own.quota(), "quota"),
 }
-"""By route: the client's method, and the command. None: probes, Prometheus and OpenAI's clients ask that."""
+"""By route: the client's method and the command. None: only probes, Prometheus or OpenAI's clients use the route."""
 
 
 @dataclass

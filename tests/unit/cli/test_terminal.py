@@ -85,7 +85,7 @@ COMMANDS = {
     f"jobs get {JOB}": JOB,
     f"models lineage {MODEL}": MODEL,
 }
-"""One command for each form of output: a line, a table, fields, and fields that hold objects."""
+"""A command for each form of output (a line, a table, fields, nested fields), with an identifier that it prints."""
 
 
 @pytest.fixture
@@ -135,5 +135,5 @@ def test_a_table_fits_a_terminal_and_breaks_at_spaces_alone(monkeypatch: pytest.
     assert (max(map(cell_len, lines)), len(lines)) == (50, 6)
     assert "[bold]" in " ".join(lines)
     narrow = table(rows, 10, terminal=True, monkeypatch=monkeypatch)
-    assert [line.split()[0] for line in narrow if line[0] != " "] == ["id", JOB, MODEL], "whole where they do not fit"
+    assert [line.split()[0] for line in narrow if line[0] != " "] == ["id", JOB, MODEL], "ids are never cut"
     assert len(table(rows, 50, terminal=False, monkeypatch=monkeypatch)) == 4, "one line for each row in a pipe"

@@ -27,7 +27,7 @@ SETTINGS = {"max_tokens": 8, "num_completions": 2, "seed": 3}
 
 
 class InMemoryAnswers(dict[str, bytes]):
-    """An `AnswerStore`."""
+    """An `AnswerStore` that refuses to overwrite."""
 
     def put(self, key: str, data: bytes) -> None:
         assert key not in self, "an answer is written twice"

@@ -30,7 +30,7 @@ from tests.parameters import pairwise
 
 HEADS, KV_HEADS, DIM, SLOTS, BLOCK, SCALE = 6, 2, 8, 6000, 4, 0.3
 KERNEL_CHUNK = 16
-"""Queries of a sequence from which on the kernel rounds what a cache has in 8 bits to bfloat16."""
+"""Number of queries of a sequence from which the kernel rounds 8-bit cache values to bfloat16."""
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

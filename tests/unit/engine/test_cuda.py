@@ -30,7 +30,7 @@ SUBJECTS = [
     ("deepseek_v2-lora", True),
     *(pytest.param(family, True, marks=wide) for family in ("mistral", "qwen3", "mixtral", "qwen3_moe")),
 ]
-"""Families, and whether it is a student."""
+"""Families, and whether the model is a student."""
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_the_cache_has_what_weights_others_and_the_largest_step_leave() -> None:
     for used, expected in (
         # 72 of 80 GiB may be used; weights and other processes hold 20, and the step takes 3.
         ((80, 60, 18, 21), 49),
-        # A step that takes nothing leaves what the planner counts: 0.9 of the memory less the weights.
+        # A step that takes no memory leaves what the planner assumes: 0.9 of the memory less the weights.
         ((80, 64, 16, 16), 56),
         # Memory of other processes cannot be used.
         ((80, 20, 16, 17), 11),

@@ -31,7 +31,7 @@ def texts_shown(token_ids: Sequence[int], stop: tuple[str, ...] = ()) -> list[st
 
 
 def expected_text(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to the stop string that is complete first."""
+    """The text before the stop string that is complete first."""
     ends = [(text.find(string) + len(string), string) for string in stop if string in text]
     if not ends:
         return text

@@ -18,7 +18,7 @@ from swiftkv_platform.specs.base import MAX_GRAMMAR_BYTES
 from tests.fakes.tokenizers import EOS, byte_tokenizer
 
 COSTLY = "b(a{1000}){1000}"
-"""After its first letter llguidance gives up."""
+"""A regex that llguidance gives up on after its first letter."""
 
 
 def ids(text: str) -> list[int]:

@@ -72,7 +72,7 @@ def test_nothing_is_claimed_where_a_token_may_stand_for_any_text() -> None:
     assert max_bytes_per_token(word_level()) is None, "an unknown word of any length is one token"
     for normalizer in (normalizers.Strip(), normalizers.NFKC(), normalizers.Replace("  ", " ")):
         assert max_bytes_per_token(byte_level(normalizer)) is None
-    assert max_bytes_per_token(byte_level(None, AddedToken("<|mask|>", lstrip=True))) is None, "it takes spaces"
+    assert max_bytes_per_token(byte_level(None, AddedToken("<|mask|>", lstrip=True))) is None, "it strips spaces"
 
 
 def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> None:
@@ -89,7 +89,7 @@ def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> 
 
 
 def test_threads_may_share_a_tokenizer(dense_dir: Any) -> None:
-    """Changing its settings while another thread uses it would raise "Already borrowed"."""
+    """Reading changes no settings of the tokenizer, which would raise "Already borrowed" in other threads."""
     reader = LLMEngine.from_pretrained(dense_dir).reader
     tokenizer: Any = reader._tokenizer
     text = "the cat sat " * 500

@@ -75,7 +75,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float)
 
 
 def _kept_by_sorting(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    """Tokens that top-k, top-p and min-p leave of one row [vocab_size], in float64 and by their definitions."""
+    """Tokens that top-k, top-p and min-p keep of one row [vocab_size], by their definitions and in float64."""
     ordered, token_ids = (logits.double() / params.temperature).sort(descending=True, stable=True)
     ordered = ordered[: params.top_k or None]
     probs = ordered.softmax(-1)
@@ -100,7 +100,7 @@ def test_what_is_kept_of_a_large_vocabulary_is_what_its_sorting_keeps(spread: fl
         )
     ]
     logits = spread * torch.randn(len(several), 5000, generator=torch.Generator().manual_seed(1))
-    logits[:, 100:140] = logits[:, :1]  # equal ones
+    logits[:, 100:140] = logits[:, :1]  # ties
     logits[:, 4000:4500] = float("-inf")
     found, token_ids = truncated(logits, several)
     for values, ids, row_logits, params in zip(found, token_ids, logits, several, strict=True):

@@ -256,7 +256,7 @@ def test_slow_grammars_take_turns_and_keep_no_place_from_others() -> None:
         line.scheduler._turns = GrammarTurns()  # no turn is owed, however slow the machine is
         grammars[turn].take(2 * TURN_S)
     assert followed == ["a", "b", "c"]
-    grammars["a"].take(2 * TURN_S)  # in its turn
+    grammars["a"].take(2 * TURN_S)  # during its turn
     assert line.step().keys() == {"a", "free"}
     grammars["a"].take(0.1)
     assert [line.step().keys() for _ in range(3)] == [{"free"}] * 3, "time that a turn took is owed to other sequences"

@@ -107,7 +107,7 @@ def test_a_directory_is_no_store_for_several_nodes(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A main thread that SIGINT interrupts, whatever runs the tests."""
+    """Let SIGINT raise KeyboardInterrupt in the main thread, whatever runs the tests."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

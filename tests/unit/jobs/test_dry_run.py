@@ -25,7 +25,7 @@ SLIM = {
     "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 2,
     "vocab_size": 1024,
 }  # fmt: skip
-"""Sizes of a slim teacher, as which a deep one runs dry in seconds."""
+"""Sizes of a narrow teacher, which make a dry run of a deep one take seconds."""
 DEEP = {
     "hidden_size": 1024, "intermediate_size": 3328, "num_attention_heads": 32, "num_key_value_heads": 2,
     "vocab_size": 8016, "num_hidden_layers": 40,
@@ -129,7 +129,7 @@ def test_a_copied_start_is_not_calibrated() -> None:
 @in_soak
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
-    """It takes more than a calibrated one, since the student's layers run behind the teacher's."""
+    """It takes more than a calibrated one, since the student's layers run after the teacher's."""
     peaks = []
     for initialization in ("calibrated", "refitted"):
         swiftkv = {"num_key_value_layers": 2, "key_value_group_size": group_size, "initialization": initialization}

@@ -54,7 +54,7 @@ ON_ONE_GPU = {
 }
 """Recipes for one GPU of any kind, with its GB."""
 CONTEXT = 1e9
-"""Bytes of a GPU that CUDA's context takes."""
+"""Bytes of GPU memory that CUDA's context takes."""
 
 
 @pytest.fixture(autouse=True)

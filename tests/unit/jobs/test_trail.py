@@ -26,7 +26,7 @@ MOST = 14
 
 @cache
 def listable(name: str) -> str | None:
-    """A file's name as the page has it; None for one outside of `ROOMS`."""
+    """Path of a file as the page lists it; None for a file outside of `ROOMS`."""
     path = Path(name).resolve()
     return str(path.relative_to(ROOT)) if any(path.is_relative_to(room) for room in ROOMS) else None
 
@@ -117,7 +117,7 @@ def test_the_page_lists_the_files_from_an_attempt_to_its_first_step(job: Job, mo
     monkeypatch.setattr(train, "find_start", trail.apart(train.find_start))
 
     def arrive(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer.param_groups[0]["lr"] > 0:  # else torch creates an optimizer's state by a step that moves nothing
+        if optimizer.param_groups[0]["lr"] > 0:  # else torch makes the optimizer's state in a step without an update
             sys.setprofile(None)
             raise Arrived
 

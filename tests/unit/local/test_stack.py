@@ -224,7 +224,7 @@ def test_a_started_process_is_alive_until_it_is_terminated(
     until_logged(tmp_path, "deaf")
     assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended to the log"
     processes.stop_marked(mark, grace_s=0.2)
-    assert not deaf.alive, "it has ignored SIGTERM"
+    assert not deaf.alive, "it ignores SIGTERM, so it is killed"
 
 
 def test_a_pid_given_to_another_process_is_not_ours() -> None:
@@ -232,7 +232,7 @@ def test_a_pid_given_to_another_process_is_not_ours() -> None:
     assert ProcessRef(pid=own.pid, created_at=own.create_time()).alive
     stale = ProcessRef(pid=own.pid, created_at=own.create_time() - 1.0)
     assert not stale.alive
-    stale.terminate(grace_s=0.0)  # would end this test run
+    stale.terminate(grace_s=0.0)  # if it were taken for ours, this would end the test run
 
 
 def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_mark(

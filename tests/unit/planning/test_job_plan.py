@@ -17,7 +17,7 @@ from swiftkv_platform.specs import JobSpec
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
 TEACHER = 2 * 8_030_261_248
 TRAINED = 402_657_280
-"""Queries, keys and values of 16 layers, and a norm."""
+"""Number of trained parameters: q, k and v projections of 16 layers, and a norm."""
 TEXT = 4_000_000
 SOURCES = (SourceEstimate("text.jsonl", num_files=1, num_bytes=TEXT, formats=("text",)),)
 GPUS = {"num_workers": 16, "gpus_per_worker": 1, "accelerator_type": "H100"}
@@ -80,7 +80,7 @@ def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_
 
 
 def test_a_node_holds_a_whole_checkpoint_only_where_every_worker_loads_all_of_it() -> None:
-    """32 workers on four nodes."""
+    """With ddp every worker loads all of it, with fsdp2 its part: 32 workers on four nodes."""
     many = {**GPUS, "num_workers": 32}
     found = {name: phases(job(resources=many, sharding={"strategy": name}))["train"] for name in ("ddp", "fsdp2")}
     assert found["ddp"].node_disk.checkpoints == 12 * TRAINED
@@ -122,7 +122,7 @@ def test_measurements_and_trials_take_time() -> None:
     assert (unmeasured.steering, given.compute) == (0.0, unmeasured.compute)
     measurement = given.steering / 21
     step = given.compute / 1000
-    assert 0.15 < measurement / step < 0.3, "a row forward, of the two that a worker takes forward and backward"
+    assert 0.15 < measurement / step < 0.3, "one row forward; a step takes two forward and backward"
     assert searched.steering - given.steering == pytest.approx(4 * 37 * step + 4 * measurement)
 
 

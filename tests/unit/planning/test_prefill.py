@@ -1,4 +1,4 @@
-"""The plan of a prompt: the layer map, the paper's table 1 and KV figures, and what bad configurations are told."""
+"""The plan of a prompt: the layer map, the paper's table 1 and KV figures, and errors for bad configurations."""
 
 import json
 import re

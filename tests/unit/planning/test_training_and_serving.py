@@ -1,4 +1,4 @@
-"""Plans of training and serving follow their setup; the numerics tests hold them to real steps."""
+"""Plans of training and serving follow their setup; numerics tests compare them with real steps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_memory_of_strategies() -> None:
     assert far.host == near.frozen + near.trained + near.gradients + near.optimizer
     assert far.frozen == far.trained == far.gradients == far.optimizer == 0
     assert far.gathered == near.gathered
-    assert memory(cpu_offload=True, device="cpu").host == 0  # it is all in host memory there
+    assert memory(cpu_offload=True, device="cpu").host == 0  # on a CPU everything is in host memory anyway
     plain, recomputed = (
         plan_training(LLAMA_8B, TrainingSetup(gradient_checkpointing=value)) for value in (False, True)
     )
@@ -41,7 +41,7 @@ def test_memory_of_strategies() -> None:
 
 
 def test_arithmetic_and_time_of_a_token() -> None:
-    """The reference implementation runs teacher and student from the first layer on, and recomputes activations."""
+    """Compared with a reference that runs teacher and student from the first layer on, and recomputes activations."""
     flops = plan_training(LLAMA_8B, TrainingSetup(sequence_length=2048)).flops_per_token
     separate = flops.total + flops.lower + flops.lower + flops.student  # the student's lower layers, and recomputation
     assert flops.total / separate == pytest.approx(2 / 3, abs=0.08)

@@ -246,7 +246,7 @@ def test_a_student_that_keeps_its_own_says_so() -> None:
 
 
 def test_layers_that_prompts_run_through_are_listed() -> None:
-    """A list of all layers below l leaves none out, and vLLM serves it."""
+    """vLLM serves a list that has all layers below l; others only our engine serves."""
     for listed, said, serves in (([0, 1, 3], "prompts run layers 0-1,3;", "swiftkv"), ([0, 1], "layers 0-1;", "vllm")):
         spec = {**MADE_FROM["spec"], "swiftkv": {"prefill_layers": listed, "decode_key_value": "own"}}
         _, text = parts(model_card(MADE_FROM | {"spec": spec}, REPORT, licence=None))

@@ -170,7 +170,7 @@ def test_replicas_without_keys_know_their_hosts(serve_url: str, keys: bool, host
 
 
 def test_an_application_to_keep_is_put_as_it_was_deployed() -> None:
-    """Serve ends every application that the put configuration leaves out."""
+    """Serve ends every application that a PUT leaves out, so kept ones are sent as Serve reports them."""
     spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", route_prefix="/one")
     deployed = {"name": "dep_2", "route_prefix": "/two", "import_path": "m:app", "args": {"of": "another version"}}
     running = {"status": "RUNNING", "message": "", "route_prefix": "/two", "deployments": {}}
@@ -204,7 +204,7 @@ def test_replicas_hold_base_models_to_their_tenants_rules() -> None:
     access = Served.model_validate(closed).base_access
     assert (access.roots, access.hub_organizations) == (("/data/acme",), ("acme",))
     assert "base_access" not in opened
-    assert closed["revision"] == opened["revision"]  # rules load nothing
+    assert closed["revision"] == opened["revision"]  # a change of rules loads nothing
 
 
 GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has_exit_head=False)

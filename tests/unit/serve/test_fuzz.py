@@ -34,7 +34,7 @@ from tests.surface.replicas import application, version_of
 
 SOAK = "SWIFTKV_SOAK" in os.environ
 NUM_BODIES, NUM_FIELDS, NUM_HEADERS = (500, 2000, 5000) if SOAK else (8, 40, 40)
-"""Examples: bodies of each operation, fields of OpenAI's routes, headers."""
+"""Numbers of examples: bodies of each operation, fields of OpenAI's routes, headers."""
 HANGS_AFTER_S = 60.0
 """Far more than the longest answer of the tiny model takes on a busy machine."""
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a"}]
@@ -168,7 +168,7 @@ NAMES = st.sampled_from(sorted({field.name for field in FIELDS} - {"model", "pro
 def test_any_value_of_any_field_is_answered_or_refused_by_name(
     replicas: dict[str, Replica], path: str, fields: dict[str, Any], stream_options: Any, stream: bool
 ) -> None:
-    """Fields that the routes serve, ignore and refuse, and others."""
+    """Fields are those that the routes serve, ignore or refuse, and unknown ones."""
     own = {name: value for name, value in BODY[path].items() if not name.startswith("max_")}
     body = {**BODY[path], **fields, "stream": stream, "stream_options": stream_options, **own}
     response = replicas["open"].ask(path, body)

@@ -146,7 +146,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 async def traced(engine: AsyncLLMEngine, headers: dict[str, str], **body: Any) -> tuple[httpx.Response, dict[str, Any]]:
-    """The answer of a request, and its spans by name."""
+    """Send a request; return its answer and its spans by name."""
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     client = asgi_client(application(version_of(engine), observers=[Tracing(provider)]))

@@ -33,7 +33,7 @@ ANTHROPIC = """cache_control container context_management diagnostics inference_
     metadata model output_config service_tier speed stop_sequences stream system temperature thinking tool_choice tools
     top_k top_p user_profile_id workspace_id"""
 AnthropicParams = TypedDict("AnthropicParams", dict.fromkeys(ANTHROPIC.split(), Any))  # type: ignore[misc]
-"""Fields of Anthropic's own client, whose package is none of this environment's."""
+"""Fields of Anthropic's own client, whose package is not installed here."""
 PAGE = Path("docs/compatibility.md")
 SHOWN = (Treatment.SERVED, Treatment.WITHOUT_EFFECT)
 PARTS = [field.name for field in FIELDS if "." in field.name]

@@ -66,7 +66,7 @@ def test_a_conversation_goes_on_where_it_began(name: str) -> None:
 )
 async def test_the_proxy_does_not_tell_what_routes_there_are(path: str, root_path: str, status: int) -> None:
     app: Any = PlainTextResponse("Ray's own")
-    for middleware in proxy_middlewares():  # as Serve applies them
+    for middleware in proxy_middlewares():  # in the order in which Serve applies them
         app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     transport = httpx.ASGITransport(app, root_path=root_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://serve") as client:
@@ -75,7 +75,7 @@ async def test_the_proxy_does_not_tell_what_routes_there_are(path: str, root_pat
 
 
 async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tuple[str | None, list[dict[str, Any]]]:
-    """(the header that the application is sent, the messages that it reads)."""
+    """Return (the header that the application gets, the messages that it reads)."""
     seen: list[Any] = []
     waiting = iter(messages)
 
@@ -177,7 +177,7 @@ async def test_a_prefix_stays_with_its_replica_while_that_is_not_too_busy() -> N
     assert await router.route("a.b") == "one"
     router.queues = {"one": 4, "two": 0}
     assert await router.route("a.b.c") == "one"
-    assert await router.route("a.b.d") == "two", "one has five more"
+    assert await router.route("a.b.d") == "two", "one is five requests busier"
     router.queues = {"one": 3, "two": 2}
     assert await router.route("a.b.c") == "one", "one has more of this prompt"
     assert await router.route("a.b.e") == "two", "both have the same prefix, and two has less to do"

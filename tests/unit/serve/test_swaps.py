@@ -294,7 +294,7 @@ async def test_another_share_loads_nothing(current: Current, paths: dict[str, st
 
 
 async def exact(judge: str, paths: dict[str, str], prompt: list[int], answer: list[int]) -> tuple[float, int]:
-    """(KL summed over the answer, positions with the same most probable token), by plain forward passes."""
+    """Return (KL summed over the answer, positions with the same most probable token), from plain forward passes."""
     student, other = (
         AutoModelForCausalLM.from_pretrained(paths[name]).eval()
         for name in ("one", "two" if judge == "candidate" else "one")

@@ -1,4 +1,4 @@
-"""Calls of tools: read from families' own formats however they are cut, told by templates, and held to grammars."""
+"""Tool calls: parsed from each family's format however it is cut, rendered by templates, constrained by grammars."""
 
 import json
 import os

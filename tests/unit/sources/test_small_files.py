@@ -26,7 +26,7 @@ from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.model_configs import llama_config
 
 SPARSE = 3 << 29
-"""Bytes of a file that takes none of the disk."""
+"""Size of a sparse file, which takes no disk space."""
 MOST_MEMORY = 64 << 20
 
 

@@ -24,7 +24,7 @@ from swiftkv_platform.specs.resources import ResourcesSpec
 _ENDS = ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"})
 _BOUNDS = {"integer": _ENDS, "number": _ENDS, "string": ({"maxLength", "pattern", "format"},), "array": ({"maxItems"},)}
 _ENUMERATED = {"WebhookSpec.on"}
-"""A tuple of a few words, each of which makes sense once."""
+"""A tuple of enumerated words, each of which makes sense once."""
 
 
 def unbounded(schema: Any, place: str, kinds: tuple[str, ...] = tuple(_BOUNDS)) -> Iterator[str]:

@@ -16,10 +16,10 @@ TOKEN = {"access_token": "of-this-pod", "expires_in": 3600, "token_type": "Beare
 OBJECT = Answer(200, b"data", {"ETag": '"1"', "Last-Modified": "Fri, 27 Nov 2026 01:00:00 GMT"})
 
 GOOGLES = "/computeMetadata/v1/instance/service-accounts/default/token"
-"""Path at the metadata server of a GKE node."""
+"""Path of tokens on the metadata server of a GKE node."""
 
 MICROSOFTS = "/tenant/oauth2/v2.0/token"
-"""Exchanges the token of a pod's service account that AKS writes to a file."""
+"""Path that exchanges the token of a pod's service account, which AKS writes to a file."""
 
 
 @pytest.fixture(autouse=True)

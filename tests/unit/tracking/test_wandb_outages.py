@@ -158,7 +158,7 @@ def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: 
 
 
 class Stuck(NullTracker):
-    """A tracker whose calls do not return until they may."""
+    """A tracker whose `start` does not return until `may` is set."""
 
     def __init__(self) -> None:
         self.may = threading.Event()

@@ -94,7 +94,7 @@ tracker.log_artifact("my-model", "s3://bucket/jobs/1/artifact", "abc")
 tracker.finish()
 print(tracker.info, tracker.files, sep="\\n")
 """
-"""Each attempt is a process; W&B's file is whole when that has ended."""
+"""Program of an attempt: a process, since W&B's file is complete only once it has ended."""
 
 
 def test_auto_is_online_where_a_key_is_set_and_a_dead_server_makes_it_offline(

@@ -53,7 +53,7 @@ def test_validation_says_what_the_job_would_make_and_stores_nothing(server: Serv
     layers = [estimate[f"num_{kind}_layers"] for kind in ("hidden", "key_value", "kv_cache")]
     assert (layers, estimate["kv_bytes_ratio"]) == ([12, 6, 8], pytest.approx(2 / 3))
     assert estimate["memory_per_worker"] > estimate["parameters"] > estimate["trained_parameters"] > 0
-    assert estimate["max_tokens"] is None, "epochs decide"
+    assert estimate["max_tokens"] is None, "it depends on epochs"
     assert estimate["sources"] == [
         {"name_or_path": "builtin:python-stdlib", "num_files": None, "num_bytes": None, "formats": ["text"]}
     ]
@@ -264,7 +264,7 @@ def test_a_job_that_waits_for_the_cluster_says_for_what_since_when_and_its_place
     server.cluster.nodes = [Node({"CPU": 2}, {"CPU": 1})]
     second = server.submit(resources={"num_workers": 1})
     first = server.submit(limits={"priority": "high"})
-    assert [second["queue_place"], first["queue_place"]] == [1, 1], "when each was submitted"
+    assert [second["queue_place"], first["queue_place"]] == [1, 1], "the places at submission"
     server.tick()
     rows = {row["id"]: row for row in server.get("/jobs")["data"]}
     assert [rows[job["id"]]["queue_place"] for job in (first, second)] == [1, 2]
@@ -368,7 +368,7 @@ def test_a_job_says_that_no_node_holds_it_or_that_ray_is_away_wherever_it_stands
     server.cluster.away = True
     server.wait(5)
     away = {"code": "cluster_unavailable", "message": f"Ray does not answer; {rest}", "field": None}
-    assert reason() == away, "its nodes are not known now"
+    assert reason() == away, "the nodes are not known"
     server.cluster.away = False
     server.cluster.nodes = [Node({"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1})]
     server.wait(5)

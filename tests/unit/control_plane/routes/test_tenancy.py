@@ -18,7 +18,7 @@ from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.control_plane.routes.conftest import SPEC, Server, Start, StillClock, refusal
 
 OPEN = {"/healthz", "/readyz", "/readyz/{check}", "/metrics"}
-"""Nothing of any tenant's is told there."""
+"""Routes without a key, which tell nothing of any tenant."""
 
 As = Callable[..., TestClient]
 
@@ -93,7 +93,7 @@ def call(client: TestClient, method: str, path: str, ids: dict[str, str]) -> htt
 
 
 def code_of(refused: httpx.Response) -> str:
-    """The code of an error, in OpenAI's shape too."""
+    """The code of an error, also of one in OpenAI's form."""
     answer: dict[str, Any] = refused.json()
     return str(answer.get("error", answer)["code"])
 
@@ -194,7 +194,7 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
         assert refused.status_code == 422, refused.text
     lists = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}
     for path, foreign in {**lists, "/v1/files": file, "/v1/fine_tuning/jobs": job["id"]}.items():
-        assert stranger.get(path, params={"after": foreign}).status_code in (400, 422), "a cursor is an id too"
+        assert stranger.get(path, params={"after": foreign}).status_code in (400, 422), "a foreign id is no cursor"
     assert whole(as_("acme"), ids) == before
 
 
@@ -235,7 +235,7 @@ def test_refusals_tell_nothing_of_another_tenants(as_: As, server: Server) -> No
 
 
 def made_model(as_: As, server: Server, tenant: str) -> str:
-    """Id of a model that the tenant has distilled."""
+    """Let the tenant distil a model; return its id."""
     job = as_(tenant).post("/jobs", json=SPEC).json()["id"]
     server.run(job).artifact()
     server.end(job)
@@ -265,7 +265,7 @@ def test_a_key_that_asks_too_often_is_told_to_wait(start: Start, tmp_path: Path)
     statuses = [client.get("/jobs", headers=hasty).status_code for _ in range(5)]
     assert statuses == [200, 200, 200, 429, 429]
     refused = client.get("/jobs", headers=hasty)
-    assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "2"), "a token every 2 s"
+    assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "2"), "30 a minute"
     assert client.get("/jobs", headers=calm).status_code == 200
 
 

@@ -24,7 +24,7 @@ ANN = Caller(TENANT, "ann")
 
 
 EFFECTS = frozenset({"claim", "update", "write_request", "request_pause", "submit", "stop", "save_logs"})
-"""A kill at any other call is the same as one before the next of these."""
+"""Calls with effects; a kill at any other call equals a kill before the next one of these."""
 
 
 class KilledError(BaseException):

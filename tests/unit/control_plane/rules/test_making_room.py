@@ -122,12 +122,12 @@ def test_a_job_that_has_had_its_turn_lets_another_tenants_job_pass(
         (3, 0.5, 0.0, "ann", 1, DeploymentStatus.UNHEALTHY, True),
         ({"min": 1, "max": 64}, 0.5, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
         (3, 0.2, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, True),
-        (3, 0.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # the jobs hold what is theirs
-        (3, 1.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # without tenants
-        (3, 0.5, 1.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # it is loaded
-        (3, 0.5, 0.0, "acme", 1, DeploymentStatus.DEPLOYING, False),  # the tenant's own
+        (3, 0.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # nothing is open to deployments
+        (3, 1.0, 0.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # everything is open: no tenants
+        (3, 0.5, 1.0, "ann", 1, DeploymentStatus.DEPLOYING, False),  # a place is free: it is loading
+        (3, 0.5, 0.0, "acme", 1, DeploymentStatus.DEPLOYING, False),  # of the jobs' own tenant
         (3, 0.5, 0.0, "ann", 0, DeploymentStatus.DEPLOYING, False),
-        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.PENDING, False),  # beyond its share
+        (3, 0.5, 0.0, "ann", 1, DeploymentStatus.PENDING, False),  # beyond its tenant's share
         (3, 0.5, 0.0, "ann", 1, DeploymentStatus.RUNNING, False),
     ],
 )

@@ -94,7 +94,7 @@ def test_what_ended_is_forgotten_a_day_later_but_for_what_a_job_follows(plane: P
     for job in (retried, done):
         plane.cluster.submissions[f"{job.id}-1"].log = "trained\n"
         plane.end(job, SubmissionStatus.SUCCEEDED if job is done else SubmissionStatus.FAILED)
-    plane.cluster.finish(f"{followed.id}-1", SubmissionStatus.SUCCEEDED)  # and no control plane has seen it
+    plane.cluster.finish(f"{followed.id}-1", SubmissionStatus.SUCCEEDED)  # before any control plane has seen it
     other = Entrypoint(("python",), "s3://another/store").shell(AttemptId("job_1", 1))
     plane.cluster.submit("job_1-1", other, {})
     plane.cluster.finish("job_1-1", SubmissionStatus.SUCCEEDED)
@@ -164,7 +164,7 @@ def test_what_ray_does_not_know_is_removed_and_what_it_will_not_remove_is_told()
 
 
 DEADLINE_S = 1800
-"""Where the operator says nothing else."""
+"""The default of the operator's limit."""
 
 NEEDS = "2 workers with 8 GPUs and 1 CPU each; the cluster has 0 GPUs and 4 CPUs"
 
@@ -186,7 +186,7 @@ def later(plane: Plane, reconciler: Reconciler, seconds: float) -> None:
 
 
 def check_not_placed(plane: Plane, reconciler: Reconciler, job: Job, missing: str) -> None:
-    """The job is in the queue again, and the next one has the slot."""
+    """Check that the job is in the queue again, for lack of `missing`, and that the next job has the slot."""
     plane.submit()
     assert plane.cluster.submissions[f"{job.id}-1"].state.status is SubmissionStatus.STOPPED
     reconciler.tick()

@@ -29,7 +29,7 @@ def _short_logs() -> Iterator[None]:
 
 
 class Poisoned:
-    """The attempt store, except that calls about certain jobs raise."""
+    """An attempt store in which certain calls about certain jobs raise."""
 
     def __init__(self, store: Any, error: Exception, *methods: str) -> None:
         self._store = store

@@ -186,7 +186,7 @@ def test_a_head_that_forgot_a_run_costs_an_attempt_and_no_retry(plane: Plane) ->
     plane.worker(job, attempt=1).say("error", "orphaned", code="data_error", retryable=False)
     plane.tick()
     assert plane.get(job).status is JobStatus.STARTING
-    plane.cluster.stop(f"{job.id}-2")  # as somebody else does
+    plane.cluster.stop(f"{job.id}-2")  # as another user of Ray would
     plane.tick()
     assert (plane.reason(job).code, plane.get(job).attempt.number) == ("preempted", 3)
 

@@ -160,7 +160,7 @@ def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Mo
 def test_what_the_cluster_loses_or_misses_is_applied_again(plane: Plane, model: Model) -> None:
     reconciler = DeploymentReconciler(plane.catalog, plane.serving)
     plane.serving.away = True
-    reconciler.tick()  # it is left alone where nothing was ever deployed
+    reconciler.tick()  # Serve is left alone where nothing was ever deployed
     deployment = deploy(plane, model.id)
     with pytest.raises(ClusterUnavailableError):
         reconciler.tick()
@@ -194,7 +194,7 @@ HALF: dict[str, Any] = {"share": 0.5}
 
 
 def sharing(plane: Plane, *cpus: float, gpus: float = 0.0, **options: Any) -> DeploymentReconciler:
-    """A reconciler on nodes with this many CPUs each, the last with GPUs."""
+    """A reconciler on nodes with these CPUs, of which the last also has `gpus`."""
     gpus_of = [0.0] * (len(cpus) - 1) + [gpus]
     nodes = [Node({"CPU": cpu, "GPU": gpu}, {}) for cpu, gpu in zip(cpus, gpus_of, strict=True)]
     return DeploymentReconciler(plane.catalog, plane.serving, nodes=lambda: nodes, clock=plane.clock, **options)

@@ -91,7 +91,7 @@ def test_a_run_over_its_time_is_stopped_and_fails(plane: Plane) -> None:
     assert plane.cluster.status(f"{job.id}-1").status is SubmissionStatus.RUNNING
     plane.clock.now += 1
     plane.tick()
-    # What the process says while it is being stopped does not hide the cause.
+    # An error of the process while it is being stopped does not hide the cause.
     plane.worker(job).say("error", "interrupted", code="worker_lost", retryable=True)
     plane.tick()
     error = plane.get(job).error

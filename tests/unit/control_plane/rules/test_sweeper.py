@@ -1,4 +1,4 @@
-"""The sweeper: bounded steps, crashes in between, two at a time, and weeks after which nothing has grown."""
+"""The sweeper: bounded steps, crashes between them, two sweepers at once, and weeks without growth."""
 
 import itertools
 from collections.abc import Iterator

@@ -30,11 +30,11 @@ from tests.s3_servers import Front, client_environment, run_moto
 from tests.unit.control_plane.routes.conftest import SPEC, Clock, Server, control_plane
 
 OUTAGE_S = 600.0
-"""Length of an outage of the store by the control plane's clock."""
+"""Length of a store's outage in seconds of the control plane's clock."""
 
 
 ROUNDS = 6
-"""Rounds of the control plane during an outage, at least; each waits seconds for the store's client to try again."""
+"""Least number of rounds of the control plane in an outage; each waits seconds for the store's client to retry."""
 
 
 @contextmanager

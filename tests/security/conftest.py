@@ -1,4 +1,4 @@
-"""Control planes with keys and tenants, behind a socket, whose deployments many threads may change at once; issuers."""
+"""Control planes with keys and tenants, behind a socket, for many threads at once; issuers of tokens."""
 
 import threading
 from collections.abc import Iterator

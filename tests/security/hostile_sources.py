@@ -63,13 +63,13 @@ class Stage:
     root: Path
     """Open to the tenant."""
     outside: Path
-    """Another tenant's: its files hold the canary."""
+    """Another tenant's directory, whose files hold the canary."""
     marker: Path
     """Exists once a payload's code has run."""
     url: str
     """URL of the listening socket."""
     teacher: Path
-    """A sound model that models of payloads are copied from."""
+    """A sound model, of which hostile ones are modified copies."""
 
     @classmethod
     def build(cls, directory: Path, url: str, teacher: Path) -> Stage:
@@ -124,7 +124,7 @@ CARDS: dict[str, Callable[[Stage], dict[str, str]]] = {
     "chained": lambda stage: {"data_files": f"zip://*.jsonl::{stage.url}/rows.zip"},
     "data-dir": lambda stage: {"data_files": "*.jsonl", "data_dir": str(stage.outside)},
 }
-"""Places that a card names, by the directory's name."""
+"""Data files that a hostile card names, by the name of its directory."""
 
 
 def hostile_card(name: str, stage: Stage) -> Path:

@@ -34,7 +34,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "resources.num_workers": ("100000000", "1000000000000"),
     "tracking.wandb.project": (LONG,),
 }
-"""Values that are refused, as JSON, by the field that the refusal is to name."""
+"""Refused values, as JSON, by the field that the refusal must name."""
 SECTIONS = (
     (r'"metadata": {"\ud800": "a"}', r"metadata.\ud800"),
     (r'"metadata": {"x\u0000y": "a"}', r"metadata.x\x00y"),
@@ -49,7 +49,7 @@ SECTIONS = (
     ('"resources": {"num_workers": {"min": 1, "max": 100000000}}', "resources.num_workers.max"),
     ('"resources": {"num_workers": {"min": 1, "max": 2, "zzz": 1}}', "resources.num_workers.zzz"),
 )
-"""Keys that are refused and what stands in lists, with the field."""
+"""Sections with refused keys or list items, with the field that the refusal must name."""
 BODIES = (b"[" * 10_000 + b"]" * 10_000, b'{"name": "\xed\xa0\x80"}', rb'"\ud800"')
 
 
@@ -180,7 +180,7 @@ def test_a_change_whose_answer_cannot_be_written_is_not_made(server: Server, mon
 
 
 LONG = "def f(x):\n    return {'a': [x]}  # NaN\n" * 400_000
-"""16 MB of a prompt, with brackets."""
+"""A prompt of 16 MB, with brackets."""
 
 
 @pytest.mark.parametrize("padding", ["", "x" * (2 << 20)], ids=["small", "large"])
@@ -301,4 +301,4 @@ async def test_a_replica_refuses_in_its_own_words_and_openais_clients_in_theirs(
             yield b"x" * (1 << 20)
 
     grown = await replica.post("/generate", content=pieces(), headers=JSON)
-    assert grown.status_code == 413, "a body that grows too large"
+    assert grown.status_code == 413, "the body grows too large while it is read"

@@ -27,7 +27,7 @@ FIELDS: list[dict[str, Any]] = [
     {"engine": {"stream_interval_s": 0.0}},
     {"engine": {"seed": 5}},
 ]
-"""Changes of as many different fields; the model's name is put in by the test."""
+"""Changes, each of another field; the test fills in the model."""
 
 
 def patch(plane: DeploymentPlane, deployment: str, body: Any, if_match: str | None = None) -> httpx.Response:

@@ -81,7 +81,7 @@ def test_no_deployment_takes_requests_of_another(tmp_path: Path, sqlite_database
             refused = plane.deploy("default", route_prefix=pair[1])
             assert refusal(refused, 409)["field"] == "route_prefix"
             assert holder["id"] in refused.text, "its own deployment may be named"
-            other = plane.deployed("default", route_prefix="/a/b")  # takes nothing of either
+            other = plane.deployed("default", route_prefix="/a/b")  # conflicts with neither
             for gone in (holder, other):
                 plane.parts.deployments.remove_deployment(gone["id"])
 

@@ -28,7 +28,7 @@ from tests.unit.control_plane.routes.conftest import Server, Start, refusal
 MIB = 1 << 20
 
 LONG_MIB = 2048 if "SWIFTKV_SOAK" in os.environ else 100
-"""Length of a log that must not be held in memory."""
+"""Length in MiB of a log that must not be held in memory."""
 
 PATIENCE_S = 30.0
 

@@ -63,7 +63,7 @@ def test_the_cookie_says_nothing_and_ends(house: House) -> None:
     assert house.client.get("/session").json() == {"session": None, "reads_audit": False}
     first, second = (cookie(house.sign_in())[SESSION_COOKIE] for _ in range(2))
     assert first.value != second.value
-    assert len(first.value) >= 43, "256 bits"
+    assert len(first.value) >= 43, "at least 256 bits"
     for part in (house.token, house.token.removeprefix("skv_")):
         assert part not in first.value
     assert (first["httponly"], first["secure"], first["samesite"].lower(), first["path"]) == (True, True, "strict", "/")
@@ -74,7 +74,7 @@ def test_the_cookie_says_nothing_and_ends(house: House) -> None:
 
 
 def test_the_database_opens_nothing_and_ended_sessions_are_swept_from_it(house: House, tmp_path: Path) -> None:
-    """A reader of the database (of a backup, say) holds neither session ids nor keys."""
+    """The database, and so a backup of it, holds neither session ids nor keys."""
     for _ in range(3):
         session = cookie(house.sign_in())[SESSION_COOKIE].value
         house.clock.now += LIFETIME_S
@@ -160,7 +160,7 @@ def test_guessing_is_slowed_down(house: House) -> None:
     assert (answers[0].status_code, answers[-1].status_code) == (401, 429)
     assert int(answers[-1].headers["retry-after"]) >= 1
     refused = house.client.post("/session", json={"api_key": house.token})
-    assert refused.status_code == 429, "a good guess is not told from a bad one"
+    assert refused.status_code == 429, "a right guess gets the same answer as a wrong one"
     headers = {"authorization": f"Bearer {house.token}"}
     assert house.client.get("/jobs", headers=headers).status_code == 200
     house.clock.now += 60.0

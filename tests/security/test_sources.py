@@ -152,7 +152,7 @@ def accept(quiet: Stage, spec: JobSpec) -> None:
 
 
 def answer(quiet: Stage, spec: JobSpec) -> None:
-    """Run the tasks of a spec as a worker does, whoever accepted it."""
+    """Run the tasks of a spec as a worker does, without checking that it was accepted."""
     student = convert(quiet.teacher, num_key_value_layers=3)
     run_tasks(
         student, byte_tokenizer(), resolve_tasks(spec.evaluation.tasks), EvaluationSpec(task_batch_size=1, task_limit=1)

@@ -1,4 +1,4 @@
-"""Names that nothing could have, organisations of the hub and sizes that the operator limits are refused by field."""
+"""Impossible names, and hub organisations and sizes beyond the operator's limits, are refused by field."""
 
 import json
 import os
@@ -146,7 +146,7 @@ def test_a_tenant_may_be_held_to_organisations_of_the_hub(tmp_path: Path) -> Non
 
 
 def test_a_spec_that_is_too_long_to_be_listed_with_others_is_refused(server: Server) -> None:
-    """Every number in it is within bounds, and so is the body."""
+    """It is refused although all its numbers and the body are within bounds."""
     fits, long = ({"tasks": [f"{at}_" + length * "x" for at in range(1000)]} for length in (200, 300))
     for path in ("/jobs/validate", "/jobs"):
         asked = [server.client.post(path, json={**SPEC, "evaluation": tasks}) for tasks in (fits, long)]

@@ -1,4 +1,4 @@
-"""Tokens of an issuer, over HTTP from a real one: who is let in, and what attackers send."""
+"""Tokens of a real issuer, over HTTP: which are accepted, and which forged ones are refused."""
 
 import base64
 import hashlib

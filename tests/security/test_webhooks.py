@@ -21,7 +21,7 @@ from swiftkv_platform.control_plane.loops.loop import ControlLoop
 from swiftkv_platform.specs import JobSpec
 
 PATIENCE_S = 30.0
-"""Longest wait for something that happens at once where nothing is wrong."""
+"""Longest wait for what happens at once unless something is wrong."""
 
 GOOD = b"HTTP/1.1 204 No Content\r\n\r\n"
 
@@ -40,7 +40,7 @@ class Receiver:
     changed: threading.Condition = field(default_factory=threading.Condition)
     open: int = 0
     most_open: int = 0
-    """Connections held at one time."""
+    """Most connections that were open at one time."""
 
     def wait_for(self, count: int) -> bool:
         with self.changed:

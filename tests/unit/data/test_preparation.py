@@ -64,7 +64,7 @@ def test_conversations_count_what_train_on_says(
 
 
 def test_with_splits_what_counts_as_a_whole_begins_with_a_prompt(write: Write) -> None:
-    """Windows of texts and conversations with `train_on: all` begin with tokens that do not count; answers do not."""
+    """Windows of texts and conversations with `train_on: all` begin with tokens that do not count; answers are kept."""
     rows = [{"text": f"document {i} says little, but says it at length " * (1 + i % 4)} for i in range(60)]
     talks = [{"messages": TALK}] * 3
     lengths, begins = [], []

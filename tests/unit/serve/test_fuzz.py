@@ -53,7 +53,7 @@ Header = tuple[bytes, bytes]
 
 @dataclass
 class Handed:
-    """Adds `headers` to each request as Serve's proxy would, such as no HTTP client sends."""
+    """Puts `headers` into each request, like Serve's proxy, also such as no HTTP client would send."""
 
     app: ASGIApp
     headers: list[Header] = field(default_factory=list)
